@@ -1,21 +1,21 @@
-"""The transformers model inside a bridge without TransformerLens's wrappers, but for the layers with hooks.
+"""The transformers model inside a bridge, without TransformerLens's wrappers except around layers with hooks.
 
-A bridge puts wrappers and hook points around every module of the model that it wraps, which on one token costs up to
-twice what the module itself does. `bare_model` rebuilds the model without them. What is put together shares
-the parameters, the buffers and torch's hooks with the model, so that a change of these acts here too; its configs are
-copies that ask for attention in one pass (`scaled_dot_product_attention`) where that is the same. Where a hook is to
-act, the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all within it. Where
-that of attention stays, all of it is computed as the bridge does, which takes masks of one kind. What was put together
-without a wrapper is kept with the model, for as long as each module and config in it holds the very same objects
+A bridge puts wrappers and hook points around every module of the model it wraps. On one token they cost up to twice as
+much as the module itself. `bare_model` rebuilds the model without them. The rebuilt model shares the parameters,
+buffers and torch hooks of the original, so a change to these acts on both. Its configs are copies that request
+attention in one pass (`scaled_dot_product_attention`) where the result is the same. Where a hook must act, its wrapper
+stays: the wrapper of a block alone, or the wrapper of attention, MLP or norm with everything inside it. Attention that
+keeps its wrapper is computed entirely by the bridge, which accepts only the masks of eager attention. The model caches
+the rebuild without any wrapper for as long as each module and config in it holds the very same objects
 (`headwater.models.fingerprint`).
 
-It is given only where it computes what the bridge computes:
+`bare_model` returns a rebuild only where it computes what the bridge computes:
 
-1. every module holds what it did when the model was loaded (`headwater.models.fingerprint`), nothing is hooked
-   yet, and no norms were folded into weights;
-2. the parameters that the bridge computes with are those of the transformers model, or hold the same numbers: of a
-   fused matrix (GPT-NeoX) the bridge has parts of its own;
-3. once for each model, and each choice of what stays: a few tokens have the same logits both ways.
+1. every module holds the same objects as when the model was loaded (`headwater.models.fingerprint`), there are no
+   hooks yet, and no norms were folded into weights;
+2. the bridge computes with the parameters of the transformers model, or with copies that hold the same numbers: the
+   bridge keeps the parts of a fused matrix (GPT-NeoX) separately;
+3. a few tokens give the same logits both ways. This is checked once per model and per set of remaining wrappers.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 
 
 SPLIT = re.compile(r"\.[qkv]\.(_original_component\.)?(weight|bias)$")
-"""The parameters of a bridge that are parts of a fused matrix."""
+"""Matches the names of a bridge's parameters that are parts of a fused matrix."""
 
 
 class BareModel:
-    """A transformers model put together of a bridge's modules, without its wrappers but for those with hook points.
+    """A transformers model assembled from a bridge's modules, without the wrappers that no requested hook needs.
 
     Attributes:
         model: the transformers model.
         kept: the wrappers that stay.
-        firing: the modules, hook points among them, that the model still calls.
-        rotary_by_length: what in it makes rotary embeddings that depend on a text's length.
+        firing: ids of the modules, including hook points, that the model still calls.
+        rotary_by_length: its modules whose rotary embeddings depend on the length of a text.
         configs: the entries of the configs that were copied.
     """
 
@@ -68,13 +68,13 @@ class BareModel:
         self.model = self._without_wrappers(raw.original_model, points)
         self.rotary_by_length = rotary_by_length(self.model)
         self.configs = SameObjects(vars(config) for config, _ in self._copies.values())
-        # Attention that stays wrapped reads the cache by TransformerLens's name for it (`forward.reached`).
+        # Attention that stays wrapped looks up the cache under TransformerLens's name for it (`forward.reached`).
         whole = [wrapper for wrapper in self.kept if not is_a(wrapper, "BlockBridge")]
         self._attentions = [part for wrapper in whole for part in wrapper.modules() if is_a(part, "AttentionBridge")]
         self._last = last_logits_only(raw)
 
     def read(self, tokens: Int[Tensor, "row position"], **options: object) -> None:
-        """Run tokens for what hooks see of it, without the head, whose matrix is the largest of a small model."""
+        """Run tokens for the hooks only, without the head: its matrix is the largest of a small model."""
         body: Any = self.model.base_model
         if body is self.model:
             self.last_logits(tokens, **options)
@@ -84,32 +84,32 @@ class BareModel:
     def last_logits(
         self, tokens: Int[Tensor, "row position"], cache: Any = None, **options: object
     ) -> Float[Tensor, "row d_vocab"]:
-        """Run tokens, which lie on the model's device, and return the logits at the last column.
+        """Run tokens that are on the model's device and return the logits at the last column.
 
-        With a cache of the tokens before, the keys and values of these are added to it; `options` are passed on.
+        A cache of the preceding tokens is extended by the keys and values of `tokens`; `options` go to the model.
         """
         if cache is None:
             logits: Tensor = self.model(tokens, **self._last, use_cache=False, **options).logits
         else:
-            name = str(name_of_cache(self.model))  # `cache_options` refuses models that have none
+            name = str(name_of_cache(self.model))  # `cache_options` refuses models without a cache
             with reached(self._attentions):
                 logits = self.model(tokens, **self._last, **{name: cache}, use_cache=True, **options).logits
         return logits[:, -1]
 
     def in_place_of(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return what takes the place of a module, or of what a wrapper wraps."""
+        """Return the replacement of a module, or of the module inside a wrapper."""
         while (inner := module._modules.get("_original_component")) is not None:
             module = inner
         return self._made[id(module)]
 
     def _without_wrappers(self, module: torch.nn.Module, points: AbstractSet[int]) -> torch.nn.Module:
-        """Copy a module and those within it, not what they hold; a wrapper is replaced by what it wraps."""
+        """Copy a module and its submodules but not their contents, and replace each wrapper by the module it wraps."""
         while (inner := module._modules.get("_original_component")) is not None:
             if points and any(id(part) in points for part in module.modules()):
                 self.kept.append(module)
                 break
             module = inner
-        if inner is not None and not is_a(module, "BlockBridge"):  # all within it stays as the bridge computes it
+        if inner is not None and not is_a(module, "BlockBridge"):  # the bridge computes everything inside it
             self.firing |= {id(part) for part in module.modules()}
             return module
         if id(module) not in self._made:
@@ -117,12 +117,12 @@ class BareModel:
             twin = self._made[id(module)] = object.__new__(type(module))
             attributes = dict(vars(module))
             if inner is None and (config := attributes.get("config")) is not None:
-                # A config is asked for its attention when the model runs.
+                # The model looks up the attention implementation in its config at every run.
                 if id(config) not in self._copies:
                     self._copies[id(config)] = config, copy.copy(config)
                     self._copies[id(config)][1]._attn_implementation = self.attention
                 attributes["config"] = self._copies[id(config)][1]
-            # a block's wrapper calls what it wraps between two hook points of its own
+            # the wrapper of a block has its own hook points, before and after the block it wraps
             within = module._modules if inner is None else {"_original_component": inner}
             copies = {name: part and self._without_wrappers(part, points) for name, part in within.items()}
             attributes["_modules"] = module._modules | copies
@@ -134,7 +134,7 @@ class BareModel:
 def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
     """Return the model inside a bridge without wrappers; None where it might compute something else.
 
-    Hold the model's lock while it is used: it is what it is only as long as the model stays as it is. `hooked` are the
+    Hold the model's lock while using the result: it is valid only while the model does not change. `hooked` are the
     activations at which hooks will be attached and must fire.
     """
     raw, names = model.raw, {point for name in hooked for point in points_of(name)}
@@ -156,13 +156,13 @@ def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
         return None
     if points := {id(hook_dict[name]) for name in names}:
         bare = BareModel(raw, attention, points)
-        # a wrapper of attention that stays takes masks of one kind
+        # a remaining wrapper of attention accepts only the masks of eager attention
         masked = [one for one in bare.kept if not is_a(one, "BlockBridge", "MLPBridge", "NormalizationBridge")]
         if masked and attention != "eager":
             bare = BareModel(raw, "eager", points)
     if not points <= bare.firing:
         return None
-    # Ids are safe as keys: the model holds its wrappers for as long as it lives.
+    # Ids are safe as keys: the wrappers live as long as the model.
     wrappers = frozenset(map(id, bare.kept))
     if wrappers not in model.unwrapped_checked:
         tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device)
@@ -173,8 +173,8 @@ def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
 
 
 def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
-    """Whether all that the bridge computes with is in the transformers model too."""
-    # By storage: what a bridge splits is a view of the fused matrix in GPT-2, and a copy of its parts in GPT-NeoX.
+    """Return whether every parameter of the bridge has its numbers in the transformers model too."""
+    # Compared by storage: the parts of a fused matrix are views of it in GPT-2, and copies in GPT-NeoX.
     memory = {parameter.untyped_storage().data_ptr() for parameter in bare.parameters()}
     unshared = [name for name, p in model.raw.named_parameters() if p.untyped_storage().data_ptr() not in memory]
     if not unshared:
@@ -189,29 +189,29 @@ def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
 
 
 def is_the_same_in_one_pass(model: Model) -> bool:
-    """Whether attention in one pass is what the architecture computes, with nothing between its steps."""
+    """Return whether attention in one pass computes the same as the architecture, with nothing between its steps."""
     inner, family = model.raw.original_model, family_named(model.shape.architecture)
     if family is None or not getattr(inner, "_supports_sdpa", False):
         return False
     return not any(getattr(inner.config, option, None) for option in family.not_in_one_pass)
 
 
-# The residual stream after layers of a model that nobody edits, for results that are compared with no other run.
+# The residual stream after given layers of an unedited model, for results that are not compared with another run.
 #
-# The model runs without TransformerLens's wrappers (`BareModel`, above) and no further than the last layer that is
-# read: what a block returns is the residual stream after it. Where that might be something else, the bridge runs.
+# The model runs without TransformerLens's wrappers (`BareModel`, above) and stops after the last layer needed: the
+# output of a block is the residual stream after it. Where the output might be something else, the bridge runs.
 #
-# Both are the run of the model to the rounding of its dtype. A sweep or a knockout, whose runs are compared with one
-# another, takes neither.
+# Both agree with the run of the model up to the rounding of its dtype. A sweep or a knockout uses neither, because it
+# compares its runs with one another.
 
 
 @torch.inference_mode()
 def residual_streams(
     model: Model, batch: Batch, layers: Sequence[int], take: Callable[[Tensor], Tensor]
 ) -> dict[int, Tensor]:
-    """Run a batch and return what is taken of the residual stream `batch position d_model` after each of these layers.
+    """Run a batch and return `take` of the residual stream `batch position d_model` after each of the layers.
 
-    It must be a copy: the stream is read while the model runs.
+    `take` must return a copy, because it is called while the model still runs.
     """
     residuals: dict[int, Tensor] = {}
     last: list[Tensor] = []

@@ -1,18 +1,18 @@
 """Step through a model's blocks one sublayer at a time, on rows that start at any layer and any position.
 
-An intervention at layer l and position p leaves every layer above l and every position before p as they were. To
-recompute only the rest, a sweep needs three things that a whole forward does not offer:
+An intervention at layer l and position p changes nothing before layer l and nothing at positions before p. To
+recompute only the rest, a sweep needs three things that a whole forward pass does not offer:
 
-1. `record`: one ordinary run that keeps, beside the residual stream, the keys and values of each layer and the
-   arguments with which the model calls each attention (rotary angles, masks).
-2. `attention` and `feed_forward`: one sublayer of one layer, on any batch of rows, where each row says which positions
-   it holds. The keys and values of the positions before it come from the recording and are shared by all rows.
+1. `record`: one ordinary run that keeps the residual stream, the keys and values of each layer, and the arguments with
+   which the model calls each attention (rotary angles, masks).
+2. `attention` and `feed_forward`: one sublayer of one layer, on any batch of rows, where each row specifies its
+   positions. The keys and values of the positions before it come from the recording and are shared by all rows.
 3. `logits`: the final norm and the unembedding, at the rows requested.
 
 The composition (pre-norm, post-norm, serial, parallel, attention alone) is the model's own, read from its blocks.
-Attention takes the recorded keys and values as a cache where it knows one, as the models of Hugging Face do; that of
-TransformerLens's own models is `OwnAttention`. Sweeps carry a row without any edit, whose outcome must equal the plain
-run.
+Attention that supports a cache, as in Hugging Face models, gets the recorded keys and values as one. For
+TransformerLens's own models, `OwnAttention` computes attention. Every sweep includes a row without any edit, whose
+outcome must equal the plain run.
 """
 
 from __future__ import annotations
@@ -62,29 +62,29 @@ if TYPE_CHECKING:
 
 
 WIRING = "transformer_lens.model_bridge.component_setup"
-"""Where TransformerLens makes the hooks by which those of an MLP fire whose parts are in the block itself."""
+"""TransformerLens's module of the wiring hooks that fire an MLP's hook points when its parts are in the block."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What one run of a right-padded batch records for the rows that will share it."""
+    """The data that one run of a right-padded batch records for the rows that will share it."""
 
     activations: Mapping[str, Tensor]
-    """By hook name, as the hook gives them."""
+    """By hook name, in the form the hook receives."""
     keys: dict[int, Float[Tensor, "batch kv_head key d_head"]]
     values: dict[int, Float[Tensor, "batch kv_head key _"]]
     calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]]
     """By layer: the positional and keyword arguments of the model's call of its attention."""
     visible: dict[int, Bool[Tensor, "query key"]]
-    """By layer: which keys a query may see (causal, and within the window where the layer slides)."""
+    """By layer: the keys a query may see (causal, and within the window if the layer has a sliding window)."""
     last_logits: Float[Tensor, "batch d_vocab"] | None
-    """At the last column of the batch; None where they were not computed."""
+    """At the last column of the batch; None if they were not computed."""
     forks: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """By hook name, what gradients are taken at: with a graph, each a fork of what went on in the run."""
+    """By hook name, the tensors at which gradients are taken: forks in the graph with which the run continued."""
 
 
 class SharedPrefix:
-    """A cache that puts the recorded keys and values of one layer before a row's own, and never changes."""
+    """A cache that puts the recorded keys and values of one layer before those of a row, and never changes."""
 
     def __init__(self, keys: Float[Tensor, "row kv_head key d_head"], values: Float[Tensor, "row kv_head key _"]):
         self.keys, self.values = keys, values
@@ -95,18 +95,18 @@ class SharedPrefix:
 
 
 class _WholeKeys(SharedPrefix):
-    """Stands in for a cache that holds the keys and values of all positions already, those of the queries too."""
+    """Stand-in for a cache that already holds the keys and values of all positions, including the queries'."""
 
     def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
 
 
 class _KeysMadeError(Exception):
-    """Attention has come as far as its keys and values, which is all that was wanted of it."""
+    """Raised when attention has computed its keys and values, because the caller needs nothing else."""
 
 
 class _StopsAtKeys:
-    """Stands in for a cache, and ends the call of attention when keys and values are handed to it."""
+    """Stand-in for a cache that ends the call of attention when it receives keys and values."""
 
     def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         raise _KeysMadeError(keys, values)
@@ -119,7 +119,7 @@ class Blocks:
         self.model = model
         self._blocks = list(model.raw.blocks)
         self._own = own_attention(self._blocks)
-        # Whether attention is called step by step here.
+        # Whether this class computes attention step by step.
         self.has_own_steps = self._own is not None
         self.parallel = model.shape.parallel_blocks
         self._scale, self._residual_scale = logit_scale(model), residual_scale(model)
@@ -137,12 +137,12 @@ class Blocks:
         call: tuple[tuple[Any, ...], dict[str, Any]],
         recorded: Int[Tensor, " row"] | None = None,
     ) -> Float[Tensor, "row _ d_model"]:
-        """What a layer's attention adds to the residual stream of rows that hold these positions.
+        """Return what a layer's attention adds to the residual stream of rows with the given positions.
 
-        `recorded` says which row of the recorded batch each is of; by default all are of the first.
+        `recorded` maps each row to its row of the recorded batch; by default all rows map to the first.
 
-        With `query_positions` queries and outputs are computed at these positions of a row alone, unless a hook is at
-        the layer's attention. Keys and values are those of all positions.
+        With `query_positions`, queries and outputs are computed only at these positions of a row, unless the layer's
+        attention has a hook. Keys and values are computed at all positions.
         """
         block = self._blocks[layer]
         if query_positions is not None and _is_watched(block.attn):
@@ -152,8 +152,8 @@ class Blocks:
         if self._own is not None:
             return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix, query_positions))
         if query_positions is not None:
-            # Keys and values of all positions, rotated by the model's own code; of queries, which the call never uses,
-            # one position is projected.
+            # The model's own code rotates the keys and values of all positions. The call never uses its queries, so
+            # only one position of them is projected.
             with _first_alone(block.attn, 1, ("q",)):
                 try:
                     self._attended(layer, normed, call, positions, mask, _StopsAtKeys(), recorded)
@@ -174,10 +174,10 @@ class Blocks:
         cache: Any,
         recorded: Tensor | None,
     ) -> Float[Tensor, "row position d_model"]:
-        """Call a layer's attention as the model did, with other inputs."""
+        """Call a layer's attention as the model called it, with other inputs."""
         (args, options), attention = call, self._blocks[layer].attn
         options = {name: _at_positions(value, positions, recorded) for name, value in options.items()}
-        # The recorded mask is of whole prompts; that of the rows takes its place, whatever `_at_positions` made of it.
+        # The recorded mask covers whole prompts; the rows' mask replaces it, whatever `_at_positions` made of it.
         options = with_cache(attention, options, cache) | {"attention_mask": mask}
         if "hidden_states" in options:
             options["hidden_states"] = normed
@@ -188,11 +188,11 @@ class Blocks:
         return out[0] if isinstance(out, tuple) else out
 
     def alike(self, layer: int) -> contextlib.AbstractContextManager[None]:
-        """Project the first of the rows that are given to a layer's attention for all of them, which are the same."""
+        """Let a layer's attention project only its first row and repeat it, because all rows are the same."""
         return _first_alone(self._blocks[layer].attn, 0, ("q", "k", "v"))
 
     def project_heads(self, layer: int, z: Float[Tensor, "position head d_head"]) -> Float[Tensor, "position d_model"]:
-        """What a layer's attention adds, given the output of each of its heads."""
+        """Return what a layer's attention adds, computed from the output of each of its heads."""
         block = self._blocks[layer]
         written = block.attn.o(z.flatten(1)[None]) if self._own is None else self._own[layer].output(z[None])
         return self._added(block, "ln1_post", written)[0]
@@ -200,31 +200,31 @@ class Blocks:
     def fused(self) -> contextlib.AbstractContextManager[None]:
         """Compute the tanh form of GELU and norms in as few passes over memory as torch can.
 
-        The model (GPT-2, Phi) takes eight passes for the one; for the other its bridge takes seven beside the norm's
-        own, so that hooks may look between them: a norm into which something looks is left as it is.
+        The model (GPT-2, Phi) takes eight passes for this GELU. For a norm, the bridge takes seven passes in addition
+        to the norm's own, so that hooks can read the steps between; a norm with a hook inside is not replaced.
         """
         return forward_replaced([(part, faster) for part, faster in self._faster if not _is_watched(part)])
 
     @functools.cached_property
     def _faster(self) -> list[tuple[torch.nn.Module, Callable[[Tensor], Tensor]]]:
-        """What is replaced, and by what: GELUs, and norms (of q and k too) that their wrapped module computes alone."""
+        """The modules to replace, with replacements: GELUs, and norms (also of q, k) that equal the wrapped module."""
         mlps = [block.mlp for block in self._blocks if has_part(block, "mlp")]
         gelus = [module for mlp in mlps for module in mlp.modules() if type(module) is NewGELUActivation]
-        # Not modules(): a block has dozens, most of them hooks, and every sweep looks.
+        # Not modules(): a block has dozens, most of them hooks, and every sweep makes this search.
         attentions = (block.attn for block in self._blocks if has_part(block, "attn"))
         parts = (part for home in (*self._blocks, *attentions, self.model.raw) for part in home.children())
         norms = [(part, part.original_component) for part in parts if _is_as_wrapped(part)]
         return [*((gelu, tanh_gelu) for gelu in gelus), *norms]
 
     def normed(self, layer: int, residual: Float[Tensor, "row position d_model"], mlp: bool) -> Tensor:
-        """What the norm in front of a layer's attention, or of its MLP, makes of the residual stream."""
+        """Apply the norm before a layer's attention, or before its MLP, to the residual stream."""
         block = self._blocks[layer]
-        # Phi's attention and MLP share one norm, GPT-NeoX's have one each.
+        # In Phi, attention and MLP share one norm; in GPT-NeoX each has its own.
         has_own_norm = has_part(block, "ln2") or not self.parallel
         return _through(block, "ln2" if mlp and has_own_norm else "ln1", residual)
 
     def feed_forward(self, layer: int, residual: Float[Tensor, "*row d_model"]) -> Float[Tensor, "*row d_model"]:
-        """What a layer's MLP adds, given the residual stream it reads (before its norm); 0 where it has none."""
+        """Return what a layer's MLP adds, from the residual stream before its norm; 0 where the layer has no MLP."""
         block = self._blocks[layer]
         if not has_part(block, "mlp"):
             return torch.zeros_like(residual)
@@ -239,21 +239,21 @@ class Blocks:
         return self._added(block, "ln2_post", out.view(1, *rows.shape))[0].view_as(residual)
 
     def logits(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_vocab"]:
-        """Final norm, unembedding, scale and soft cap of the residual stream after the last block."""
+        """Apply final norm, unembedding, scale and soft cap to the residual stream after the last block."""
         raw = self.model.raw
         return self._capped(self._scale * raw.unembed(_through(raw, "ln_final", residual[None]))[0])
 
     def logits_of(
         self, residual: Float[Tensor, "row d_model"], tokens: Int[Tensor, "row answer"]
     ) -> Float[Tensor, "row answer"]:
-        """The logits of some tokens only, for each row its own: the columns of the unembedding that are wanted."""
+        """Return the logits of each row's tokens, from the columns of the unembedding for these tokens alone."""
         raw = self.model.raw
         normed = _through(raw, "ln_final", residual[None])[0]
         columns = raw.unembed.W_U.T[tokens]
         return self._capped(self._scale * (torch.einsum("rd,rad->ra", normed, columns) + raw.unembed.b_U[tokens]))
 
     def _added(self, block: Any, norm: str, written: Tensor) -> Tensor:
-        """What is added to the residual stream of what a part of a block writes: normed, scaled, or as it is."""
+        """Return what a part's output adds to the residual stream: the output after norm and scale, if any."""
         added = _through(block, norm, written)
         return added if self._residual_scale == 1.0 else added * self._residual_scale
 
@@ -273,11 +273,11 @@ class Blocks:
 
         Args:
             batch: right-padded.
-            names: of hooks.
+            names: names of hooks.
             before: hooks that act before anything is kept, such as noise at the embeddings.
-            gradients_at: where gradients will be taken: the run has a graph then, which begins at the first of them.
-            unembed: whether the last logits are wanted; if not, the unembedding is read only where a hook looks at it.
-            start: the keys and values of tokens that come before the batch; what is visible is not said then.
+            gradients_at: names of hooks where gradients will be taken; the run's graph begins at the first of them.
+            unembed: whether to compute the last logits; if not, the unembedding runs only if it has a hook.
+            start: the keys and values of tokens that precede the batch; `visible` is then empty.
         """
         tap = Tap(start or {})
         calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -286,12 +286,12 @@ class Blocks:
         forked: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: object, name: str) -> None:
-            # TransformerLens hands hooks the tensor itself: an edit in place further on would change what is kept.
+            # TransformerLens passes hooks the tensor itself: a later in-place edit would change the kept activation.
             activations[name] = activation.detach().clone()
 
         def fork(activation: Tensor, hook: object, name: str) -> Tensor:
-            # The graph begins at the first. Of each later one a view goes on, so that a gradient there leaves out what
-            # else is computed of the same tensor (Gemma 4's later layers read the embedding, too).
+            # The graph begins at the first fork. At later ones the run continues with a view, so that a gradient there
+            # omits whatever else uses the same tensor (Gemma 4's later layers also read the embedding).
             forked[name] = (
                 activation.view_as(activation) if forked else activation.detach().clone().requires_grad_(True)
             )
@@ -317,17 +317,17 @@ class Blocks:
             stack.enter_context(self.fused())
             stack.enter_context(torch.enable_grad() if gradients_at else contextlib.nullcontext())
             if self._own is not None and self.model.steps_checked and not (gradients_at or self.model.looks_ahead):
-                # whole prompts, right-padded and looking back only, go through the same steps as rows do
+                # whole prompts, right-padded and with causal attention, go through the same steps as rows
                 stack.enter_context(forward_replaced((own.module, own.forward) for own in self._own))
             if skipped := not (unembed or has_hooks(self.model.raw.unembed)):
-                # One logit of 0 in place of a vocabulary of them.
+                # One logit of 0 in place of the whole vocabulary.
                 nothing = (self.model.raw.unembed, lambda residual: residual.new_zeros(*residual.shape[:-1], 1))
                 stack.enter_context(forward_replaced([nothing]))
             logits = forward(self.model, batch, options=options).detach()
         last_logits = None if skipped else logits[:, -1]
         finite_output(self.model, activations[last], batch, None)
         if self._own is not None:
-            # Attention that takes no cache: keys and values are what passed its hooks.
+            # This attention accepts no cache: keys and values come from its hooks.
             recording = Recording(activations, {}, {}, {}, {}, last_logits, forked)
             for layer, attention in enumerate(self._own):
                 k, v = (activations[hook_name(site, layer)] for site in ("k", "v"))
@@ -337,8 +337,8 @@ class Blocks:
                 )
                 recording.calls[layer], recording.visible[layer] = ((), {}), attention.visible(k.shape[1])
             return recording
-        # The longest row has no padding: its mask says what the architecture lets a query see, and nothing else.
-        # Where a start was run before, the run of a whole row says it.
+        # The longest row has no padding: its mask shows only what the architecture lets a query see.
+        # After a `start`, the recording of the whole row holds this instead (`record_in_two`).
         longest, whole = int(batch.lengths.argmax()), calls if start is None else {}
         width, device = batch.tokens.shape[1], self.model.device
         visible = {layer: _visible(o.get("attention_mask"), longest, width, device) for layer, (_, o) in whole.items()}
@@ -350,17 +350,17 @@ class Blocks:
         return Recording(activations, keys, values, calls, visible, last_logits, forked)
 
     def common_start(self, batch: Batch, names: Iterable[str]) -> int:
-        """How many first tokens of all rows `record_in_two` runs with one of them alone."""
+        """Return the number of first tokens, common to all rows, that `record_in_two` runs in one row only."""
         keyed = any(place is not None and place[0].has_keys for place in map(place_named, names))
         if self.model.start_checked is False or self._own or keyed or not goes_on(self.model):
             return 0
         return common_start(batch.tokens[:, : int(batch.lengths.min()) - 1])
 
     def record_in_two(self, batch: Batch, names: Sequence[str]) -> Recording | None:
-        """Record what all rows begin with in one of them, and of the others the rest alone; None where that cannot be.
+        """Record the common start of all rows in one row, and only the rest of the others; None if that is impossible.
 
-        It cannot where rows have little in common, a hook gives something else than rows of tokens, the model was seen
-        to give something else so, or a number is not finite: of the whole run it is then said where.
+        It is impossible where rows have little in common, a hook does not receive rows of tokens, the model was found
+        to give different results this way, or a number is not finite: the whole run then reports where.
         """
         if not (shared := self.common_start(batch, names)):
             return None
@@ -379,7 +379,7 @@ class Blocks:
         end = shared + rest.activations[names[0]].shape[1]
 
         def joined(whole: Tensor, ends: Tensor, *at: Any) -> Tensor:
-            # Every row begins as a copy of the longest; the end of each other one is written over it.
+            # Every row starts as a copy of the longest; the other rows then get their own ends.
             rows = whole.expand(len(batch), *whole.shape[1:]).clone()
             rows[(others, *at)] = ends
             return rows
@@ -392,13 +392,13 @@ class Blocks:
             values={layer: joined(full.values[layer], rest.values[layer], every, slice(end)) for layer in full.values},
         )
         if self.model.start_checked is None:
-            # What a family does with a cache is not taken on trust: the first time both ways are run.
+            # Families may use a cache differently, so the first call runs both ways and compares them.
             self.model.start_checked = _alike(in_two, self.record(batch, names, unembed=False), batch)
         return in_two if self.model.start_checked else None
 
 
 def cannot_step(model: HookedModel) -> str | None:
-    """Say why a model's blocks cannot be stepped through, or None when they can (as far as its structure shows)."""
+    """Return why a model's blocks cannot be stepped through, or None if they can (as far as its structure shows)."""
     raw = model.raw
     blocks = getattr(raw, "blocks", None)
     if blocks is None or not all(hasattr(block, "submodules") or not is_bridge(raw) for block in blocks):
@@ -410,7 +410,7 @@ def cannot_step(model: HookedModel) -> str | None:
         if missing := [part for part in needed if not has_part(block, part)]:
             return f"its blocks have no {' or '.join(missing)}"
     handles = [handle for point in raw.hook_dict.values() for handle in point.fwd_hooks]
-    # TransformerLens's own wiring hooks (OPT's MLP) are harmless; any other hook could change what a step gives.
+    # TransformerLens's own wiring hooks (OPT's MLP) are harmless; any other hook could change a step's result.
     if any(getattr(getattr(handle, "user_hook", None), "__module__", "") != WIRING for handle in handles):
         return "it carries hooks of its own"
     if keeps_an_index(raw):
@@ -426,7 +426,7 @@ def cannot_step(model: HookedModel) -> str | None:
 
 
 def _alike(one: Recording, other: Recording, batch: Batch) -> bool:
-    """Whether two recordings hold the same at every token, as far as rounding allows."""
+    """Return whether two recordings hold the same activations at every token, up to rounding."""
     for name, kept in one.activations.items():
         real = to_device(batch.mask, kept.device)
         if not difference(kept[real], other.activations[name][real]) <= rounding(kept.dtype):
@@ -435,12 +435,12 @@ def _alike(one: Recording, other: Recording, batch: Batch) -> bool:
 
 
 def has_part(block: Any, part: str) -> bool:
-    """Whether a block has a part of this name itself; a bridge's block finds those of the module it wraps, too."""
+    """Return whether a block itself has a part of this name; a bridge also finds parts of the module it wraps."""
     return part in getattr(block, "submodules", block._modules)
 
 
 def _is_as_wrapped(module: Any) -> bool:
-    """Whether a module is a norm that gives what the module it wraps gives."""
+    """Return whether a module is a norm with the same output as the module it wraps."""
     if not isinstance(module, NormalizationBridge):
         return False
     is_layer_norm = type(module) is NormalizationBridge and type(module.original_component) is torch.nn.LayerNorm
@@ -448,21 +448,21 @@ def _is_as_wrapped(module: Any) -> bool:
 
 
 def _is_watched(part: torch.nn.Module) -> bool:
-    """Whether a hook looks at a part of a block, or within."""
+    """Return whether a part of a block has a hook, at it or inside it."""
     return any(point.fwd_hooks or point.bwd_hooks for point in part.modules() if isinstance(point, HookPoint))
 
 
 def _first_alone(
     attention: torch.nn.Module, axis: int, names: Sequence[str]
 ) -> contextlib.AbstractContextManager[None]:
-    """Let projections of an attention compute the first of an axis (rows 0, positions 1) and repeat it along all."""
+    """Let projections of an attention compute only the first entry of an axis (rows 0, positions 1) and repeat it."""
 
     def first(x: Tensor, *, forward: Callable[[Tensor], Tensor]) -> Tensor:
         projected = forward(x.narrow(axis, 0, 1))
         return projected.expand(*x.shape[:2], *projected.shape[2:]) if projected.shape[axis] == 1 else projected
 
     modules = [getattr(attention, name) for name in names if has_part(attention, name)]
-    # One whose forward is replaced already is left alone: `forward_replaced` would remove that one at its end.
+    # Modules whose forward is already replaced are left alone: `forward_replaced` would remove that replacement.
     free = [module for module in modules if isinstance(module, torch.nn.Module) and "forward" not in module.__dict__]
     return forward_replaced([(module, functools.partial(first, forward=module.forward)) for module in free])
 
@@ -472,15 +472,15 @@ def _taken(rows: Float[Tensor, "row position d"], kept: Int[Tensor, "row kept"])
 
 
 def _through(block: Any, norm: str, x: Tensor) -> Tensor:
-    """Apply a norm of a block or model; where it has none of this name (OLMo 2: no `ln1`), there is nothing to do."""
+    """Apply a norm of a block or model; a no-op if it has no norm of this name (OLMo 2: no `ln1`)."""
     return getattr(block, norm)(x) if has_part(block, norm) else x
 
 
 def _at_positions(value: object, positions: Int[Tensor, "row position"], recorded: Int[Tensor, " row"] | None) -> Any:
-    """Take an argument that runs over the positions of the recorded batch at each row's own positions."""
+    """Index an argument over the positions of the recorded batch at each row's own positions."""
     if isinstance(value, tuple) and value and all(isinstance(item, Tensor) for item in value):
         return tuple(_at_positions(item, positions, recorded) for item in value)
-    # By kind: whole numbers with two axes are position ids, floats with three are the rotary cosines and sines.
+    # Recognised by dtype and axes: integers with two are position ids, floats with three are rotary cosines and sines.
     if isinstance(value, Tensor) and value.ndim >= 2 and not value.is_floating_point():
         return positions
     if isinstance(value, Tensor) and value.ndim == 3:
@@ -489,19 +489,19 @@ def _at_positions(value: object, positions: Int[Tensor, "row position"], recorde
 
 
 def _visible(mask: Tensor | None, longest: int, length: int, device: torch.device) -> Bool[Tensor, "query key"]:
-    """Read which keys each query of the longest row sees from a four-axis mask; without one, attention is causal."""
+    """Return the keys that each query of the longest row sees, from a four-axis mask; causal without such a mask."""
     if mask is None or mask.ndim < 4:
         return torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    # One row of mask may serve the whole batch; masks that are not boolean are added to scores, 0 where seen.
+    # The mask may have one row for the whole batch; non-boolean masks are added to scores and are 0 where seen.
     row_mask = mask[min(longest, len(mask) - 1), 0, :length, :length]
     return row_mask if row_mask.dtype == torch.bool else row_mask == 0
 
 
-# Attention step by step, where a model takes no keys and values of the positions before.
+# Attention step by step, for models that accept no keys and values of earlier positions.
 #
-# TransformerLens's own models and HookedTransformers compute attention of whole prompts: they take no keys and values
-# of positions before, or count positions from the first token they are given. So that a row can begin anywhere, the
-# steps are taken one by one, through the model's own projections and hooks:
+# TransformerLens's own models and HookedTransformers compute attention of whole prompts: they accept no keys and values
+# of earlier positions, or count positions from the first token passed to them. So that a row can begin anywhere, the
+# steps run one by one, through the model's own projections and hooks:
 #
 #     q, k, v = projections of the normed residual stream           hook_q, hook_k, hook_v
 #     q, k    = rotated by their own positions                      where positions are rotary
@@ -512,7 +512,7 @@ def _visible(mask: Tensor | None, longest: int, length: int, device: torch.devic
 
 
 class OwnAttention(ABC):
-    """The attention of one layer; `module` computes it when the model runs: the same, or what a bridge wraps."""
+    """The attention of one layer. In the model, `module` computes it: `attention` itself or the module it wraps."""
 
     scale: float
     soft_cap: float
@@ -528,7 +528,7 @@ class OwnAttention(ABC):
         prefix: SharedPrefix | None,
         query_positions: Int[Tensor, "row kept"] | None = None,
     ) -> Float[Tensor, "row _ d_model"]:
-        """Return what attention gives, before a norm after it; with `query_positions` at these positions alone."""
+        """Return the output of attention, before any norm after it; only at `query_positions`, if specified."""
         queries_of, queries_at = normed, positions
         if query_positions is not None:
             queries_of, queries_at = _taken(normed, query_positions), positions.gather(1, query_positions)
@@ -547,13 +547,13 @@ class OwnAttention(ABC):
             n_before = keys.shape[2] - positions.shape[1]
             before = torch.arange(n_before, device=positions.device).expand(len(positions), -1)
             keys_at = torch.cat([before, positions], 1)[:, None, None, :]
-            # Later keys, where attention sees them at all, get no slope, as in TransformerLens.
+            # Keys after the query, if attention sees them, get no slope, as in TransformerLens.
             scores = scores + slopes[:, None, None] * (keys_at - queries_at[:, None, :, None]).clamp_max(0)
         pattern = self.attention.hook_pattern(softmax(scores + mask)).to(values.dtype)
         return self.output((pattern @ values).transpose(1, 2))
 
     def of_prompts(self, normed: Float[Tensor, "row position d_model"]) -> Float[Tensor, "row position d_model"]:
-        """Return what attention gives of whole prompts."""
+        """Return the output of attention on whole prompts."""
         n_rows, length, _ = normed.shape
         seen = self.visible(length)
         mask = torch.zeros(seen.shape, dtype=normed.dtype, device=normed.device)
@@ -562,7 +562,7 @@ class OwnAttention(ABC):
 
     @abstractmethod
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Stand in for the forward of `module`, called with whole prompts as the model calls it."""
+        """Stand in for the forward of `module`, which the model calls with whole prompts."""
 
     def remembered(
         self,
@@ -570,34 +570,34 @@ class OwnAttention(ABC):
         v: Float[Tensor, "row position kv_head d_head"],
         positions: Int[Tensor, "row position"],
     ) -> tuple[Float[Tensor, "row kv_head position d_head"], Float[Tensor, "row kv_head position d_head"]]:
-        """Return keys and values as queries read them, and as a prefix keeps them."""
+        """Return keys and values in the form that queries attend to and that a prefix stores."""
         return self.turned(k, positions).transpose(1, 2), v.transpose(1, 2)
 
     @abstractmethod
     def project(
         self, queries_of: Float[Tensor, "row kept d_model"], normed: Float[Tensor, "row position d_model"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, and keys and values of all places, `row position head d_head`, through their hooks."""
+        """Return queries, and keys and values of all positions, `row position head d_head`, after their hooks."""
 
     @abstractmethod
     def turned(self, x: Float[Tensor, "row position head d_head"], positions: Int[Tensor, "row position"]) -> Tensor:
-        """Rotate queries or keys by their positions; where positions are not rotary, return them."""
+        """Rotate queries or keys by their positions; return them unchanged where positions are not rotary."""
 
     def past_hook(self, k: Float[Tensor, "row position kv_head d_head"]) -> Tensor:
-        """Return keys, as they pass at their hook, as `project` gives them."""
+        """Convert keys from the form at their hook to the form `project` returns."""
         return k
 
     def slopes(self) -> Float[Tensor, " head"] | None:
-        """By how much the score of each head falls per token of distance; None without ALiBi."""
+        """Return how much the score of each head falls per token of distance; None without ALiBi."""
         return None
 
     @abstractmethod
     def output(self, z: Float[Tensor, "row position head d_head"]) -> Float[Tensor, "row position d_model"]:
-        """Return what the outputs of the heads add, by way of the hook of `z`."""
+        """Apply the hook of `z`, and return what the outputs of the heads add together."""
 
     @abstractmethod
     def visible(self, length: int) -> Bool[Tensor, "query key"]:
-        """Which keys each query of a prompt sees."""
+        """Return the keys that each query of a prompt sees."""
 
 
 class _NativeAttention(OwnAttention):
@@ -609,7 +609,7 @@ class _NativeAttention(OwnAttention):
         self.scale, self.soft_cap = float(self.inner.scale), float(self.inner.attn_scores_soft_cap)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Any:
-        return self.of_prompts(hidden_states), None  # in place of the pattern, at which nobody looks there
+        return self.of_prompts(hidden_states), None  # in place of the pattern, which nothing uses there
 
     def project(self, queries_of: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.attention.q(queries_of), self.attention.k(normed), self.attention.v(normed)
@@ -638,7 +638,7 @@ class _HookedAttention(OwnAttention):
         self.scale, self.soft_cap = float(attention.attn_scale), float(attention.cfg.attn_scores_soft_cap)
         self._rotary = attention.cfg.positional_embedding_type == "rotary"
         self._alibi = attention.cfg.positional_embedding_type == "alibi"
-        # All heads in one product, in the layout of a linear map; made once, since it is a copy of W_O.
+        # All heads in one product, in the layout of a linear map; made once, because it is a copy of W_O.
         self._output = attention.W_O.flatten(0, 1).T.contiguous()
 
     def forward(self, query_input: Tensor, *_: Any, **__: Any) -> Any:
@@ -661,7 +661,7 @@ class _HookedAttention(OwnAttention):
     def slopes(self) -> Tensor | None:
         if not self._alibi:
             return None
-        # For two tokens: the entry of the second query at the first key is one token's distance times minus the slope.
+        # In the bias of two tokens, the second query at the first key has distance one: its entry is minus the slope.
         bias = self.attention.create_alibi_bias(self.attention.cfg.n_heads, 2, self._output.device)
         return -bias[:, 1, 0]
 
@@ -677,7 +677,7 @@ class _HookedAttention(OwnAttention):
 
 
 def own_attention(blocks: list[Any]) -> list[OwnAttention] | None:
-    """Return the attention of each block of a model of TransformerLens's own; None for any other model."""
+    """Return the attention of each block of one of TransformerLens's own models; None for any other model."""
     inner = [getattr(block.attn, "original_component", None) for block in blocks]
     if all(getattr(attention, "accepts_pattern_fn", False) for attention in inner):
         return [_NativeAttention(block.attn) for block in blocks]
@@ -687,9 +687,9 @@ def own_attention(blocks: list[Any]) -> list[OwnAttention] | None:
 
 
 def own_mask(attention: Any, length: int) -> Bool[Tensor, "query key"] | None:
-    """Which key each query may see by an attention's own matrix; None where it has none."""
+    """Return the keys each query may see according to an attention's own matrix; None if it has no such matrix."""
     mask = getattr(getattr(attention, "original_component", None), "bias", None)
-    # A linear map calls its own vector `bias` too; GPT-Neo's matrix is boolean, with axes for batch and head.
+    # A linear map also has a `bias`, a vector; GPT-Neo's matrix is boolean, with axes for batch and head.
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 4:
         return None
     return mask[0, 0, :length, :length]
@@ -697,11 +697,11 @@ def own_mask(attention: Any, length: int) -> Bool[Tensor, "query key"] | None:
 
 @contextlib.contextmanager
 def without_own_mask(attention: Any, n_keys: int) -> Iterator[None]:
-    """Let an attention's own matrix allow every key for the length of a call.
+    """Let an attention's own matrix allow every key during a call.
 
-    GPT-Neo keeps a matrix of which key each query may see (causal, local in every second layer) and reads it by the
-    count of keys. Rows that share recorded keys count otherwise: what the matrix says is in the mask that they are
-    given.
+    GPT-Neo keeps a matrix of the keys each query may see (causal, local in every second layer) and indexes it by the
+    number of keys. Rows that share recorded keys have other numbers of keys, so the mask passed to them includes the
+    matrix.
     """
     if own_mask(attention, 1) is None:
         yield

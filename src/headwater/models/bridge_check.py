@@ -1,4 +1,4 @@
-"""What is checked of a running model: that its bridge computes what the model does, and that numbers are finite."""
+"""Checks of a running model: that its bridge computes the same as the model, and that numbers are finite."""
 
 from __future__ import annotations
 
@@ -25,41 +25,40 @@ if TYPE_CHECKING:
     from headwater.models.tokens import Batch
 
 
-# Whether a model with hooks computes what the model it wraps does, and its activations are what their names say.
+# Checks that a model with hooks computes the same as the model it wraps, and that its activations match their names.
 #
-# Seen once, at load:
+# They run once, at load:
 #
-# 1. Before TransformerLens takes a model apart, five tokens go through it, and what each module takes and gives is
+# 1. Before TransformerLens takes a model apart, five tokens go through it, and the input and output of each module are
 #    kept.
-# 2. Afterwards the same tokens go through the bridge, beside a row that ends in other tokens. Its logits must be those
-#    of step 1 but for rounding; where they are not, the first module is named that gives something else for the same
-#    input. A forward method of one's own, or an option of the config that TransformerLens does not know, is such a
-#    case.
-# 3. On the way every site is watched, layer by layer: what passes must have the size that `model.shape` says.
-#    Multi-head latent attention has heads of other sizes, a mixture of experts no row of neurons, a recurrent layer no
-#    attention.
-# 4. What passed must add up: resid_pre + attn_out = resid_mid, resid_mid + mlp_out = resid_post, in parallel blocks
-#    resid_pre + attn_out + mlp_out = resid_post. In some models attention is scaled before it is added, or something
-#    else is added beside it; and resid_mid can be edited only where it is the sum of what carries the edit.
+# 2. Afterwards the same tokens go through the bridge, together with a row that ends in other tokens. The logits must
+#    equal those of step 1 up to rounding. If they do not, the error names the first module with a different output for
+#    the same input. Causes are a custom forward method, or an option of the config that TransformerLens does not know.
+# 3. In the same run every site is checked, layer by layer: its activation must have the size given by `model.shape`.
+#    Multi-head latent attention has heads of other sizes, a mixture of experts has no row of neurons, a recurrent layer
+#    has no attention.
+# 4. The activations must add up: resid_pre + attn_out = resid_mid, resid_mid + mlp_out = resid_post, in parallel blocks
+#    resid_pre + attn_out + mlp_out = resid_post. Some models scale attention before adding it, or add something else
+#    too; and resid_mid can be edited only where it is the sum of the activations that carry the edit.
 # 5. Where the last tokens of a row change the logits before them, attention looks ahead, whatever the config says.
-#    Padding must be masked then, and a masked row must have the logits of the shorter text alone.
+#    Padding must then be masked, and a masked row must have the same logits as the shorter text alone.
 
 
 Calls: TypeAlias = dict[str, tuple[Tensor, Tensor]]
-"""By module: the first tensor it takes and the first it gives."""
+"""By module: the first tensor of its input and of its output."""
 N_TOKENS = 5
-"""Not a usual number of heads, so that the axes of a site differ in size."""
+"""Number of tokens per row; not a usual number of heads, so that the axes of a site differ in size."""
 DEPTH = 4
-"""Modules nested deeper than this, such as experts, are not watched."""
+"""Modules nested deeper than this, such as experts, are not recorded."""
 LEAST = 1e-2
-"""Numbers that are all smaller than this are compared as if the largest were this."""
+"""Lower bound of the largest absolute value to which the tolerance of a comparison is relative."""
 WRAPPED = "._original_component"
 FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What one run of the wrapped model gave."""
+    """The results of one run of the wrapped model."""
 
     tokens: Int[Tensor, "1 position"]
     logits: Float[Tensor, "1 position d_vocab"]
@@ -67,9 +66,9 @@ class Reference:
 
 
 def record_reference(hf: Any, name: str) -> Reference:
-    """Run a few tokens through a transformers model that is still whole."""
+    """Run a few tokens through a transformers model before TransformerLens takes it apart."""
     config = hf.config.get_text_config(decoder=True)
-    n_ctx = max(getattr(config, "max_position_embeddings", None) or 0, 0) or N_TOKENS  # XLNet says -1
+    n_ctx = max(getattr(config, "max_position_embeddings", None) or 0, 0) or N_TOKENS  # XLNet has -1
     tokens = few_tokens(config.vocab_size, n_ctx, next(iter(hf.parameters())).device)
     with watched(hf) as calls:
         try:
@@ -81,14 +80,14 @@ def record_reference(hf: Any, name: str) -> Reference:
 
 
 def few_tokens(d_vocab: int, n_ctx: int, device: torch.device) -> Int[Tensor, "1 position"]:
-    """Return some ids from the middle of the vocabulary, where no special ones are."""
+    """Return a few ids from the middle of the vocabulary, where there are no special tokens."""
     n = min(N_TOKENS, n_ctx)
     return ((torch.arange(n) + 1) * d_vocab // (n + 2))[None].to(device)
 
 
 @contextmanager
 def watched(hf: Any) -> Iterator[Calls]:
-    """Keep what the modules of a transformers model take and give, by name, in the order in which they end."""
+    """Record the inputs and outputs of a transformers model's modules by name, in the order in which they finish."""
     calls: Calls = {}
 
     def note(module: object, args: Any, options: Any, out: Any, name: str) -> None:
@@ -98,7 +97,7 @@ def watched(hf: Any) -> Iterator[Calls]:
 
     modules = {name.replace(WRAPPED, ""): module for name, module in reversed(list(hf.named_modules()))}
     with ExitStack() as stack:
-        for name, module in modules.items():  # of a module and what wraps it, the wrapper
+        for name, module in modules.items():  # where a module has a wrapper, this is the wrapper
             if name and name.count(".") <= DEPTH:
                 stack.callback(module.register_forward_hook(partial(note, name=name), with_kwargs=True).remove)
         yield calls
@@ -106,14 +105,14 @@ def watched(hf: Any) -> Iterator[Calls]:
 
 @torch.no_grad()
 def compare_with_reference(model: Model, reference: Reference | None) -> None:
-    """Run the same tokens through the bridge; note how the model can be used, and compare the logits."""
+    """Run the same tokens through the bridge, compare the logits, and store on the model how it can be used."""
     tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device) if reference is None else reference.tokens
     blocks = list(getattr(model.raw, "blocks", ()))
     expert_layers = {layer for layer, block in enumerate(blocks) if _has_experts(block)}
     experts = {layer for layer in expert_layers if _has_experts(getattr(blocks[layer], "mlp", None))}
     n_first = max(1, tokens.shape[1] - 2)
     rows = tokens.repeat(2, 1)
-    # The second row differs in its last tokens alone: where its first logits differ, attention looks ahead.
+    # The second row differs only in its last tokens: if its first logits differ, attention looks ahead.
     rows[1, n_first:] = (rows[1, n_first:] + 1) % model.shape.d_vocab
     sites = SiteCheck(model.shape, len(rows), tokens.shape[1], experts, expert_layers)
     hook_dict = model.raw.hook_dict  # built at every access
@@ -134,7 +133,7 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
         differing = (
             name
             for name, (taken, given) in reference.calls.items()
-            if name in calls  # where more rows come after the same ones
+            if name in calls  # there with further rows after the reference's
             and same_but_for_rounding(taken, calls[name][0][: len(taken)])
             and not same_but_for_rounding(given, calls[name][1][: len(given)])
         )
@@ -153,7 +152,7 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
 def _logits(
     model: Model, rows: Int[Tensor, "row position"], hooks: Sequence[tuple[str, Any]] = (), **options: object
 ) -> Float[Tensor, "row position d_vocab"]:
-    """Run rows of tokens by TransformerLens, without what `model.run` does besides."""
+    """Run rows of tokens through TransformerLens, without the other steps of `model.run`."""
     options |= {"use_cache": False} if is_bridge(model.raw) else {}
     with model.lock, model.raw.hooks(fwd_hooks=list(hooks)):
         found: Tensor = model.raw(rows, **options)
@@ -161,9 +160,9 @@ def _logits(
 
 
 def _has_slope(model: Model, tokens: Int[Tensor, "1 position"], n_first: int) -> bool:
-    """Whether the first logits have a gradient at the last tokens; it is exactly 0 where attention is masked.
+    """Return whether the first logits have a gradient at the last tokens; it is exactly 0 where attention is masked.
 
-    The logits may differ without one: in low precision experts round otherwise when they get other tokens besides.
+    The logits may differ without a gradient: in low precision, experts round differently with other tokens in the run.
     """
     last: list[Tensor] = []
 
@@ -175,7 +174,7 @@ def _has_slope(model: Model, tokens: Int[Tensor, "1 position"], n_first: int) ->
         with torch.inference_mode(False), torch.enable_grad():
             logits = _logits(model, tokens, [(hook_name("embed"), begin)])
             (slope,) = torch.autograd.grad(logits[:, :n_first].float().square().sum(), last)
-    except FAULTS:  # of a model that takes part in no gradient the logits alone say it
+    except FAULTS:  # a model without gradients is judged by its logits alone
         return True
     return bool(slope.any())
 
@@ -183,7 +182,7 @@ def _has_slope(model: Model, tokens: Int[Tensor, "1 position"], n_first: int) ->
 def _takes_padding(
     model: Model, rows: Int[Tensor, "2 position"], n_first: int, logits: Float[Tensor, "position d_vocab"]
 ) -> bool:
-    """Whether a text beside a longer one has the logits that it has alone, when what follows it is masked."""
+    """Return whether a text padded to a longer one has the same logits as alone, if its padding is masked."""
     real = torch.ones_like(rows)
     real[1, n_first:] = 0
     whole, short = _logits(model, rows, attention_mask=real)
@@ -197,11 +196,11 @@ def _has_experts(part: object) -> bool:
 
 
 class SiteCheck:
-    """Looks at what passes through the sites of a run.
+    """Checks the activations at the sites of a run.
 
     Attributes:
-        misfits: by site and layer, why there is none, or one that is not what its name says.
-        read_only: by site and layer, why it can be read but not edited.
+        misfits: by site and layer, why the activation is missing or does not match its name.
+        read_only: by site and layer, why the activation can be read but not edited.
     """
 
     def __init__(
@@ -212,7 +211,7 @@ class SiteCheck:
         experts: Collection[int] = (),
         expert_layers: Collection[int] = (),
     ):
-        """Say of which layers the MLP is a mixture of experts, and which have experts anywhere."""
+        """Take the layers whose MLP is a mixture of experts (`experts`) or that have experts anywhere."""
         self.misfits: dict[tuple[str, int], str] = {}
         self.read_only: dict[tuple[str, int], str] = {}
         self._shape, self._n_rows, self._n_tokens = shape, n_rows, n_tokens
@@ -236,11 +235,11 @@ class SiteCheck:
             holds = f"{site.hook_name(layer)} holds {size} for {self._n_rows} rows of {self._n_tokens} tokens"
             self._misfits(site, layer, f"{holds}, where the sizes of this model make it {expected}.")
         else:
-            # Only states are added up after the run, when the model may have written into them.
+            # Only states are cloned: they are added up after the run, and the model may modify them in place.
             self._passed[site.name, layer] = activation.clone() if site.name in STATES else activation
 
     def judge(self) -> None:
-        """Say, after the run, what did not pass and what does not add up."""
+        """Record, after the run, which activations are missing and which do not add up."""
         for site in SITES.values():
             if site.absent(self._shape) is None:
                 for layer in range(self._shape.n_layers):
@@ -280,21 +279,21 @@ class SiteCheck:
 
 
 def _is_sum(whole: Tensor | None, *parts: Tensor | None) -> bool:
-    """Whether a tensor is the sum of others, number by number, to the rounding of its dtype."""
+    """Return whether a tensor is the elementwise sum of others, up to the rounding of its dtype."""
     if whole is None or any(part is None for part in parts):
         return False
     wide = torch.promote_types(whole.dtype, torch.float32)
     every = torch.stack([whole, *(-part.to(whole) for part in parts if part is not None)]).to(wide)
-    # Each of a few additions rounds by at most eps of what it adds, so the bound is by number, not by the largest one.
-    # What is not finite is `finite_output`'s to report, and does not make a site another thing than its name says.
+    # Each of a few additions rounds by at most eps of its terms, so the bound is per element, not by the largest one.
+    # Non-finite elements pass: `finite_output` reports them, and they do not mean that a site does not match its name.
     rounding = 8 * torch.finfo(whole.dtype).eps * every.abs().sum(0)
     return bool((every.sum(0).abs() <= rounding).logical_or(~whole.isfinite()).all())
 
 
 def same_but_for_rounding(reference: Tensor, other: Tensor, power: float = 0.5) -> bool:
-    """Whether two tensors are the same but for rounding; what is NaN or infinite in one must be so in the other.
+    """Return whether two tensors are equal up to rounding; NaN and infinity in either count as 0.
 
-    The largest number of the reference, times the precision of its dtype to this power, is rounding.
+    The tolerance is the largest absolute value of the reference times the precision (eps) of its dtype to this power.
     """
     if reference.shape != other.shape:
         return False
@@ -306,7 +305,7 @@ def same_but_for_rounding(reference: Tensor, other: Tensor, power: float = 0.5) 
 
 
 def _first(values: object) -> Tensor | None:
-    """The first tensor among values, which may be one itself."""
+    """Return the first tensor among values, or `values` itself if it is a tensor."""
     if isinstance(values, Tensor):
         return values
     if isinstance(values, Mapping):
@@ -315,21 +314,21 @@ def _first(values: object) -> Tensor | None:
     return next(iter(found), None)
 
 
-# Self-checks: each looks at one way in which an experiment can be silently wrong, and raises when it is.
+# Self-checks: each tests one way in which an experiment can be silently wrong, and raises an error if it is.
 #
-# float16 ends at 65,504 and some checkpoints go beyond it; what comes out is NaN, and every score made of it is wrong
-# without a word. So `finite_output` looks at each run of a model:
+# float16 ends at 65,504 and some checkpoints exceed it: the output is NaN, and every score computed from it is silently
+# wrong. So `finite_output` checks each run of a model:
 #
-# 1. Of logits, the first column of the vocabulary suffices: whatever is not finite in a residual stream reaches every
-#    token's logit. A residual stream is looked at whole. Padding does not count, nor do positions not requested.
-# 2. Only when something is wrong the batch runs once more, and each layer is watched: the message names the first
+# 1. For logits, the first column of the vocabulary suffices: any non-finite value in a residual stream reaches every
+#    token's logit. A residual stream is checked whole. Padding and positions not requested do not count.
+# 2. Only if a value is not finite, the batch runs once more with a hook at each layer: the message names the first
 #    layer, the example and the token.
 
 
 def evaluation_mode(model: Model) -> None:
     """Refuse a model in training mode, whose dropout would make every run different.
 
-    A HookedTransformer has no dropout and passes in either mode; TransformerLens leaves parts of it in training mode.
+    A HookedTransformer has no dropout and passes in either mode: TransformerLens leaves parts of it in training mode.
     """
     if not hasattr(model.raw, "original_model"):
         return
@@ -338,7 +337,7 @@ def evaluation_mode(model: Model) -> None:
 
 
 def finite_weights(model: Model) -> None:
-    """Refuse weights that are not numbers."""
+    """Refuse weights that hold NaN or infinity."""
     for name, parameter in model.raw.named_parameters():
         if parameter.is_floating_point() and not is_finite(parameter):
             bad = int((~parameter.isfinite()).sum())
@@ -349,16 +348,16 @@ def finite_weights(model: Model) -> None:
 
 
 def is_finite(*tensors: Tensor) -> bool:
-    """Whether tensors of one device hold neither NaN nor infinity; a GPU's host waits once where all do not."""
-    # isfinite() of all weights would write a mask of their number; a sum only reads, and passes NaN and infinity on.
+    """Return whether tensors on one device hold no NaN or infinity; if so, the host of a GPU waits only once."""
+    # isfinite() of all weights would write a mask of their size; a sum only reads, and propagates NaN and infinity.
     if not tensors or bool(torch.stack([tensor.detach().sum().double() for tensor in tensors]).isfinite().all()):
         return True
-    # A finite tensor's sum may overflow: then the least and the largest number count.
+    # The sum of a finite tensor may overflow: then its smallest and largest numbers decide.
     return all(bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all()) for tensor in tensors)
 
 
 def tokenizer_fits(tokenizer: PreTrainedTokenizerBase, d_vocab: int) -> None:
-    """Refuse a tokenizer made for another model."""
+    """Refuse a tokenizer that belongs to another model."""
     n_ids = tokenizer.vocab_size
     named = f"The tokenizer{f' of {tokenizer.name_or_path}' if tokenizer.name_or_path else ''}"
     if n_ids > d_vocab:
@@ -373,19 +372,19 @@ def tokenizer_fits(tokenizer: PreTrainedTokenizerBase, d_vocab: int) -> None:
 def edges_are_cut(
     pattern: Float[Tensor, "batch head query key"], cut: Bool[Tensor, "batch head query key"], name: str = "attention"
 ) -> None:
-    """See that a pattern recorded during a knockout is zero wherever it was to be cut."""
+    """Check that a pattern recorded during a knockout is zero on every cut edge."""
     left = (pattern * cut.to(pattern)).amax()
     if float(left) != 0:
         raise InterventionError(f"A knockout did not take effect: {name} still has {float(left):.3g} on a cut edge.")
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """How far two ways of computing the same may be apart, as a part of the largest number."""
+    """Return the allowed difference between two ways of computing the same, relative to the largest number."""
     return max(1e-4, 8 * torch.finfo(dtype).eps)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """How far they are apart, as a part of the largest number expected; NaN, which is in no bound, where one has it."""
+    """Return the largest difference relative to the largest expected number; NaN, within no bound, if any is NaN."""
     found, expected = found.detach().float(), expected.detach().to(found.device).float()
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
@@ -399,10 +398,10 @@ def finite_output(
     edited: bool = False,
     cached: bool = False,
 ) -> None:
-    """Refuse what a run gave, logits or a residual stream, when it is not finite at a real token.
+    """Refuse the output of a run, logits or a residual stream, if it is not finite at a real token.
 
-    The model is still locked, its hooks attached: edits are made again to find the layer. A run that continued an
-    earlier one (`cached`) cannot be made again. `columns` are the positions of `out`; None for all.
+    Call it while the model is locked and its hooks attached: a second run, with the same edits, finds the layer. A run
+    that continued an earlier one (`cached`) cannot be repeated. `columns` are the positions of `out`; None for all.
     """
     seen = out if out.shape[-1] == model.shape.d_model else out[..., :1]
     real = batch.mask if columns is None else batch.mask[:, columns.to(batch.mask.device)]
@@ -420,7 +419,7 @@ def finite_output(
 def not_finite(
     model: Model, where: str, example: int | str, position: int, token: int, share: str = "", edited: bool = False
 ) -> str:
-    """Say where the first value that is not finite was found, and what to do."""
+    """Return the message that names the first non-finite value and what to do."""
     text = model.token_strings([token])[0]
     kind = str(model.dtype).removeprefix("torch.")
     if model.dtype == torch.float16:
@@ -436,9 +435,9 @@ def not_finite(
 
 
 def _first_place(model: Model, batch: Batch) -> tuple[str, list[int]] | None:
-    """Run once more and return where it is first not finite, and the (row, position).
+    """Run once more and return where the first non-finite value is, and its (row, position).
 
-    Attention spreads NaN over all positions (0 · NaN is NaN), so a layer is looked at before it attends, too.
+    Attention spreads NaN over all positions (0 · NaN is NaN), so each layer is also checked before it attends.
     """
     places: list[tuple[str, list[int]]] = []
 

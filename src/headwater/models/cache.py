@@ -1,12 +1,12 @@
-"""A cache: activations of many texts, real tokens only, in memory or in files that are read memory-mapped.
+"""A cache: activations of many texts, without padding, in memory or in memory-mapped files.
 
-What is kept of a text is a row per token requested, and nothing where another text is longer. `cache.rows(site, layer)`
-is `token ...`: the rows of all texts, one after the other, and `cache.frame` says of each its example, position and
-token. Where all texts have as many rows, `cache[site, layer]` is `batch position ...`.
+A cache keeps one row per requested token of a text, and no padding. `cache.rows(site, layer)` is `token ...`: the rows
+of all texts, one text after the other. `cache.frame` gives the example, position and token of each row. If all texts
+have the same number of rows, `cache[site, layer]` is `batch position ...`.
 
-Attention patterns and scores say something of each key, and texts differ in keys. They are kept text by text, each as
-`head position key` with the keys of that text alone: `cache.example(site, layer, example)`. Where all texts are equally
-long, `cache[site, layer]` is `batch head query key`.
+Attention patterns and scores have a value per key, and texts differ in their number of keys. They are kept text by
+text, each as `head position key` with the keys of that text alone: `cache.example(site, layer, example)`. If all texts
+have the same length, `cache[site, layer]` is `batch head query key`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 
 LARGEST = 1e30
-"""Numbers beyond it are what a mask writes into scores, and no activations."""
+"""Larger numbers are not activations: a mask wrote them into scores."""
 AT_ONCE = 256
-"""Texts that are tokenized together."""
+"""Number of texts to tokenize together."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Activation:
 
     Attributes:
         name: the short name of a site, or a hook's name with `*` for its layer.
-        hook: the hook's name, with its layer left open as {layer}.
-        layers: where it is read; empty for what belongs to no layer.
-        axes: of one text's activation; those of a pattern end in position and key.
-        size: how long the axes are, without position and key.
-        dtype: in which it is kept, as torch names it.
-        is_read: whether it is read from what the hook holds (features of a dictionary), and not the thing itself.
+        hook: the hook's name, with {layer} in place of its layer.
+        layers: the layers kept; empty for an activation that belongs to no layer.
+        axes: names of the axes of one text's activation; for a pattern they end in position and key.
+        size: lengths of the axes, without position and key.
+        dtype: dtype in which it is kept, as torch names it.
+        is_read: whether it is computed from the activation at the hook (features of a dictionary), not that activation.
     """
 
     name: str
@@ -76,100 +76,100 @@ class Activation:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Activation:
-        """Read one that is kept as JSON."""
+        """Return the activation described by a JSON object."""
         read: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
         }
         return cls(**read)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON keeps it."""
+        """Return it as a JSON object."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     @property
     def has_keys(self) -> bool:
-        """Whether it says, for each query, something of each key."""
+        """Whether it has a value for each pair of query and key."""
         return "key" in self.axes
 
     @property
     def head_axis(self) -> int | None:
-        """Which axis is heads, if one is; 0 is the axis of tokens, or of texts for what has keys."""
+        """Index of the head axis, if any; axis 0 is tokens, or texts for an activation with keys."""
         axes = [axis for axis in self.axes if axis not in ("position", "key")]
         return next((1 + n for n, axis in enumerate(axes) if axis in ("head", "kv_head")), None)
 
     @property
     def places(self) -> tuple[int | None, ...]:
-        """The layers, or None once for what belongs to no layer."""
+        """The layers, or a single None for an activation that belongs to no layer."""
         return self.layers or (None,)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """In which numbers it is kept."""
+        """The dtype in which it is kept."""
         return getattr(torch, self.dtype)
 
     def hook_name(self, layer: int | None) -> str:
-        """Return the hook's name at one of its places."""
+        """Return the hook's name at a layer."""
         return self.hook.format(layer=layer)
 
     def shape(self, n_tokens: int, n_keys: int) -> tuple[int, ...]:
-        """Return the shape of what is kept of one text in one layer."""
+        """Return the shape of one text's activation in one layer."""
         return (*self.size, n_tokens, n_keys) if self.has_keys else (n_tokens, *self.size)
 
-    # In memory and files the texts of a layer lie one after the other: a row per token that is kept. Texts differ in
-    # keys, so what has keys is laid flat, a row for each number.
+    # In memory and in files, the texts of a layer follow one another, with one row per kept token. Texts differ in
+    # their number of keys, so activations with keys are flattened to one row per number.
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The shape of a row."""
+        """Shape of a row."""
         return () if self.has_keys else self.size
 
     def rows(self, counts: Int[Tensor, " example"], lengths: Int[Tensor, " example"]) -> Int[Tensor, " example"]:
-        """Return how many rows each text has in one layer, by its tokens that are kept and all of its tokens."""
+        """Return how many rows each text has in one layer, from its numbers of kept tokens and of all tokens."""
         return counts * lengths * math.prod(self.size) if self.has_keys else counts
 
     def nbytes(self, counts: Int[Tensor, " example"], lengths: Int[Tensor, " example"]) -> Int[Tensor, " example"]:
-        """Return how many bytes each text takes in all layers."""
+        """Return the number of bytes of each text in all layers."""
         return self.rows(counts, lengths) * math.prod(self.row) * len(self.places) * self.torch_dtype.itemsize
 
 
-# Tokens of many texts, one text after the other, and which of them `positions=` means.
+# Tokens of many texts, one text after the other, and which of them `positions=` selects.
 #
-# Nothing is padded, so that one long text costs no more than itself; a `Batch` is made of whichever texts run together.
-# Numbers in `positions=` count from each text's own beginning or end; words and roles are looked for in each text.
+# There is no padding, so that one long text does not enlarge the others; only texts that run together form a `Batch`.
+# Numbers in `positions=` count from the beginning or end of each text; words and roles are searched in each text.
 
 
 @checked_calls
 @dataclass(frozen=True, eq=False)
 class TokenizedTexts:
-    """Tokens of texts, and which of them are kept."""
+    """Tokens of texts, and the selection of tokens to keep."""
 
     table: pd.DataFrame
-    """A row per token that is kept, in the order given: `example, position, token`, and `role` where positions were
-    asked for by role. Also as `frame`."""
+    """A row per kept token, in the order of texts and requested positions: `example, position, token`, and `role` if
+    positions were requested by role. Also as `frame`."""
     tokens: pd.DataFrame
-    """A row per token of every text: `example, position, token_id, token`, and for texts `start, end`, its
-    characters."""
+    """A row per token of every text: `example, position, token_id, token`, and the range of its characters as
+    `start, end`, for inputs given as texts."""
     texts: pd.DataFrame
-    """A row per text: `example, tokens` (how many), `text` (None where token ids were given)."""
+    """A row per text: `example, tokens` (their number), `text` (None if the input was token ids)."""
     asked: list[int] | None
-    """The positions requested, where they were asked for by numbers."""
+    """The positions requested, if they were requested by number."""
     pad: int
-    """The token id at padding, where `batch` has any."""
+    """The token id of padding in `batch`."""
 
     @cached_property
     def lengths(self) -> Int[Tensor, " example"]:
-        """How many tokens each text has."""
+        """Number of tokens of each text."""
         return torch.tensor(self.texts["tokens"].to_numpy(dtype=np.int64))
 
     @cached_property
     def counts(self) -> Int[Tensor, " example"]:
-        """How many tokens of each text are kept."""
+        """Number of kept tokens of each text."""
         counts = np.bincount(self.table["example"].to_numpy(dtype=np.int64), minlength=len(self.texts))
         return torch.tensor(counts.astype(np.int64))
 
     @cached_property
     def positions(self) -> Int[Tensor, "batch position"]:
-        """Which token of its text each entry of the padded position (or query) axis is; -1 where there is none."""
+        """The position in its text of each entry along the padded position (or query) axis; -1 for padding."""
         if self.asked is not None:
             return _columns_of(self.asked, self.lengths)
         columns = torch.full((len(self.counts), int(self.counts.max())), -1)
@@ -184,21 +184,21 @@ class TokenizedTexts:
 
     @property
     def batch(self) -> Batch:
-        """The tokens that were run, padded; its positions are the key axis."""
+        """The tokens that were run, padded; the key axis of an activation is the position axis of this batch."""
         return self.batch_of(range(len(self.texts)))
 
     @cached_property
     def strings(self) -> tuple[tuple[str, ...], ...]:
-        """The text of each row's real tokens."""
+        """The strings of each text's tokens."""
         words, ends = self.tokens["token"].tolist(), self.lengths.cumsum(0).tolist()
         return tuple(tuple(words[start:end]) for start, end in zip([0, *ends], ends, strict=False))
 
     def labels(self, row: int) -> tuple[str, ...]:
-        """Return the text of the tokens along the padded position axis of one row; empty strings at padding."""
+        """Return the strings of the tokens along the padded position axis of one row; empty strings at padding."""
         return tuple(self.strings[row][p] if p >= 0 else "" for p in self.positions[row].tolist())
 
     def batch_of(self, examples: Sequence[int]) -> Batch:
-        """Return some of the texts as a batch; errors call its rows by their numbers here."""
+        """Return a batch of some texts; errors name its rows by their numbers among all texts."""
         starts, lengths = self._starts[list(examples)].tolist(), self.lengths[list(examples)].tolist()
         rows = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         batch, offsets, texts = Batch.of([self._ids[row].tolist() for row in rows], self.pad), None, None
@@ -223,10 +223,10 @@ class TokenizedTexts:
 
 
 def kept_at(positions: Any, texts: TokenizedTexts) -> TokenizedTexts:
-    """Return texts with the tokens kept that `positions=` means: see `headwater.models.positions`.
+    """Return texts that keep the tokens selected by `positions=`; see `headwater.models.positions`.
 
-    A list or a tuple of whole numbers is several positions of every text; one that a text is too short for is left out
-    there.
+    A list or a tuple of whole numbers selects several positions of every text; positions beyond the end of a text are
+    left out.
     """
     if positions is None:
         return texts
@@ -260,7 +260,7 @@ def kept_at(positions: Any, texts: TokenizedTexts) -> TokenizedTexts:
 
 
 def seen_by(sites: Sequence[Site], texts: TokenizedTexts) -> TokenizedTexts:
-    """Keep of texts no token that some of these sites leaves out; refuse a text of which nothing is left."""
+    """Drop the tokens that any of these sites leaves out; refuse a text with no remaining tokens."""
     if not any(site.leaves_out for site in sites):
         return texts
     ids, kept = np.split(texts._ids, texts._starts[1:].numpy()), texts.table["position"].to_numpy()
@@ -278,13 +278,13 @@ def seen_by(sites: Sequence[Site], texts: TokenizedTexts) -> TokenizedTexts:
 
 
 def read_texts(inputs: Inputs, model: Model) -> tuple[TokenizedTexts, dict[str, str]]:
-    """Tokenize inputs, all of whose tokens are kept; return with them what a record says of chats."""
+    """Tokenize inputs, keep all tokens, and return the texts and the entries on chats for a run record."""
     batches = _batches(inputs, model)
     lengths = torch.cat([batch.lengths for batch in batches])
-    # Each different token is decoded once, however often the texts hold it.
+    # Each distinct token is decoded once, however often the texts contain it.
     ids, back = np.unique(np.concatenate([batch.tokens[batch.mask].numpy() for batch in batches]), return_inverse=True)
     words = np.array(model.token_strings(ids.tolist()), dtype=object)
-    # Where any text has no characters known, as token ids have none, no text has.
+    # If any text has no known character ranges (inputs as token ids have none), all are left out.
     spans: list[tuple[int | None, int | None]] = [(None, None)] * len(back)
     if all(batch.offsets is not None for batch in batches):
         spans = [span for batch in batches for row in batch.offsets or () for span in row]
@@ -305,35 +305,35 @@ def read_texts(inputs: Inputs, model: Model) -> tuple[TokenizedTexts, dict[str, 
 
 
 def _batches(inputs: Inputs, model: Model) -> list[Batch]:
-    """Tokenize inputs, texts some hundred at a time."""
+    """Tokenize inputs, at most `AT_ONCE` texts at a time."""
     refuse_what_has_no_order(inputs)
     parts = [] if isinstance(inputs, Batch | Tensor) or is_one(inputs) else list(inputs)
     is_row = any(isinstance(part, Mapping) or (is_one(part) and not isinstance(part, str)) for part in parts[:1])
-    if len(parts) <= AT_ONCE or is_row:  # of a row the parts are token ids, or messages
+    if len(parts) <= AT_ONCE or is_row:  # the parts of one row are token ids, or messages
         return [model.tokenize(parts or inputs)]
     try:
         return [model.tokenize(parts[start : start + AT_ONCE]) for start in range(0, len(parts), AT_ONCE)]
     except InputError:
-        model.tokenize(parts)  # the error counts rows from the first of all
+        model.tokenize(parts)  # so that the error counts rows from the first text of all
         raise
 
 
 def rows_of(texts: Sequence[int] | Int[Tensor, " text"], counts: Int[Tensor, " example"]) -> Int[Tensor, " row"]:
-    """Return which rows some texts have, where each has so many and they come one after the other."""
+    """Return the row indices of some texts, where texts with these counts of rows follow one another."""
     texts = torch.as_tensor(texts)
     first, sizes = (counts.cumsum(0) - counts)[texts], counts[texts]
     return torch.arange(int(sizes.sum())) + (first - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
 
 
 def _columns_of(numbers: Sequence[int], lengths: Int[Tensor, " example"]) -> Int[Tensor, "example position"]:
-    """Return which token of each text numbers mean; -1 where a text is too short. Negative ones count from its end."""
+    """Return the position of each number in each text, -1 if it is too short. Negative numbers count from its end."""
     wanted = torch.tensor(list(numbers), dtype=torch.long)
     columns = torch.where(wanted < 0, lengths[:, None] + wanted, wanted.expand(len(lengths), -1))
     return torch.where((columns >= 0) & (columns < lengths[:, None]), columns, -1)
 
 
 def _numbers(positions: object) -> list[int] | None:
-    """Return positions that are numbers, of every text alike; None where they are named in another way."""
+    """Return positions that are numbers, the same for every text; None if they are specified in another way."""
     if isinstance(positions, str):
         return [-1] if positions == "last" else None
     if has_no_order(positions):
@@ -346,56 +346,56 @@ def _numbers(positions: object) -> list[int] | None:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Cache(TokenizedTexts, Result):
-    """Activations of texts, with the labels of every axis; `model.cache(...)` and `hw.load_cache(folder)` give it."""
+    """Activations of texts, with labels for every axis; returned by `model.cache(...)` and `hw.load_cache(folder)`."""
 
     contents: list[dict[str, Any]]
-    """What is kept: see `Activation`."""
+    """The activations kept, as JSON objects: see `Activation`."""
     kept_heads: list[int]
     n_layers: int
-    """Of the model."""
+    """Number of layers of the model."""
     activations: Shards
-    """The numbers. Every part has `examples`, the texts that it holds, and by name `layer token ...`; what has keys,
-    `layer number`: text by text its `head position key`."""
+    """The numbers. Every part has `examples`, the texts it contains, and each activation by name as `layer token ...`;
+    activations with keys as `layer number`: the flattened `head position key` of each text in turn."""
     run: RunRecord
 
-    # What is there
+    # Contents
 
     @property
     def frame(self) -> pd.DataFrame:
-        """The table: which example, position and token each row of `rows` is."""
+        """The table: example, position and token of each row of `rows`."""
         return self.table
 
     @cached_property
     def kept(self) -> dict[str, Activation]:
-        """What is kept, by short name, or by hook name with `*` for its layer."""
+        """The activations kept, by short name, or by hook name with `*` for its layer."""
         return {plain["name"]: Activation.of(plain) for plain in self.contents}
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the numbers take."""
+        """Number of bytes of all activations."""
         return sum(int(kept.nbytes(self.counts, self.lengths).sum()) for kept in self.kept.values())
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Which layers were requested, in that order."""
+        """The layers requested, in that order."""
         return tuple(dict.fromkeys(layer for kept in self.kept.values() for layer in kept.layers))
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """Which query head each entry of the head axis is."""
+        """The query head of each entry along the head axis."""
         return tuple(self.kept_heads)
 
     def keys(self) -> list[str | tuple[str, int]]:
-        """Return all that `cache[...]` answers to: ("z", 3) and "blocks.3.attn.hook_z"."""
+        """Return all keys of `cache[...]`, such as ("z", 3) and "blocks.3.attn.hook_z"."""
         kept = self.kept.values()
         short: list[str | tuple[str, int]] = [(each.name, layer) for each in kept for layer in each.layers]
         return short + [each.hook_name(layer) for each in kept if not each.is_read for layer in each.places]
 
     def axes(self, site: str) -> tuple[str, ...]:
-        """Return the words for the axes of `cache[site, layer]`; those of `rows` begin with `token` in their place.
+        """Return the names of the axes of `cache[site, layer]`; in `rows`, `token` replaces batch and position.
 
         Raises:
-            InputError: nothing of that name is kept.
+            InputError: no activation of that name is kept.
         """
         kept, _ = self._named(site)
         return ("batch", *("query" if axis == "position" and kept.has_keys else axis for axis in kept.axes))
@@ -435,15 +435,15 @@ class Cache(TokenizedTexts, Result):
         return self._numbers(activation, place).reshape(len(self.counts), *self._shape(activation, 0))
 
     def rows(self, site: str, layer: int | None = None, *, role: str | None = None) -> Shaped[Tensor, "token ..."]:
-        """Return an activation of every token that is kept, in the order of `frame`: `token ...`.
+        """Return an activation at every kept token, in the order of `frame`: `token ...`.
 
         Args:
-            site: a short name, or a hook's.
-            layer: negative numbers count from the last; not needed where one alone is kept.
-            role: only tokens of this role, where positions were asked for by role.
+            site: a short name of a site, or a hook's name.
+            layer: negative numbers count from the last; not needed if only one layer is kept.
+            role: return only tokens of this role, if positions were requested by role.
 
         Raises:
-            InputError: nothing of that name and layer is kept, or it has keys, of which texts have different numbers.
+            InputError: no activation of that name and layer is kept, or it has keys and the texts differ in length.
         """
         activation, place = self._find((site, layer))
         numbers, of_role = self._numbers(activation, place), self._of_role(role)
@@ -458,10 +458,10 @@ class Cache(TokenizedTexts, Result):
         return numbers if of_role is None else numbers[of_role]
 
     def example(self, site: str, layer: int | None, example: int) -> Tensor:
-        """Return an activation of one text: `position ...`, or `head position key` with its own keys.
+        """Return an activation of one text: `position ...`, or `head position key` with the keys of that text alone.
 
         Raises:
-            InputError: nothing of that name and layer is kept, or there is no such text.
+            InputError: no activation of that name and layer is kept, or there is no such text.
         """
         activation, place = self._find((site, layer))
         example = checked_count("example", example, least=0, most=len(self.counts) - 1)
@@ -469,13 +469,13 @@ class Cache(TokenizedTexts, Result):
         part, sizes = self.activations[number], self._sizes(activation)
         start = int(sizes[part["examples"][:before]].sum())
         numbers = part[activation.name][place][start : start + int(sizes[example])]
-        # A copy: a view would hold the whole mapped part, and writing into it is not allowed in files.
+        # A copy: a view would keep the whole mapped part alive, and mapped files are read-only.
         return numbers.reshape(self._shape(activation, example)).clone()
 
     def to_numpy(
         self, site: str, layer: int | None = None, *, role: str | None = None
     ) -> Shaped[np.ndarray, "token width"]:
-        """Return `rows` with a row per token and a column per number, as scikit-learn takes them.
+        """Return `rows` with a row per token and a column per number, the form that scikit-learn accepts.
 
         Raises:
             InputError: see `rows`.
@@ -484,7 +484,7 @@ class Cache(TokenizedTexts, Result):
         return rows.reshape(len(rows), -1).cpu().numpy()
 
     def to_frame(self, site: str, layer: int | None = None, *, role: str | None = None) -> pd.DataFrame:
-        """Return `frame` with a column for every number of `rows`, named by its place: `z.0.3` is head 0, number 3.
+        """Return `frame` with a column for every number of `rows`, named by its index: `z.0.3` is head 0, number 3.
 
         Raises:
             InputError: see `rows`.
@@ -500,16 +500,16 @@ class Cache(TokenizedTexts, Result):
         table = self.table if of_role is None else self.table[of_role.tolist()].reset_index(drop=True)
         return pd.concat([table, pd.DataFrame(numbers, columns=names)], axis=1)
 
-    # The form of several layers at once, padded
+    # Several layers in one padded tensor
 
     @property
     def site(self) -> str | None:
-        """The first site kept that has one vector per token; None where there is none."""
+        """The first site kept that has one vector per token; None if there is none."""
         return next((kept.name for kept in self.kept.values() if len(kept.axes) == 2 and kept.layers), None)
 
     @cached_property
     def residual(self) -> ResidualCache:
-        """What is kept at `site`, padded: `layer batch position d_model`, zero where `mask` is False.
+        """Activations at `site`, padded: `layer batch position d_model`, zero where `mask` is False.
 
         Raises:
             InputError: no site with one vector per token is kept.
@@ -523,20 +523,20 @@ class Cache(TokenizedTexts, Result):
         """Attention patterns, padded: `layer batch head query key`, zero where the query or key is padding.
 
         Raises:
-            InputError: they are not kept.
+            InputError: attention patterns are not kept.
         """
         if "pattern" not in self.kept:
             raise InputError(f"This cache keeps {self._site_names} and no attention: ask for sites='pattern'.")
         return self._padded(self.kept["pattern"])
 
     def attention_by_role(self) -> pd.DataFrame:
-        """Return how much each head attends from the tokens of a role to those of a role, as positions were requested.
+        """Return how much each head attends from the tokens of each role to the tokens of each role.
 
-        A row per layer, head, role and role attended to: `layer, head, role, to, attention`, what a token of `role`
-        gives to all tokens of `to` together, as a mean over the tokens of `role` in all texts.
+        A row per layer, head, role and attended role: `layer, head, role, to, attention`. `attention` is the attention
+        of a token of `role` to all tokens of `to` together, as a mean over the tokens of `role` in all texts.
 
         Raises:
-            InputError: patterns are not kept, or positions were not asked for by role.
+            InputError: patterns are not kept, or positions were not requested by role.
         """
         pattern, mask = self.attention, self.mask
         if "role" not in self.table:
@@ -556,18 +556,18 @@ class Cache(TokenizedTexts, Result):
         )
         return labels.to_frame(index=False).assign(attention=attention.flatten().numpy())
 
-    # What every result has
+    # Methods of every result
 
     def summary(self) -> pd.DataFrame:
         """Return a row for each activation and layer: `site, layer, tokens, width, rms, largest`.
 
-        `rms` is the root of the mean square of its numbers, `largest` the largest of them regardless of sign; numbers
-        that a mask wrote into scores are left out.
+        `rms` is the root of the mean square of its numbers, `largest` their largest absolute value; numbers that a mask
+        wrote into scores are left out.
         """
         rows = []
         for activation, place, layer in ((each, *at) for each in self.kept.values() for at in enumerate(each.places)):
             squares, count, largest = 0.0, 0, 0.0
-            # Part by part, since a cache in files may be larger than memory.
+            # Part by part, because a cache in files may be larger than memory.
             for part in self.activations:
                 sizes = part[activation.name][place].double().abs().flatten()
                 sizes = sizes[sizes < LARGEST]
@@ -579,7 +579,7 @@ class Cache(TokenizedTexts, Result):
         return pd.DataFrame(rows, columns=names).astype({"layer": "Int64"})
 
     def report(self) -> list[str]:
-        """Return what is kept, and of how many tokens."""
+        """Return the report: the activations kept, and the number of tokens and texts."""
         lines = [
             f"{len(self.table):,} tokens of {len(self.texts):,} texts are kept, {self.nbytes / 2**20:,.1f} MiB; "
             "nothing is kept of padding."
@@ -598,23 +598,23 @@ class Cache(TokenizedTexts, Result):
         title: str | None = None,
         figsize: Size | None = None,
     ) -> Axes | Figure:
-        """Draw how large activations are, by layer; of chosen heads, or where nothing else is kept, attention patterns.
+        """Draw the size of activations by layer; or attention patterns, if heads are chosen or only patterns are kept.
 
         Args:
-            ax: where to draw; default: a new figure. Where no head is chosen, it shows the mean of all patterns.
-            heads: pairs (layer, head), a panel each, of more than 48 a tile each in one image, by layer and head;
-                default: all that are kept, of many the mean of each layer.
+            ax: where to draw; default: a new figure. Without `heads`, an `ax` shows the mean of all patterns.
+            heads: pairs (layer, head). Each gets a panel; more than 48 get a tile each in one image, by layer and head.
+                Default: all heads kept, or if there are many, the mean of each layer.
             example: the text whose patterns are drawn.
-            title: in place of the figure's own.
+            title: replaces the default title of the figure.
             figsize: width and height of a new figure, in inches.
 
         Raises:
-            InputError: a head is not in the cache, or there is no such text; or `ax` was given for several heads.
+            InputError: a head is not in the cache, or there is no such text; or `ax` was passed for several heads.
         """
         return self._drawn(ax, title, figsize, heads=heads, example=example)
 
     def digest(self) -> str:
-        """Name this cache in the record of a run that starts from it: by what made it, or else by all it holds."""
+        """Return a digest that names this cache in records of runs that use it: of its run, or of all its contents."""
         if self.run.unknown:
             return super().digest()
         run = self.run
@@ -623,23 +623,23 @@ class Cache(TokenizedTexts, Result):
     def __repr__(self) -> str:
         shapes = []
         for activation in sorted(self.kept.values(), key=lambda each: each.has_keys):
-            # where texts differ, how many tokens there are in all
+            # if texts differ in their number of tokens, the total
             counted = f"{self.counts[0]}" if _alike(self.counts) else f"{self.counts.sum()} tokens"
             keys = f"{self.lengths[0]}" if _alike(self.lengths) else "its keys"
             sizes = [*activation.size, counted, keys] if activation.has_keys else [counted, *activation.size]
-            name = "attention" if activation.name == "pattern" else activation.name  # as the attribute is called
+            name = "attention" if activation.name == "pattern" else activation.name  # the name of the attribute
             shapes.append(f"{name} ({', '.join(map(str, [len(activation.places), len(self.counts), *sizes]))})")
         layers = f"layers {_ranges(self.layers)}; " if any(each.layers for each in self.kept.values()) else ""
         return f"Cache({', '.join(shapes)}; {layers}{self.nbytes / 2**20:,.1f} MiB)"
 
-    # Inside
+    # Internals
 
     @property
     def _site_names(self) -> str:
         return ", ".join(sorted(self.kept, key=lambda name: self.kept[name].has_keys))
 
     def _of_role(self, role: str | None) -> Bool[Tensor, " token"] | None:
-        """Return which rows are of a role; None for all of them."""
+        """Return which rows have this role; None if all rows are meant."""
         if role is None:
             return None
         known = list(dict.fromkeys(self.table["role"])) if "role" in self.table else []
@@ -648,7 +648,7 @@ class Cache(TokenizedTexts, Result):
         return torch.tensor((self.table["role"] == role).tolist())
 
     def _find(self, key: object) -> tuple[Activation, int]:
-        """Return the activation that a key means, and which of its layers, by their order."""
+        """Return the activation that a key names, and the index of the layer among its layers."""
         name, layer = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
         activation, place = self._named(name)
         if layer is None and place is not None:
@@ -664,7 +664,7 @@ class Cache(TokenizedTexts, Result):
         return activation, activation.layers.index(number)
 
     def _named(self, name: object) -> tuple[Activation, int | None]:
-        """Return the activation of a name, and which of its layers where the name, or there being one, says it."""
+        """Return the activation of a name, and the index of its layer if the name specifies it or there is only one."""
         if not isinstance(name, str):
             raise InputError(f"The cache holds no {shown(name)}: ask for a site and a layer, as in cache.keys().")
         names: dict[str, tuple[Activation, int | None]] = {}
@@ -685,15 +685,15 @@ class Cache(TokenizedTexts, Result):
         return names[name]
 
     def _sizes(self, kept: Activation) -> Int[Tensor, " example"]:
-        """How many rows each text has in one layer."""
+        """Return the number of rows of each text in one layer."""
         return kept.rows(self.counts, self.lengths)
 
     def _shape(self, kept: Activation, example: int) -> tuple[int, ...]:
-        """The shape of one text's activation."""
+        """Return the shape of one text's activation."""
         return kept.shape(int(self.counts[example]), int(self.lengths[example]))
 
     def _numbers(self, activation: Activation, place: int) -> Tensor:
-        """What is kept in one layer, the texts one after the other in the order given."""
+        """Return an activation in one layer, one text after the other in their original order."""
         if len(self.activations) == 1 and [*self._part_of] == [*range(len(self.counts))]:
             return self.activations[0][activation.name][place]  # without a copy
         sizes = self._sizes(activation)
@@ -703,7 +703,7 @@ class Cache(TokenizedTexts, Result):
         return whole
 
     def _padded(self, activation: Activation) -> Tensor:
-        """What is kept in all layers: `layer batch ...`, every text as long as the longest, 0 where `mask` is False."""
+        """Return an activation in all layers: `layer batch ...`, padded to the longest text; 0 if `mask` is False."""
         mask, n_texts, n_layers = self.mask, len(self.counts), len(activation.places)
         alike = bool(mask.all()) and (not activation.has_keys or _alike(self.lengths))
         if alike and len(self.activations) == 1 and self.activations.in_memory:
@@ -721,7 +721,7 @@ class Cache(TokenizedTexts, Result):
 
     @cached_property
     def _part_of(self) -> dict[int, tuple[int, int]]:
-        """By text, which part it is in, and how many texts come before it there."""
+        """By text: the part that contains it, and its index among the texts of that part."""
         listed = enumerate(part["examples"].tolist() for part in self.activations)
         return {text: (part, n) for part, texts in listed for n, text in enumerate(texts)}
 
@@ -735,16 +735,16 @@ def _layers(layers: tuple[int, ...]) -> str:
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """Name numbers, those of a row by its ends."""
+    """Return numbers as text; consecutive numbers by their ends."""
     is_row = len(numbers) > 2 and numbers == tuple(range(numbers[0], numbers[-1] + 1))
     return f"{numbers[0]} to {numbers[-1]}" if is_row else ", ".join(map(str, numbers))
 
 
 @checked_call
 def load_cache(folder: str | Path) -> Cache:
-    """Read a cache that `save`, or `model.cache(..., out=folder)`, wrote; the numbers stay in its files.
+    """Load a cache written by `save` or `model.cache(..., out=folder)`; the numbers stay in its files.
 
     Raises:
-        RunFolderError: the folder holds no finished cache.
+        RunFolderError: the folder contains no finished cache.
     """
     return Cache.load(folder)

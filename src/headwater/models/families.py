@@ -1,13 +1,13 @@
-"""The families of models: what differs from one architecture to the next, one row each.
+"""The families of models: the differences between architectures, one row per architecture.
 
-What an analysis reads from a checkpoint without building the model, it finds by the row of its family: the names of
-tensors, how heads are joined in them, which norms a block has and where. A family that is not here can be loaded all
-the same; a row is what lets `hw.classify_heads` read its folder, layer by layer. Another one, from anywhere:
+An analysis that reads a checkpoint without building the model uses the row of its family: the names of tensors, how
+heads are joined in them, which norms a block has and where. Models of other families can be loaded too, but only a row
+lets `hw.classify_heads` read a folder layer by layer. Any code can add a row:
 
     FAMILIES.add("starcoder2", Family("Starcoder2ForCausalLM"))
 
-Names are relative to the base model, as in `h.0.attn.c_attn.weight`; the prefix that a checkpoint puts in front of them
-(`transformer.`, `model.`, `language_model.model.`, or none) is found when it is opened.
+Names are relative to the base model, such as `h.0.attn.c_attn.weight`. The prefix of these names in a checkpoint
+(`transformer.`, `model.`, `language_model.model.`, or none) is determined when it is opened.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class FusedQKV:
 
     Attributes:
         name: the module that holds them.
-        order: "parts" where all queries come first, then all keys, then all values; "groups" where each key-value head
-            comes with its query heads: their queries, its key, its value.
-        d_model_first: whether the weight is stored as GPT-2's Conv1D stores it, input axis first.
+        order: "parts" for all queries, then all keys, then all values; "groups" for one group per key-value head: the
+            queries of its query heads, its key, its value.
+        d_model_first: whether the weight is stored with the input axis first, as in GPT-2's Conv1D.
     """
 
     name: str
@@ -39,7 +39,7 @@ class FusedQKV:
 
 @dataclass(frozen=True)
 class Norms:
-    """The norms of a block, by the names of their modules; None where there is none."""
+    """The norms of a block, by the names of their modules; None for a missing norm."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -49,35 +49,35 @@ class Norms:
 
 @dataclass(frozen=True)
 class Family:
-    """What one architecture calls its parts, and what is special about it. The defaults are Llama's.
+    """The names of one architecture's parts, and its special properties. The defaults are Llama's.
 
     Attributes:
-        architecture: the class in transformers whose model it is, such as "LlamaForCausalLM".
+        architecture: the model's class in transformers, such as "LlamaForCausalLM".
         blocks: the list of blocks.
         embedding: the token embedding.
         embedding_norm: a LayerNorm between the embedding and the first block (Bloom).
-        final_norm: the norm in front of the unembedding; None where there is none.
-        attention: the attention module within a block.
-        mlp: the MLP, or mixture of experts, within a block; where its parts are in the block itself, these in order.
+        final_norm: the norm before the unembedding; None if there is none.
+        attention: the attention module of a block.
+        mlp: the MLP, or mixture of experts, of a block; its parts in order, if they are directly in the block.
         norms: the norms of a block.
-        output: the output projection within attention.
-        fused: how queries, keys and values are joined; None when `q_proj`, `k_proj`, `v_proj` are separate.
-        gain_offset: 1 where the norm multiplies by 1 + weight (Gemma), else 0.
-        embedding_scale: by what the embedding is multiplied on its way into the residual stream, from the config.
-        residual_scale: the entry of the config by which a block multiplies what attention and MLP add (Granite).
-        logit_scale: by what the logits are multiplied after the unembedding, from the config (Cohere, Granite).
-        kv_heads: how many key-value heads a block has, from the config; default: its `num_key_value_heads`.
-        mlp_width: the entry of the config that is the width of the MLP's (an expert's) hidden layer; where the config
-            has none, it is 4 d_model.
-        context: the entry of the config that is the longest sequence the model was made for.
-        parallel: whether attention and MLP of a block both read the block's input, or the option of the config that
-            says so.
-        positions_by_place: whether attention reads positions from columns (ALiBi), not from position ids.
+        output: the output projection of attention.
+        fused: how queries, keys and values are joined; None if `q_proj`, `k_proj`, `v_proj` are separate.
+        gain_offset: 1 if the norm multiplies by 1 + weight (Gemma), else 0.
+        embedding_scale: factor of the embedding when it enters the residual stream, from the config.
+        residual_scale: the config entry by which a block multiplies the outputs of attention and MLP (Granite).
+        logit_scale: factor of the logits after the unembedding, from the config (Cohere, Granite).
+        kv_heads: number of key-value heads of a block, from the config; default: its `num_key_value_heads`.
+        mlp_width: the config entry for the width of the hidden layer of the MLP (or of an expert); 4 d_model if the
+            config has no value.
+        context: the config entry for the longest sequence the model was made for.
+        parallel: whether attention and MLP of a block both read the block's input, or the config option that specifies
+            it.
+        positions_by_place: whether attention takes positions from columns (ALiBi), not from position ids.
         rotates_in_float32: whether queries and keys are rotated in float32, then cast to the dtype of the weights.
-        not_in_one_pass: options of the config with which transformers' one-pass attention computes something else.
+        not_in_one_pass: config options with which transformers' one-pass attention computes something else.
         cannot: by kind of effective embedding ("raw", "mlp0", "embed+mlp0", "layer0"), why it cannot be read from a
             folder.
-        varies: what of this row is otherwise with some configs: the fields, by name.
+        varies: the fields of this row that differ with some configs, as a function of the config.
     """
 
     architecture: str
@@ -105,11 +105,11 @@ class Family:
     varies: Callable[[Any], Mapping[str, Any]] | None = None
 
     def of(self, config: object) -> Family:
-        """The row as it is with some config."""
+        """Return the row for a config."""
         return self if self.varies is None else replace(self, **self.varies(config))
 
     def block(self, layer: int) -> str:
-        """The prefix of one block's tensors."""
+        """Return the prefix of one block's tensors."""
         return f"{self.blocks}.{layer}."
 
 
@@ -120,7 +120,7 @@ def _falcon_kv_heads(config: Any) -> int:
 
 
 def _falcon(config: Any) -> dict[str, Any]:
-    # transformers takes None for 2 (40B, 180B); Falcon 2 (11B) says 1.
+    # transformers treats None as 2 (40B, 180B); Falcon 2 (11B) has 1.
     two_norms = config.new_decoder_architecture and config.num_ln_in_parallel_attn in (None, 2)
     return {
         "norms": Norms("ln_attn", None, "ln_mlp") if two_norms else ONE_NORM if config.parallel_attn else Norms(),
@@ -141,7 +141,7 @@ def _opt(config: Any) -> dict[str, Any]:
 
 
 FAMILIES: Registry[str, Family] = Registry("family of models")
-"""By the config's `model_type`."""
+"""The rows, by the config's `model_type`."""
 SANDWICH = Norms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
@@ -167,7 +167,7 @@ OPT = Family(
     varies=_opt,
 )
 
-# In this order: where two types share a class, `family_named` gives the first.
+# The order matters: if two types share a class, `family_named` returns the first.
 for _model_type, _family in {
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -252,7 +252,7 @@ for _model_type, _family in {
     ),
     "phi3": Family("Phi3ForCausalLM", fused=FusedQKV("qkv_proj", "parts")),
     "llama": Family("LlamaForCausalLM"),
-    # transformers runs these two model types by Llama's class.
+    # transformers runs these two model types with Llama's class.
     "internlm3": Family("LlamaForCausalLM"),
     "iquestcoder": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM"),
@@ -293,12 +293,12 @@ for _model_type, _family in {
 
 
 def text_config(config: Any) -> Any:
-    """The config of the language model: a multimodal config's text part, any other config itself."""
+    """Return the config of the language model: the text part of a multimodal config, any other config unchanged."""
     return config.get_text_config(decoder=True)
 
 
 def family_of(config: Any) -> Family:
-    """The family of a transformers config."""
+    """Return the family of a transformers config."""
     config = text_config(config)
     if config.model_type not in FAMILIES:
         raise ModelError(
@@ -308,27 +308,27 @@ def family_of(config: Any) -> Family:
 
 
 def clip_limit(config: Any) -> float | None:
-    """The size that queries, keys and values are cut to (OLMo, MPT, DBRX), of any config; None where they are not."""
+    """Return the size to which queries, keys and values are clipped (OLMo, MPT, DBRX), from any config; None if not."""
     config = text_config(config) if hasattr(config, "get_text_config") else config
     parts = (config, getattr(config, "attn_config", None))
     return next((limit for part in parts if (limit := getattr(part, "clip_qkv", None))), None)
 
 
 def family_named(architecture: str) -> Family | None:
-    """The family whose models are of this class in transformers; None where there is no row for it."""
+    """Return the first family with this transformers class; None if there is no row for it."""
     return next((family for family in FAMILIES.values() if family.architecture == architecture), None)
 
 
-# The sizes of a model, read from its transformers config in one vocabulary for every architecture.
+# The sizes of a model, read from its transformers config, under the same names for every architecture.
 
 
 SIZES = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "max_position_embeddings", "head_dim",
 )  # fmt: skip
-"""The entries of a config that are sizes of every model which has them."""
+"""Config entries that are sizes, in every model that has them."""
 UNSAID_CONTEXT = 2048
-"""The longest sequence where a config does not say it (Bloom), as TransformerLens takes it."""
+"""The longest sequence if a config does not specify it (Bloom); TransformerLens uses the same default."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class ModelShape:
         d_model: width of the residual stream.
         d_head: width of one head.
         d_mlp: width of the MLP's hidden layer.
-        d_vocab: rows of the embedding, padding rows counted.
+        d_vocab: number of rows of the embedding, including padding rows.
         n_ctx: longest sequence the model was made for.
         parallel_blocks: whether attention and MLP of a block both read the block's input.
     """
@@ -361,12 +361,12 @@ class ModelShape:
 
     @property
     def group_size(self) -> int:
-        """How many query heads share one key and value head."""
+        """Number of query heads that share one key and value head."""
         return self.n_heads // self.n_kv_heads
 
 
 def refuse_impossible_sizes(config: object) -> None:
-    """Refuse a config some of whose sizes no model has."""
+    """Refuse a config with an impossible size."""
     config = text_config(config)
     for name in SIZES:
         value = getattr(config, name, None)

@@ -1,23 +1,23 @@
-"""What a model is in the record of a run: a short name for its weights, and what was put into it past its hooks.
+"""The identity of a model in the record of a run: a fingerprint of its weights, and changes made outside its hooks.
 
-The name is the same wherever weights are read from, and is made again when they change.
+The fingerprint does not depend on where weights are read from, and is recomputed when they change.
 
-A checkpoint streamed from a folder and the same checkpoint loaded into a model have one fingerprint, in whatever dtype
-that represents them exactly. It is the SHA-256 of
+A checkpoint streamed from a folder and the same checkpoint loaded into a model have the same fingerprint, in any dtype
+that represents the weights exactly. It is the SHA-256 of
 
-1. the model's sizes, and what its config says beyond the defaults of its class; names, dtypes and the ids of special
-   tokens left out;
-2. per parameter, in sorted order: its name, its shape, and every value as float32 (of float64 also what float32 does
-   not hold; of whole numbers the bytes), hashed in spans by several threads.
+1. the model's sizes, and the entries of its config that differ from the defaults of its class, without names, dtypes
+   and the ids of special tokens;
+2. per parameter, in sorted order: its name, its shape, and every value as float32 (for float64 also the remainder that
+   float32 cannot represent; for integers the bytes), hashed in spans by several threads.
 
-When to hash again:
+When weights are hashed again:
 
-- In memory, when any parameter or buffer is another, or has another version (`Tensor._version` counts edits in place),
-  or another checksum over all its bytes at the speed of memory: on the host XXH3 of 128 bits, on other devices sums of
-  its words along two axes. The checksum finds edits through `.data`, and in tensors made under
-  `torch.inference_mode()`, which have no version.
-- On disk, when a file has another path, size, inode, or time of its content or its entry. A file that is younger than
-  `YOUNG` seconds is always read. What was read of large files is remembered beside Hugging Face's cache too.
+- In memory, when any parameter or buffer is a different object, has a different version (`Tensor._version` counts
+  in-place edits), or a different checksum over all its bytes, which runs at the speed of memory: 128-bit XXH3 on the
+  host, sums of words along two axes on other devices. The checksum detects edits through `.data`, and edits of tensors
+  made under `torch.inference_mode()`, which have no version.
+- On disk, when the path, size or inode of a file, or the time of its content or its entry has changed. A file younger
+  than `YOUNG` seconds is always read. The fingerprint of large files is also stored next to Hugging Face's cache.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from headwater.runs.identity import UNKNOWN, content_of, without_type_checks
 from headwater.runs.storage import write_atomically
 
 SPAN = 2**22
-"""How many values are hashed at a time."""
+"""Number of values to hash at a time."""
 THREADS = min(8, os.cpu_count() or 1)
 HASHED = frozenset(("cpu",))
-"""Devices whose tensors are hashed byte by byte; tensors of others are summed where they are."""
+"""Devices whose tensors are hashed byte by byte; tensors on other devices are summed on the device."""
 LINE = 1024
-"""Words of eight bytes in a line of the checksum."""
+"""Number of eight-byte words in a line of the checksum."""
 SMALL = 2**16
-"""Bytes up to which a tensor's checksum is a hash of all of it."""
+"""Up to this number of bytes, a tensor's checksum is a hash of all its bytes."""
 YOUNG = 2.0
-"""Seconds: a file that is younger may be changed again without another time of change."""
+"""Seconds: a younger file may change again with the same modification time."""
 LARGE = 2**30
-"""Bytes from which on the fingerprint of files is remembered on disk."""
+"""From this number of bytes on, the fingerprint of files is stored on disk."""
 WITHOUT_EFFECT = frozenset(
     "architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id gradient_checkpointing id2label "  # noqa: SIM905
     "initializer_range label2id name_or_path output_attentions output_hidden_states pad_token_id problem_type "
@@ -74,11 +74,11 @@ WITHOUT_EFFECT = frozenset(
 )
 """Entries of a config, of transformers or of transformer_lens, that do not change what the model computes."""
 _OF_FILES: dict[str, str] = {}
-"""Fingerprints of files read by this process, by the hash of what shows that they are unchanged."""
+"""Fingerprints of files read by this process, by a hash of the attributes that change whenever the files do."""
 
 
 def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Tensor]], total: int = 0) -> str:
-    """Hash a model's sizes, behaviour and weights, in 64 digits; a bar is shown where it takes over two seconds."""
+    """Hash a model's sizes, behaviour and weights to 64 digits, with a progress bar if it takes over two seconds."""
     whole = hashlib.sha256(json.dumps([asdict(shape), behaviour(config)], sort_keys=True, default=str).encode())
     bar = progress_bar(True, total or None, "Hashing weights", unit=" values", unit_scale=True, delay=2, leave=False)
     with bar, ThreadPoolExecutor(THREADS) as pool:
@@ -91,12 +91,12 @@ def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Ten
 
 
 def behaviour(config: Any) -> dict[str, object]:
-    """Return the entries of a config that change what the model computes, where they are not the default."""
+    """Return the entries of a config that affect what the model computes and differ from the default."""
     return _counted(config.to_diff_dict() if hasattr(config, "to_diff_dict") else vars(config))
 
 
 def _counted(entries: Mapping[str, Any]) -> dict[str, object]:
-    """Return the entries that count, of configs within a config too (MPT's of its attention)."""
+    """Return the entries that affect what the model computes, also in nested configs (MPT's config of attention)."""
     counted = {name: entries[name] for name in entries if str(name) not in WITHOUT_EFFECT and str(name)[:1] != "_"}
     return {
         name: _counted(value) if isinstance(value, dict) else value
@@ -106,10 +106,10 @@ def _counted(entries: Mapping[str, Any]) -> dict[str, object]:
 
 
 class KnownWeights:
-    """The weights of a model in memory, hashed once and again whenever they have changed.
+    """The weights of a model in memory, hashed once, and again whenever they have changed.
 
-    Buffers follow from the config, as frequencies of rotary embeddings do; one that has changed since the model was
-    loaded counts too, unless it is of a module that computes its buffers anew in each run (`anew`).
+    Buffers, such as frequencies of rotary embeddings, follow from the config. A buffer that has changed since the model
+    was loaded counts too, unless its module recomputes its buffers in each run (`anew`).
     """
 
     def __init__(self, raw: Any, shape: ModelShape, anew: Sequence[torch.nn.Module] = ()):
@@ -120,9 +120,9 @@ class KnownWeights:
         self._fingerprint = ""
 
     def fingerprint(self) -> str:
-        """The fingerprint of the weights as they are now."""
+        """Return the fingerprint of the current weights."""
         (parameters, buffers), raw = self._named(), self._raw
-        # Where headwater reads no files of its kind, TransformerLens's config says what a model computes.
+        # If headwater cannot read files of its family, TransformerLens's config specifies what a model computes.
         is_foreign = not hasattr(raw, "original_model") or family_named(self._shape.architecture) is None
         config = raw.cfg if is_foreign else raw.original_model.config
         state = _looks([*parameters, *buffers]), type(config), str(vars(config))
@@ -142,7 +142,7 @@ class KnownWeights:
 
 
 def _tensors_of(raw: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a bridge that a checkpoint holds, then those that only it has, such as an adapter's."""
+    """Yield the parameters of a bridge that a checkpoint contains, then the bridge's others, such as an adapter's."""
     family, conversion = family_of(config), Conversion(config)
     parameters, read = _parameters(raw.original_model), parameter_reader(raw, family, shape_of(config))
     fused = None if family.fused is None else family.fused.name
@@ -163,12 +163,12 @@ def _tensors_of(raw: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _bytes_of(tensor: Tensor) -> range:
-    """Where a tensor lies in memory; it shows what two tensors share (Phi-3's gates, cut from one matrix)."""
+    """Return the memory range of a tensor, to find tensors that share memory (Phi-3's gates, views of one matrix)."""
     return range(tensor.data_ptr(), tensor.data_ptr() + max(1, tensor.nbytes))
 
 
 def _parameters(huggingface: Any) -> dict[str, Tensor]:
-    """The parameters of a bridge's model by their checkpoint names; its wrappers show in none of them."""
+    """Return the parameters of a bridge's model by their checkpoint names, without the names of wrappers."""
     prefix = f"{huggingface.base_model_prefix}."
     return {
         name.replace("_original_component.", "").removeprefix(prefix): parameter
@@ -177,10 +177,10 @@ def _parameters(huggingface: Any) -> dict[str, Tensor]:
 
 
 def parameter_reader(raw: Any, family: Family, shape: ModelShape) -> Callable[[str], Tensor]:
-    """Read parameters by their checkpoint names from a bridge.
+    """Return a function that reads a bridge's parameters by their checkpoint names.
 
-    Where a bridge has split the joined queries, keys and values of a block (GPT-NeoX, Phi-3), the split ones are what
-    it computes with, so they are what is read.
+    If a bridge has split the joined queries, keys and values of a block (GPT-NeoX, Phi-3), it computes with the split
+    parameters, so the function reads these and joins them.
     """
     parameters, fused = _parameters(raw.original_model), family.fused
 
@@ -195,7 +195,7 @@ def parameter_reader(raw: Any, family: Family, shape: ModelShape) -> Callable[[s
 
 
 def fingerprint_of_files(files: Iterable[Path], about: Any, compute: Callable[[], str]) -> str:
-    """Return what `compute` makes of files, without reading those again that are as they were."""
+    """Return the fingerprint of files from `compute`, or from a cache if the files are unchanged."""
     looks = [(os.path.realpath(file), file.stat()) for file in sorted(files)]
     if any(max(look.st_mtime, look.st_ctime) >= time.time() - YOUNG for _, look in looks):
         return compute()
@@ -210,7 +210,7 @@ def fingerprint_of_files(files: Iterable[Path], about: Any, compute: Callable[[]
     if len(digest) != 64:
         digest = compute()
         if is_large:
-            with contextlib.suppress(OSError, HeadwaterError):  # a folder that cannot be written costs time alone
+            with contextlib.suppress(OSError, HeadwaterError):  # an unwritable folder only costs time
                 file = cached_assets_path("headwater", "fingerprints") / key
                 write_atomically(file, lambda temporary: temporary.write_text(digest, encoding="ascii"))
     _OF_FILES[key] = digest
@@ -218,19 +218,19 @@ def fingerprint_of_files(files: Iterable[Path], about: Any, compute: Callable[[]
 
 
 def _hash_of(values: Tensor) -> bytes:
-    """Hash values as float32, and what float32 does not hold of them; whole numbers by their bytes."""
+    """Hash values as float32, with the remainder that float32 cannot represent; integers by their bytes."""
     values = values.detach().cpu().contiguous()
     narrow = values.float() if values.is_floating_point() else values
     hasher = hashlib.sha256(narrow.numpy().data)
     if values.dtype == torch.float64:
-        # inf - inf is NaN; `narrow` holds the infinity already.
+        # inf - inf is NaN, counted as 0: `narrow` contains the infinity already.
         rest = (values - narrow).nan_to_num()
         hasher.update(rest.numpy().data if bool(rest.any()) else b"")
     return hasher.digest()
 
 
 def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
-    """What shows whether tensors are unchanged: where each lies, its version, and a checksum of all their memory.
+    """Return a value that changes with any tensor: the place and version of each, and a checksum of their memory.
 
     Memory that several tensors share (queries, keys and values of one matrix) is read once.
     """
@@ -248,33 +248,33 @@ def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
         if device.type in HASHED:
             on_host[first] = xxh3_128_digest(memory.numpy().data)
         else:
-            # Words of eight bytes in lines of `LINE`, summed along both axes; the end, and a small memory, taken whole.
-            # One changed word changes one sum along each axis; what leaves all of them as they were has changed at
-            # least four words, by amounts that cancel exactly.
+            # Words of eight bytes in lines of `LINE`, summed along both axes. The end, and any small memory, is hashed
+            # whole. One changed word changes one sum along each axis; a change that leaves all sums the same affects
+            # at least four words, by amounts that cancel exactly.
             whole = 0 if len(memory) <= SMALL else len(memory) // (8 * LINE) * LINE
             lines = memory[: 8 * whole].view(torch.int64).view(-1, LINE)
             both = [lines.sum(0), lines.sum(1)] if whole else []
             sums.setdefault(device, []).extend([memory[8 * whole :], *(one.view(torch.uint8) for one in both)])
-    # One copy from each device: every copy waits for all that the device was given before.
+    # One copy from each device, because every copy waits for all earlier work on the device.
     on_devices = [hashlib.sha256(torch.cat(parts).cpu().numpy().data).digest() for parts in sums.values()]
     return places, on_host, on_devices
 
 
-# What was put into a model past `model.hooks`: what its modules hold now and did not when it was loaded.
+# Changes made to a model without `model.hooks`: differences between its modules now and when it was loaded.
 #
-# Looked at whenever a run is recorded; where nothing is found, weights and config say what the model computes.
+# They are searched whenever a run is recorded; if there are none, weights and config determine what the model computes.
 #
-# 1. Hooks of torch or TransformerLens on a module, and methods patched on a module or its class: what they compute
-#    cannot be named. Those of libraries belong to a model as it is loaded (TransformerLens, accelerate and peft hook
-#    what they wrap); a hook or a `forward` that was written elsewhere counts whenever it came.
-# 2. Numbers and texts that a module keeps, such as the eps of a norm, and which class it is: named by their values.
+# 1. Hooks of torch or TransformerLens on a module, and methods patched on a module or its class: the record cannot name
+#    what they compute. Hooks of libraries belong to the loaded model (TransformerLens, accelerate and peft hook the
+#    modules they wrap); a hook or a `forward` written elsewhere counts no matter when it was added.
+# 2. Numbers and strings of a module, such as the eps of a norm, and its class: the record names their values.
 #
-# Numbers kept in tuples, lists or other objects are not looked at.
+# Numbers in tuples, lists or other objects are not compared.
 #
-# A model of some hundred modules is looked at at every run. Comparing objects by identity (`SameObjects`) costs a tenth
-# of reading what each module holds, and misses nothing but what changes within an object; the hooks, submodules and
-# parameters of a module lie in dictionaries of its own, which are compared too. Tensors under names that begin with "_"
-# do not count, nor whether there is one: attention keeps there what it last computed.
+# Every run compares the several hundred modules of a model. Comparing objects by identity (`SameObjects`) costs a tenth
+# of reading the attributes of each module, and misses only changes within an object; the dictionaries of a module's
+# hooks, submodules and parameters are compared too. Tensors under names that begin with "_" do not count, nor whether
+# there is one: attention stores its last result there.
 
 
 HOOKS = {
@@ -283,34 +283,34 @@ HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-"""By the attribute in which torch keeps them: what they are called."""
+"""Names of the kinds of hooks, by the attribute in which torch keeps them."""
 WITHIN = (*HOOKS, "_modules", "_parameters")
 
 
 class SameObjects:
-    """The objects that dictionaries hold now, but for tensors under names that begin with "_", unless `all_count`."""
+    """The current objects of dictionaries, except tensors under names that begin with "_", unless `all_count`."""
 
     def __init__(self, dictionaries: Iterable[Mapping[str, Any]], all_count: bool = False):
         listed, self._all_count = list(dictionaries), all_count
         self._empty = [one for one in listed if not one]
-        # The objects and not their ids: an id is given to another object once its own is gone.
+        # The objects and not their ids, because an id is reused once its object is freed.
         self._held = [(one, tuple(one), self._lasting(one)) for one in listed if one]
 
     def are_there(self) -> bool:
-        """Whether each holds the very same, under the same names and in the same order."""
+        """Return whether each dictionary holds the very same objects, under the same names and in the same order."""
         return not any(self._empty) and all(
             tuple(now) == names and (all(map(is_, now.values(), before)) or all(map(is_, self._lasting(now), before)))
             for now, names, before in self._held
         )
 
     def _lasting(self, held: Mapping[str, Any]) -> list[object]:
-        """What a dictionary holds, None in place of what does not count."""
+        """Return the objects of a dictionary, with None in place of tensors that do not count."""
         passes = not self._all_count
         return [None if passes and isinstance(one, Tensor) and name[0] == "_" else one for name, one in held.items()]
 
 
 class SameModules:
-    """Modules, and the objects that each holds now: values, hooks, submodules and parameters."""
+    """Modules, and the current objects of each: values, hooks, submodules and parameters."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]):
         self._modules = list(modules)
@@ -319,19 +319,19 @@ class SameModules:
         self._objects = SameObjects([*held, *(one[name] for one in held for name in WITHIN)])
 
     def are_as_they_were(self) -> bool:
-        """Whether each is of the same class and holds the very same."""
+        """Return whether each module has the same class and holds the very same objects."""
         return all(map(is_, map(type, self._modules), self._kinds)) and self._objects.are_there()
 
 
 class SameTensors:
-    """The parameters and buffers in a module, which is walked again when one came or went anywhere within it."""
+    """The parameters and buffers in a module, which is walked again when one was added or removed anywhere inside."""
 
     def __init__(self, root: torch.nn.Module):
         self._root = root
         self._walk()
 
     def named(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-        """Return what `named_parameters` and `named_buffers` yield now."""
+        """Return the current results of `named_parameters` and `named_buffers`."""
         now = chain.from_iterable(map(_TENSORS, self._modules))
         if not (all(map(is_, now, self._dictionaries)) and self._held.are_there()):
             self._walk()
@@ -350,23 +350,23 @@ Function: TypeAlias = Callable[..., Any]
 LIBRARIES = frozenset(
     ["accelerate", "builtins", "headwater", "peft", "torch", "transformer_lens", "transformers", "transformers_modules"]
 )
-"""Whose hooks and classes belong to a model; `transformers_modules` is the code that a checkpoint brings."""
+"""Packages whose hooks and classes belong to a model; `transformers_modules` is code included in a checkpoint."""
 MOVERS = frozenset(("accelerate", "headwater"))
-"""Whose hooks and methods may come and go: they compute what was there before, or are recorded otherwise."""
+"""Packages whose hooks and methods may come and go: they do not change what is computed, or are recorded elsewhere."""
 NOT_LOOKED_AT = frozenset(vars(torch.nn.Module())) - {"training"} | {
     "context_level",
     "max_seq_len_cached",
     "processor",
     "tokenizer",
 }
-"""Attributes that torch keeps for itself, that change with use, or that the record of a run has in another place."""
+"""Attributes that are internal to torch, that change with use, or that the record of a run has in another place."""
 PLAIN = frozenset((bool, int, float, str, type(None)))
 SHOWN = 3
-"""How many places a message names."""
+"""Number of places that a message names."""
 
 
 class Held(NamedTuple):
-    """What one module holds beside weights and submodules."""
+    """The contents of one module other than weights and submodules."""
 
     kind: type
     values: dict[str, object]
@@ -375,7 +375,7 @@ class Held(NamedTuple):
 
 
 class KnownModules:
-    """The modules of a model as they were when it was loaded, to compare with as they are now."""
+    """The modules of a model when it was loaded, to compare with the current ones."""
 
     def __init__(self, raw: object):
         self._raw = raw
@@ -384,23 +384,23 @@ class KnownModules:
         self._loaded: SameModules | None = None
 
     def as_loaded(self) -> SameModules | None:
-        """Return what modules hold, where that is just what they held when loaded, and no hook of anyone; else None.
+        """Return the modules if their contents equal those at load and there are no other hooks; else None.
 
-        It is the same object as last time where they hold the same objects.
+        The result is the same object as last time if the modules hold the same objects.
         """
         if self._other_forwards() or any(_everywhere()):
             return None
         if self._loaded is None or not self._loaded.are_as_they_were():
             modules = dict(_modules(self._raw))
-            # The slow comparison by value, done only after something was replaced.
+            # The slow comparison by value runs only after an object was replaced.
             is_so = {path: _held(module) for path, module in modules.items()} == self._before
             self._loaded = SameModules(modules.values()) if is_so else None
         return self._loaded
 
     def alterations(self) -> list[Any]:
-        """Return what is other than it was, for the record of a run; nothing for a model as it was loaded.
+        """Return the changes since the model was loaded, for the record of a run; an empty list without changes.
 
-        These are texts that name values; what cannot be named is said by an object, under `UNKNOWN`.
+        Changed values are strings that name them; changes that cannot be named are one object, under `UNKNOWN`.
         """
         if self.as_loaded() is not None:
             return []
@@ -430,28 +430,28 @@ class KnownModules:
 
 
 def _modules(raw: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield every module of a bridge, and of the model that it wraps those that the bridge itself does not hold."""
+    """Yield every module of a bridge, and the modules of its wrapped model that the bridge itself does not contain."""
     memo: set[torch.nn.Module] = set()
     yield from raw.named_modules(memo)
-    # A bridge keeps its model in __dict__, where torch does not see it as a submodule.
+    # A bridge keeps its model in __dict__, where torch does not find it as a submodule.
     original = raw.__dict__.get("original_model", getattr(raw, "original_model", None))
     if isinstance(original, torch.nn.Module):
         yield from original.named_modules(memo, "original_model")
 
 
 def _readable(path: str, module: Any = None) -> str:
-    """Name a module as `model.hooks` does where it can."""
+    """Return a module's name, as in `model.hooks` if it is a hook point."""
     if is_a(module, "HookPoint") and isinstance(module.name, str):
         return module.name
     return re.sub(r"\b_original_component\b\.?", "", path).strip(".") or "the model"
 
 
 def _held(module: torch.nn.Module) -> Held:
-    """Look at a module: some hundreds are looked at whenever a run is recorded."""
+    """Return the contents of a module; fast, because every recorded run may read several hundred modules."""
     values: dict[str, object] = {}
     methods: dict[str, Function] = {}
     state, kind = vars(module), type(module)
-    for name, value in tuple(state.items()):  # a model keeps what it last computed, also while it is looked at
+    for name, value in tuple(state.items()):  # a running model may store its last result meanwhile
         if name in NOT_LOOKED_AT:
             continue
         if type(value) in PLAIN:
@@ -459,22 +459,22 @@ def _held(module: torch.nn.Module) -> Held:
                 values[name] = value
         elif callable(value) and not isinstance(value, torch.nn.Module) and _is_method(module, name, value):
             methods[name] = value
-    # transformers leaves its hooks on a model once somebody asked it for states or attentions: they edit nothing.
+    # transformers leaves its hooks on a model after a request for states or attentions: they edit nothing.
     hooks = {key: [h for h in state[key].values() if _sources(h) != {"transformers"}] for key in HOOKS if state[key]}
     return Held(kind, values, methods, {key: listed for key, listed in hooks.items() if listed})
 
 
 def _is_method(module: torch.nn.Module, name: str, value: object) -> bool:
-    """Whether a function that a module keeps may replace a method of its class."""
+    """Return whether a function in a module's attributes may replace a method of its class."""
     usual = getattr(type(module), name, None)
-    if name[0] == "_" and not callable(usual):  # torch keeps compiled calls so
+    if name[0] == "_" and not callable(usual):  # torch stores compiled calls this way
         return False
     is_put_back = isinstance(value, types.MethodType) and value.__func__ is usual and value.__self__ is module
     return not is_put_back
 
 
 def _belonging(contents: Held) -> Held:
-    """Return what a module may hold when it is loaded: of hooks and of its `forward`, those of libraries."""
+    """Return the contents that a module may have at load: only hooks and `forward` methods from libraries."""
     methods = {name: f for name, f in contents.methods.items() if name != "forward" or _sources(f) <= LIBRARIES}
     hooks = {key: [hook for hook in hooks if _sources(hook) <= LIBRARIES] for key, hooks in contents.hooks.items()}
     return contents._replace(methods=methods, hooks={key: listed for key, listed in hooks.items() if listed})
@@ -496,8 +496,8 @@ def _other_methods(before: Mapping[str, Function], now: Mapping[str, Function]) 
 
 
 def _other_hooks(before: Held, now: Held) -> Iterator[str]:
-    """Name the hooks that came or went, but for those by which a library watches the modules that it wraps."""
-    # At a hook point TransformerLens puts what it was given.
+    """Yield names of added and removed hooks, except hooks of a library on modules that it wraps."""
+    # At a hook point, TransformerLens attaches the functions that callers pass, so its hooks there are not exempt.
     usual = MOVERS if is_a(now.kind, "HookPoint") else LIBRARIES - {"builtins"}
     for key, what in HOOKS.items():
         known, left = set(map(id, before.hooks.get(key, ()))), set(map(id, now.hooks.get(key, ())))
@@ -513,13 +513,13 @@ def _is_usual(hook: Function, usual: frozenset[str]) -> bool:
 
 
 def is_a(thing: object, *names: str) -> bool:
-    """Whether a class, or one of an object's, has one of these names; the library of the class need not be there."""
+    """Return whether a class (or an object's) or a base has one of these names; its library need not be installed."""
     kind = thing if isinstance(thing, type) else type(thing)
     return any(one.__name__ in names for one in kind.__mro__)
 
 
 def _everywhere() -> Iterator[str]:
-    """Name the hooks that torch calls at every module of every model."""
+    """Yield names of the hooks that torch calls at every module of every model."""
     for key, what in HOOKS.items():
         if any(not _sources(hook) <= LIBRARIES for hook in getattr(torch_modules, f"_global{key}").values()):
             yield f"a {what} on all modules of torch"
@@ -540,12 +540,13 @@ def _sources(*functions: object) -> set[str]:
         elif isinstance(current, types.MethodType):
             waiting.append(current.__func__)
         elif isinstance(current, types.FunctionType):
-            current = without_type_checks(current)  # and functools.wraps copies __module__ from another function
+            current = without_type_checks(current)
+            # Not __module__, which functools.wraps copies from another function.
             packages.add(str(current.__globals__.get("__name__")).split(".")[0])
             waiting += filter(callable, map(content_of, current.__closure__ or ()))
         else:
             named = current if isinstance(current, type | types.BuiltinFunctionType) else type(current)
             package = (named.__module__ or "builtins").split(".")[0]
-            if package not in LIBRARIES or not isinstance(current, torch.nn.Module):  # a library's acts on a library's
+            if package not in LIBRARIES or not isinstance(current, torch.nn.Module):  # library modules are no source
                 packages.add(package)
     return packages

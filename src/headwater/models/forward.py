@@ -1,8 +1,8 @@
-"""One call of the wrapped model: how padding is masked, which logits are left out, where its layers end.
+"""One call of the wrapped model: how padding is masked, which logits are left out, after which layer it stops.
 
-Each row of a batch has the rotary angles of its own length. longrope (Phi-3, 3.5, 4-mini) has other angles in texts
-that are longer than the model was first trained on, and transformers gives all rows of a batch those of the longest;
-here a row has those that it has alone. (Dynamic rotary embeddings are others past `max_position_embeddings` only, and
+Each row of a batch gets the rotary angles for its own length. longrope (Phi-3, 3.5, 4-mini) uses different angles in
+texts longer than the original training length, and transformers gives all rows of a batch the angles of the longest.
+Here each row gets the same angles as alone. (Dynamic rotary embeddings differ only past `max_position_embeddings`, and
 longer texts are refused.)
 """
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 def original_length(modules: Sequence[Any]) -> float | int:
-    """Return the length of the longest text that has the angles of short ones; infinity where all texts have them."""
+    """Return the length up to which texts have the angles of short texts; infinity if all texts have them."""
     lengths = [module.config.rope_parameters["original_max_position_embeddings"] for module in modules]
     return min(lengths, default=float("inf"))
 
 
 @contextlib.contextmanager
 def forward_replaced(functions: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Let modules call these functions in place of their `forward` for as long as the context lasts."""
+    """Let modules call these functions in place of their `forward` for the duration of the context."""
     with contextlib.ExitStack() as stack:
         for module, function in functions:
             module.__dict__["forward"] = function
@@ -52,9 +52,9 @@ def forward_replaced(functions: Iterable[tuple[torch.nn.Module, Callable[..., An
 def angles_by_row(
     modules: Sequence[torch.nn.Module], lengths: Int[Tensor, " row"] | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Let each row of a run have the angles of its own length, in these modules (`model.rotary_by_length`).
+    """Give each row of a run the angles for its own length, in these modules (`model.rotary_by_length`).
 
-    `lengths` are the tokens of each row's text; default: one more than the last position it is given.
+    `lengths` are the numbers of tokens of each row's text; default: one more than the row's largest position id.
     """
     n_tokens = lengths.tolist() if modules and lengths is not None else None
     return forward_replaced([(module, functools.partial(_angles, module, n_tokens)) for module in modules])
@@ -63,14 +63,14 @@ def angles_by_row(
 def _angles(
     module: Any, lengths: list[int] | None, x: Tensor, position_ids: Int[Tensor, "_ position"], **options: Any
 ) -> tuple[Float[Tensor, "row position d_head"], ...]:
-    """Return the angles of each row, at the positions of all: those of short texts up to the original length."""
+    """Return the angles of each row at all positions; rows up to the original length get the angles of short texts."""
     lengths = (position_ids.max(1).values + 1).tolist() if lengths is None else lengths
     original = int(original_length([module]))
     angles: dict[bool, tuple[Tensor, ...]] = {}
     for long in {length > original for length in lengths}:
-        # the module takes long or short angles by the largest position: one is appended, and its angles left out
+        # the module chooses long or short angles by the largest position: append one, and drop its angles afterwards
         last = position_ids.new_full((len(position_ids), 1), original if long else original - 1)
-        # Past its own text a short row has padding, whose position must not turn the whole batch long.
+        # A short row ends in padding, whose positions must not switch the whole batch to long angles.
         ids = torch.cat([position_ids if long else position_ids.clamp_max(original - 1), last], 1)
         angles[long] = tuple(part[:, :-1] for part in type(module).forward(module, x, ids, **options))
     if len(angles) == 1:
@@ -86,9 +86,9 @@ def forward(
     stop_at: int | None = None,
     options: dict[str, Any] | None = None,
 ) -> Float[Tensor, "batch position _"]:
-    """Call the wrapped model: logits of the columns, or the residual stream in front of layer `stop_at`."""
+    """Call the wrapped model; return the logits of the columns, or the residual stream before layer `stop_at`."""
     options = padding_option(model, batch) | (options or {})
-    # After a cache the batch holds new tokens alone: its lengths are not those of the texts.
+    # After a cache, the batch contains only new tokens: its lengths are not the lengths of the texts.
     begins = all(past is None or past.get_seq_length() == 0 for name, past in options.items() if name in NAMES)
     raw, tokens = model.raw, to_device(batch.tokens, model.device)
     with angles_by_row(model.rotary_by_length, batch.lengths if begins and "position_ids" not in options else None):
@@ -101,14 +101,14 @@ def forward(
         if columns is None:
             return raw(tokens, stop_at_layer=stop_at, **options)
         if leaves_logits_out(raw):
-            # as a list where the logits are on another device than the inputs: it fits everywhere
+            # a list works on every device: the logits of a spread model may be on another device than the inputs
             keep = columns.tolist() if model.spread else to_device(columns, model.device)
             return raw(tokens, **{"logits_to_keep": keep} | options)
         return raw(tokens, **options)[:, columns]
 
 
 def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
-    """Return the option that says what is padding; nothing where nobody reads it, since it comes last."""
+    """Return the option that marks padding; empty if attention never reads it, because padding comes last."""
     if not batch.padded:
         return {}
     if not model.takes_padding:
@@ -120,13 +120,13 @@ def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
 
 
 def leaves_logits_out(raw: Any) -> bool:
-    """Whether a wrapped model itself can leave out the logits that are not wanted (`logits_to_keep`)."""
+    """Return whether a wrapped model can itself leave out logits that are not needed (`logits_to_keep`)."""
     return is_bridge(raw) and "logits_to_keep" in _takes(type(raw.original_model).forward)
 
 
 def last_logits_only(raw: Any) -> dict[str, slice]:
-    """Return the option that leaves out all logits but the last, where a wrapped model takes it."""
-    # A slice: of a number Gemma 4 runs the layers that share keys for so many tokens only.
+    """Return the option that leaves out all logits except the last, if the wrapped model accepts it."""
+    # A slice: with a number, Gemma 4 would run the layers that share keys for only this many tokens.
     return {"logits_to_keep": slice(-1, None)} if leaves_logits_out(raw) else {}
 
 
@@ -136,15 +136,15 @@ def _takes(run: Callable[..., object]) -> frozenset[str]:
 
 
 class DoneError(Exception):
-    """Ends a run after the last layer that is read."""
+    """Ends a run after the last layer that is needed."""
 
 
 def _residual_after_last_block(
     model: Model, tokens: Int[Tensor, "batch position"], options: dict[str, Any]
 ) -> Float[Tensor, "batch position d_model"]:
-    """The bridge gives logits where a HookedTransformer gives the residual stream: take it from its hook.
+    """Return the residual stream from its hook, because the bridge returns logits in place of it.
 
-    The run ends there, without the head, unless somebody has put a hook after the blocks.
+    The run stops there, without the head, unless a hook is attached after the blocks.
     """
     residuals: list[Tensor] = []
     after = [getattr(model.raw, name, None) for name in ("ln_final", "unembed")]
@@ -167,67 +167,67 @@ def _residual_after_last_block(
 
 
 def has_hooks(part: torch.nn.Module) -> bool:
-    """Whether torch would call something before or after a part of a model, or within."""
+    """Return whether a part of a model, or a module inside it, has forward hooks or forward pre-hooks of torch."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in part.modules())
 
 
-# Under which name a model and its attention take keys and values of the tokens before: their cache.
+# The names under which a model and its attention take their cache: the keys and values of earlier tokens.
 #
 #                                         transformers before 5.24       from 5.24 on
 # the model, its blocks, most attentions      past_key_values                cache
 # attention of GPT-NeoX, Bloom, Falcon, ...   layer_past                     layer_past
 # attention computed by a bridge              past_key_values or layer_past, whatever its block calls it
 #
-# A keyword that a module does not know it swallows (`**kwargs`): given a cache under another name, it runs as if
-# nothing came before. So
+# A module silently ignores unknown keywords (`**kwargs`): if its cache has another name, it runs as if there were no
+# earlier tokens. Therefore
 #
-# 1. names are read from signatures, and what has none of them takes no cache (`takes_cache`, `cache_options`);
-# 2. while a model goes on from a cache, each attention that its bridge computes is given it under the name that it
-#    reads, and it is an error when it hands its keys and values to no cache (`reached`). What a bridge only calls is
-#    called as its block would.
+# 1. names are read from signatures, and a module with none of them takes no cache (`takes_cache`, `cache_options`);
+# 2. when a model continues from a cache, each attention computed by its bridge gets the cache under the name that it
+#    reads, and not updating the cache is an error (`reached`). Attention that a bridge only calls is called as its
+#    block would call it.
 
 
 NAMES = ("cache", "past_key_values", "layer_past")
-"""The first of them that a signature has is meant."""
+"""Possible names of a cache; the first one in a signature counts."""
 
 
 def name_of_cache(module: Any) -> str | None:
-    """What a module of transformers calls the cache that it is given; None where it takes none under a known name."""
+    """Return the name under which a module of transformers takes a cache; None if it takes none under a known name."""
     takes = frozenset[str]() if module is None else _takes(type(module).forward)
     return next((name for name in NAMES if name in takes), None)
 
 
 def name_read(attention: Any) -> str | None:
-    """What a bridge's attention calls the cache that it is given; None where none is known."""
+    """Return the name under which a bridge's attention takes a cache; None if it takes none under a known name."""
     name = name_of_cache(_wrapped(attention))
-    # TransformerLens 4.3 knows the names from before transformers 5.24 alone.
+    # TransformerLens 4.3 knows only the names from before transformers 5.24.
     return "past_key_values" if name == "cache" and _is_computed_by_bridge(attention) else name
 
 
 def with_cache(attention: Any, options: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-    """Return the options of a call of a bridge's attention, with this cache and no other."""
-    # Without the block's own, which may be under another name: both would be passed.
+    """Return the options of a call of a bridge's attention, with this cache as the only one."""
+    # Drop the block's cache, which may have another name: otherwise both would be passed.
     others = {name: value for name, value in options.items() if name not in NAMES}
     return others if (name := name_read(attention)) is None else others | {name: cache}
 
 
 def attentions_of(raw: Any) -> list[Any]:
-    """Return the attention of each block of a bridge that has one."""
+    """Return the attention of each block that has one, in a bridge."""
     return [block.attn for block in getattr(raw, "blocks", ()) if "attn" in getattr(block, "submodules", ())]
 
 
 def takes_cache(raw: Any) -> bool:
-    """Whether a model, and every attention in it, takes a cache under a name that is known, and needs nothing else."""
+    """Return whether a model and every attention in it take a cache under a known name, and need nothing else."""
     return _nameless(raw) is None and not keeps_an_index(raw)
 
 
 def keeps_an_index(raw: Any) -> bool:
-    """Whether attention chooses its keys by an index that it keeps beside them (DeepSeek's sparse attention)."""
+    """Return whether attention selects keys with an index that it keeps in addition (DeepSeek's sparse attention)."""
     return is_bridge(raw) and any(hasattr(module, "indexer") for module in raw.original_model.modules())
 
 
 def cache_options(model: Model, cache: Any) -> dict[str, Any]:
-    """Return the options by which a wrapped model goes on from a cache."""
+    """Return the options with which a wrapped model continues from a cache."""
     if (nameless := _nameless(model.raw)) is not None:
         raise ModelError(
             f"{model.name} cannot go on from keys and values of earlier tokens: {type(nameless).__name__} takes none "
@@ -238,12 +238,12 @@ def cache_options(model: Model, cache: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reached(attentions: Iterable[Any]) -> Iterator[None]:
-    """Hand attentions the caches that their blocks give them as they read them, for as long as the context lasts."""
+    """Pass attentions the caches from their blocks under the names they read, for the duration of the context."""
     caches: dict[Any, _WatchedCache | None] = {}
 
     def before(attention: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         cache = options.get(name_of_cache(_wrapped(attention)) or "")
-        # Only an update proves that attention read it: **kwargs swallow a cache under an unknown name.
+        # Only an update proves that attention used it: **kwargs silently accept a cache under an unknown name.
         caches[attention] = None if cache is None else _WatchedCache(cache)
         return args, options if cache is None else with_cache(attention, options, caches[attention])
 
@@ -265,7 +265,7 @@ def reached(attentions: Iterable[Any]) -> Iterator[None]:
 
 
 class _WatchedCache:
-    """A cache, and whether it was handed keys and values."""
+    """A cache that records whether it was updated with keys and values."""
 
     def __init__(self, cache: Any):
         self._cache, self.updated = cache, False
@@ -279,7 +279,7 @@ class _WatchedCache:
 
 
 def _nameless(raw: Any) -> Any:
-    """Return what takes no cache under a known name, the model or an attention in it; None where all do."""
+    """Return the model, or else the first attention in it, without a known name for a cache; None if all have one."""
     if not is_bridge(raw):
         return raw
     parts = [raw.original_model, *map(_wrapped, attentions_of(raw))]
@@ -291,25 +291,25 @@ def _wrapped(attention: Any) -> Any:
 
 
 def _is_computed_by_bridge(attention: Any) -> bool:
-    """Whether a bridge computes attention itself, and does not call what it wraps for it."""
+    """Return whether a bridge computes attention itself, without calling the attention it wraps."""
     home = next(kind for kind in type(attention).__mro__ if "forward" in vars(kind))
     return home.__name__ != "AttentionBridge"
 
 
-# What a run of a model reads: which token of which text is in each column, and whose logits are wanted.
+# The input of a run: the text and position of the token in each column, and the positions whose logits are needed.
 #
-# A hook is handed an activation whose columns are tokens. Which tokens, it may ask here while it is called:
+# A hook receives an activation whose columns are tokens. During its call it can look up which tokens:
 #
 # reading = now_reading()
-# reading.positions[row, column]       # of that token in its text, from 0; -1 at padding
-# reading.prompts[row]                 # the length of the prompt: tokens from there on are new, written by the model
+# reading.positions[row, column]       # the position of that token in its text, from 0; -1 at padding
+# reading.prompts[row]                 # the length of the prompt: the model generated all later tokens
 #
-# In a run of whole texts column c is token c. While a model writes (`headwater.models.generation`), the first run
-# reads the prompts in the same way, and each one after it a single new token per row.
+# In a run of whole texts, column c is token c. During generation (`headwater.models.generation`), the first run reads
+# the prompts in the same way, and each later run reads a single new token per row.
 
 
 Keep: TypeAlias = Literal["last"] | Sequence[int] | Int[Tensor, " kept"] | None
-"""The positions whose logits are wanted: all (None), each row's last real token, or these columns."""
+"""The positions whose logits are needed: all (None), each row's last real token, or these columns."""
 
 
 @dataclass(frozen=True)
@@ -317,9 +317,9 @@ class Reading:
     """The tokens that one run reads.
 
     Attributes:
-        positions: of each column, the position of its token in its text; -1 at padding.
-        prompts: how many tokens of each row the caller gave; the model wrote those after them.
-        rows: the number (or the name) of each row among all that the caller gave.
+        positions: the position in its text of the token in each column; -1 at padding.
+        prompts: number of tokens of each row from the caller; the model generated the tokens after them.
+        rows: the number (or the name) of each row among all rows from the caller.
     """
 
     positions: Int[Tensor, "row position"]
@@ -328,7 +328,7 @@ class Reading:
 
     @classmethod
     def of(cls, batch: Batch) -> Reading:
-        """Say what a run of whole texts reads."""
+        """Return the reading of a run of whole texts."""
         columns = torch.arange(batch.tokens.shape[1]).expand(len(batch), -1)
         names = tuple(batch.name(row) for row in range(len(batch)))
         return cls(torch.where(batch.mask, columns, -1), batch.lengths, names)
@@ -338,13 +338,13 @@ _NOW: ContextVar[Reading | None] = ContextVar("reading", default=None)
 
 
 def now_reading() -> Reading | None:
-    """Return what the model reads now, in this thread; None outside a run of `HookedModel`."""
+    """Return the reading of the current run in this thread; None outside a run of `HookedModel`."""
     return _NOW.get()
 
 
 @contextlib.contextmanager
 def reads(reading: Reading) -> Iterator[None]:
-    """Let `now_reading` return this for as long as the context lasts."""
+    """Let `now_reading` return this reading for the duration of the context."""
     before = _NOW.set(reading)
     try:
         yield
@@ -358,7 +358,7 @@ def columns_kept(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
         return None
     width = batch.tokens.shape[1]
     if isinstance(keep, str) and keep == "last":
-        # transformers takes columns for all rows alike; each row's own are picked from these.
+        # transformers takes the same columns for all rows; each row's own last column is selected later.
         return torch.unique(batch.lengths - 1)
     try:
         columns = torch.tensor([operator.index(i) for i in keep], dtype=torch.long)
@@ -369,38 +369,38 @@ def columns_kept(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
     return columns % width
 
 
-# What all rows begin with, such as a prompt's examples, is run once (`keys_values`), and the rest of each row on top of
-# it (`FixedPrefix`: one row of a cache serves all). What a family does with a cache is not taken on trust: whoever
-# shares a start compares some rows with whole runs first.
+# The common start of all rows, such as a prompt's examples, runs once (`keys_values`), and then the rest of each row
+# after it (`FixedPrefix`: one row of a cache serves all). Families may use a cache differently, so every caller that
+# shares a start first compares some rows with whole runs.
 
 
 KeysValues: TypeAlias = dict[int, tuple[Tensor, Tensor]]
-"""By layer, as a cache gets them (after rotation): `row kv_head key d_head`; one row may serve all."""
+"""By layer, in the form a cache receives (after rotation): `row kv_head key d_head`; one row may serve all."""
 WORTH_A_RUN, SAVED = 16, 48
-"""A start of fewer tokens, or one that saves fewer over all rows, does not pay for one more pass over the weights."""
+"""Least tokens of a start, and least tokens saved over all rows, that justify another pass over the weights."""
 
 
 def common_start(tokens: Int[Tensor, "row position"]) -> int:
-    """Return how many tokens all rows begin with; 0 where running them once saves little."""
+    """Return the number of first tokens common to all rows; 0 if running them once saves little."""
     shared = int((tokens == tokens[:1]).all(0).int().cumprod(0).sum())
     return shared if shared >= WORTH_A_RUN and shared * (len(tokens) - 1) >= SAVED else 0
 
 
 def goes_on(model: Model) -> bool:
-    """Whether a model is known to compute the same at a position when those before it are run by themselves."""
+    """Return whether a model is known to compute the same at a position if the earlier positions run separately."""
     return takes_cache(model.raw) and not model.looks_ahead and not model.rotary_by_length
 
 
 class FixedPrefix(DynamicCache):  # type: ignore[misc]
-    """A cache that puts fixed keys and values before each layer's own, remembers values, and never grows."""
+    """A cache that puts fixed keys and values before each layer's own, stores values if requested, and never grows."""
 
     def __init__(self, before: KeysValues):
         super().__init__()
         self.before = before
         self.watched: range = range(0)
         self.values: dict[int, Tensor] = {}
-        # One row and one coordinate are enough for its length: DynamicCache would copy whole tensors.
-        for layer, (keys, values) in before.items():  # only its length is read
+        # DynamicCache would copy whole tensors, and only its length is used: one row and one coordinate suffice.
+        for layer, (keys, values) in before.items():
             super().update(keys[:, :1, :, :1], values[:, :1, :, :1], layer)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -414,13 +414,13 @@ class FixedPrefix(DynamicCache):  # type: ignore[misc]
 
 
 class _StartKeptError(Exception):
-    """Ends a run whose last keys and values have come."""
+    """Ends a run once its last keys and values are known."""
 
 
 class Tap(FixedPrefix):
-    """The same, which keeps the keys and values of every layer, those before included: `after`.
+    """A `FixedPrefix` that keeps the keys and values of every layer in `after`, including the fixed ones.
 
-    With `n_layers` it ends the run after so many of them: nothing else is wanted of it.
+    With `n_layers`, it ends the run after this number of layers, because the run has no other purpose.
     """
 
     def __init__(self, before: KeysValues, n_layers: int = 0):
@@ -436,7 +436,7 @@ class Tap(FixedPrefix):
 
 
 def keys_values(model: Model, tokens: Int[Tensor, "row position"], before: KeysValues, n_layers: int) -> KeysValues:
-    """Return the keys and values of the first layers for the tokens `before` covers and these, which follow them."""
+    """Return the keys and values of the first layers for the tokens covered by `before` and the `tokens` after them."""
     if not tokens.shape[1]:
         return before
     tap = Tap(before, n_layers)
@@ -446,5 +446,5 @@ def keys_values(model: Model, tokens: Int[Tensor, "row position"], before: KeysV
 
 
 def unpadded(tokens: Int[Tensor, "row position"]) -> Batch:
-    """Make a batch in which every token is real; padding at the end, if any, is seen by nothing that is read."""
+    """Make a batch in which every token counts as real; padding at the end, if any, affects no result that is used."""
     return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
