@@ -291,7 +291,7 @@ def _is_sum(whole: Tensor | None, *parts: Tensor | None) -> bool:
 
 
 def same_but_for_rounding(reference: Tensor, other: Tensor, power: float = 0.5) -> bool:
-    """Return whether two tensors are equal up to rounding; NaN and infinity in either count as 0.
+    """Return whether two tensors are equal up to rounding, and NaN or infinite at the same places.
 
     The tolerance is the largest absolute value of the reference times the precision (eps) of its dtype to this power.
     """
@@ -299,7 +299,10 @@ def same_but_for_rounding(reference: Tensor, other: Tensor, power: float = 0.5) 
         return False
     if not reference.is_floating_point():
         return torch.equal(reference, other)
-    here, there = (x.detach().float().nan_to_num(posinf=0, neginf=0) for x in (reference, other.to(reference.device)))
+    other = other.to(reference.device)
+    if not torch.equal(reference.isfinite(), other.isfinite()):
+        return False
+    here, there = (x.detach().float().nan_to_num(posinf=0, neginf=0) for x in (reference, other))
     tolerance = torch.finfo(reference.dtype).eps ** power * max(float(here.abs().max()), LEAST)
     return float((here - there).abs().max()) <= tolerance
 
