@@ -1,13 +1,13 @@
-"""What a model writes after prompts, as texts: `model.generate`.
+"""Generate text from prompts: `model.generate`.
 
-1. Tokens come from the one loop (`generate_tokens`). A row ends with one of the model's end tokens
-   (those of the tokenizer, the config and the generation config), after a stop string, or after `max_new_tokens`.
-2. A text is what decoding the prompt grows by with the new tokens, special ones left out. Bytes that do not yet make
-   a character wait for the tokens that complete it.
-3. A stop string may begin and end anywhere within tokens; the text ends right before it. Of several that a token
-   completes, the one that begins first counts. The text of a single special token is a stop string too. What the prompt
-   ends with is not part of it.
-4. A stream is given each piece of text once it is certain: what may be the beginning of a stop string has to wait.
+1. Tokens come from one loop (`generate_tokens`). A sequence ends with one of the model's end tokens
+   (from the tokenizer, the config and the generation config), after a stop string, or after `max_new_tokens`.
+2. A text is what the new tokens add to the decoded prompt, without special tokens. Bytes that do not yet form a
+   character wait for the tokens that complete it.
+3. A stop string may begin and end anywhere within tokens; the text ends right before it. If a token completes several,
+   the one that begins first counts. The text of a single special token is also accepted as a stop string. The end of
+   the prompt is never part of a stop string.
+4. A stream receives each piece of text once it is final: possible beginnings of a stop string are held back.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ from headwater.progress import progress_bar
 from headwater.runs.record import HOOKS, RunRecord
 
 Stream: TypeAlias = Callable[[int, str], Any]
-"""Called with the number of a prompt and a piece of its text, as soon as it is certain."""
+"""Called with the number of a prompt and a piece of its text, as soon as the piece is final."""
 ANCHOR = 4
-"""How many tokens before a piece are decoded with it: some decoders drop a space at the beginning of a text."""
+"""Number of tokens before a piece that are decoded with it: some decoders drop a space at the beginning of a text."""
 SETTLED = 32
-"""After so many more tokens the text so far is not decoded again."""
+"""After this many more tokens, the text so far is final and is not decoded again."""
 INCOMPLETE = "\ufffd"
-"""What bytes are decoded to that make no character."""
+"""The character that bytes decode to if they form no complete character."""
 
 
 class Texts(list[str]):
-    """The texts that a model wrote, one per prompt, and what made them.
+    """The generated texts, one per prompt, and the record of the run.
 
     Attributes:
-        tokens: the ids of the new tokens of each, with the end token or those of the stop string where it ended by one.
+        tokens: the ids of the new tokens of each text, including the end token or stop string that ended it (if any).
         run: the record: model, options, hooks, seed.
     """
 
@@ -88,12 +88,12 @@ class Texts(list[str]):
 
 
 class Written:
-    """The text of one prompt's new tokens, as it grows; `prompt` are the last tokens before them.
+    """The growing text of one prompt's new tokens; `prompt` holds the last tokens before them.
 
     Attributes:
-        streamed: how many characters a stream was given.
+        streamed: number of characters already streamed.
         settled: the text of tokens that are not decoded again.
-        open: the text of those after them.
+        open: the text of the tokens after those.
         ended: whether a stop string was found.
     """
 
@@ -103,13 +103,13 @@ class Written:
         self.begin()
 
     def begin(self) -> None:
-        """Begin, or begin again, as the tokens do where memory ran out; a stream is given nothing twice."""
+        """Start, or restart when generation restarts after running out of memory; nothing is streamed twice."""
         self.settled, self.open, self.ended = "", "", False
         self._decoded_with(self.prompt)
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text so far."""
         return self.settled + self.open
 
     def add(self, token: int) -> bool:
@@ -118,18 +118,18 @@ class Written:
         self.open = self._decode()[self._start :]
         if found := [start for start in map(self.text.find, self.stops) if start >= 0]:
             self.settled, self.open, self.ended = self.text[: min(found)], "", True
-        # All new tokens decoded at every step would take time that grows with the square of their number.
+        # Decoding all new tokens at every step would take time quadratic in their number.
         elif len(self._tokens) >= ANCHOR + SETTLED and not self.open.endswith(INCOMPLETE):
             self.settled, self.open = self.text, ""
             self._decoded_with(self._tokens[-ANCHOR:])
         return self.ended
 
     def certain(self, whole: bool) -> str:
-        """Return what has become certain since it was last asked; all of it when nothing will follow."""
+        """Return the characters that became final since the last call; with `whole`, all that remain."""
         text, upto = self.text, len(self.text)
         if not whole and not self.ended:
             upto = len(text.rstrip(INCOMPLETE))
-            # Of all beginnings of stop strings that the text ends in, the longest holds back the most.
+            # If the text ends in the beginnings of several stop strings, the longest beginning is held back.
             begun = (n for stop in self.stops for n in range(1, len(stop)) if text[:upto].endswith(stop[:n]))
             upto -= max(begun, default=0)
         piece = text[self.streamed : upto]
@@ -137,12 +137,12 @@ class Written:
         return piece
 
     def _decoded_with(self, before: list[int]) -> None:
-        """Decode what comes next together with these tokens before it, whose text is left out."""
+        """Decode the following tokens together with the tokens `before`, whose text is left out."""
         self._tokens = list(before)
         self._start = len(self._decode())
 
     def _decode(self) -> str:
-        # Cleaning up would take a space away in front of a later mark, and so change text that was streamed already.
+        # Cleaning up would remove a space in front of a later punctuation mark, and so change text already streamed.
         return self.tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -163,37 +163,37 @@ def generate(
     batch_size: int = 64,
     progress: bool = True,
 ) -> Texts | tuple[Texts, list[list[int]]]:
-    """Let the model continue prompts, with hooks if asked.
+    """Continue prompts, optionally with hooks.
 
-    Greedy unless `do_sample`, and then the tokens are those of `generate` in transformers. Hooks act at every step.
-    The first run reads the prompts, as in `run`: row by row, from column 0 on, shorter ones padded on the right.
-    Each run after it reads one new token per row, so that activations have one column; which position that is, says
-    `headwater.models.forward.now_reading()`. Rows are the prompts in their order, `batch_size` at a time.
+    Decoding is greedy unless `do_sample`, and greedy tokens are those of `generate` in transformers. Hooks act at every
+    step. The first run reads the prompts, as in `run`: one per row, from column 0 on, padded on the right.
+    Each later run reads one new token per row, so activations have one column, whose position is in
+    `headwater.models.forward.now_reading()`. Rows are the prompts in order, `batch_size` at a time.
 
     Args:
         model: the model.
         prompts: anything `tokenize` takes.
-        hooks: watched or edited activations; each must fire at every step.
-        max_new_tokens: at most so many per prompt.
-        do_sample: draw tokens at random.
-        temperature: of the draws, default 1; lower is less random, and 0 takes the most probable token.
-        top_p: draw only from the most probable tokens that together have this probability.
-        top_k: draw only from so many most probable tokens.
-        seed: of the draws. A prompt's draws depend on it and on the prompt alone (and on how many equal ones come
-            before it: repeat a prompt for several samples).
-        stop: a text or texts; what a model writes ends right before the first of them, wherever tokens begin.
-        return_tokens: return the ids too.
+        hooks: hooks that read or edit activations; each must fire at every step.
+        max_new_tokens: maximum number of new tokens per prompt.
+        do_sample: sample tokens at random.
+        temperature: sampling temperature, default 1; lower is less random, and 0 takes the most probable token.
+        top_p: sample only from the most probable tokens that together have this probability.
+        top_k: sample only from this many most probable tokens.
+        seed: seed of the sampling. A prompt's samples depend only on the seed and the prompt (and on how many equal
+            prompts come before it: repeat a prompt for several samples).
+        stop: one or more stop strings; the generated text ends right before the first, regardless of token boundaries.
+        return_tokens: also return the token ids.
         stream: called with (number of a prompt, piece of its text) as the text grows.
-        batch_size: prompts in one run.
-        progress: show a bar while several batches run.
+        batch_size: number of prompts in one run.
+        progress: show a progress bar if there are several batches.
 
     Returns:
-        The new text of each prompt, a list also for one prompt; its `run` is the record of what made it, hooks
-        included. With `return_tokens` also the ids of the new tokens, with the end token or those of the stop
-        string where a text ended by one.
+        The new text of each prompt, a list also for one prompt; its `run` is the record of the run, hooks included.
+        With `return_tokens` also the ids of the new tokens, including the end token or stop string that ended the
+        text (if any).
 
     Raises:
-        InputError: an option cannot be used or contradicts another, or prompts and new tokens are too long.
+        InputError: an option is invalid or contradicts another, or prompts and new tokens are too long.
         InterventionError: see `HookedModel.run`.
         NumericsError: see `HookedModel.run`.
     """
@@ -208,7 +208,7 @@ def generate(
     check_room(model, batch, max_new_tokens)
     stops, ends = _stops(stop, model)
     rows = batch.ids
-    # Drawn before the batches are cut, so that their size changes no sample.
+    # Drawn before splitting into batches, so that the batch size changes no sample.
     numbers = draws(seed, rows, max_new_tokens)
     run = RunRecord.of(
         "generate",
@@ -262,7 +262,7 @@ def generate(
 
 
 def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
-    """Return the stop strings, and the tokens that end a text."""
+    """Return the stop strings and the ids of the end tokens."""
     stops = one_or_several(stop)
     for text in stops:
         if not isinstance(text, str) or not text:
@@ -274,33 +274,33 @@ def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
     return [text for text in stops if text not in special], ends
 
 
-# Generation in batches, with the log-probability of every token that was chosen: the one loop that lets a model write.
+# The generation loop: generate in batches, with the log-probability of every chosen token.
 #
-# 1. A step gives the logits of each row's next token (`steps_of`), with keys and values kept.
+# 1. A step computes the logits of each row's next token (`steps_of`) and caches keys and values.
 # 2. The next token is chosen, by default the most probable, under the rules of the model's generation config
 #    (`processors_of`).
-# 3. A row ends with a token of `stop`, or where `wrote` says so, which is kept as its last token; or after
-#    `max_new_tokens`. A row that has ended leaves the batch.
+# 3. A row ends with a token of `stop`, or with the token for which `wrote` returns True (kept as its last token), or
+#    after `max_new_tokens`. A finished row leaves the batch.
 #
-# A row's result is that of the row alone, to the rounding of sums whose order depends on the size of the batch.
+# Each row's result is the same as if it ran alone, up to rounding: the order of sums depends on the batch size.
 
 
 Choose: TypeAlias = Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " row"], int], Int[Tensor, " row"]]
-"""Chooses the next token of rows, from their logits, their numbers among the prompts, and the number of the step."""
+"""Chooses the next token of each row from its logits, its number among the prompts, and the number of the step."""
 
 Wrote: TypeAlias = Callable[[int, int, int], bool]
-"""Called with the number of a prompt, the step, and its new token; says whether the row ends there."""
+"""Called with the number of a prompt, the step, and the new token; returns whether the row ends there."""
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What a model wrote after each prompt of a batch.
+    """The new tokens after each prompt of a batch.
 
     Attributes:
         tokens: the new tokens of each row; the padding id after its end.
-        log_probs: the natural logarithm of the probability that the model gives each; 0 after the end.
-        lengths: how many new tokens each row has.
-        stopped: whether the row ended by itself, not because there was no room left.
+        log_probs: the natural logarithm of the probability the model assigns to each token; 0 after the end.
+        lengths: number of new tokens of each row.
+        stopped: whether the row ended by itself, rather than at `max_new_tokens`.
     """
 
     tokens: Int[Tensor, "batch token"]
@@ -328,16 +328,16 @@ def generate_tokens(
 
     Args:
         model: the model.
-        prompts: what `model.tokenize` made.
+        prompts: the result of `model.tokenize`.
         max_new_tokens: at most this many new tokens per row.
-        stop: says of a token whether it ends its row.
-        hooks: watched or edited activations, at every step; each must fire at each.
+        stop: returns whether a token ends its row.
+        hooks: hooks that read or edit activations at every step; each must fire at every step.
         choose: chooses the next tokens.
-        wrote: called with every token as it is written; says whether its row ends there. Where memory runs out and rows
-            go on in halves, they begin again with step 0.
+        wrote: called with every new token; returns whether its row ends there. If memory runs out, the batch is split
+            in halves, and their rows restart at step 0.
 
     Raises:
-        InputError: a prompt and its new tokens do not fit into what the model reads, or hooks cannot be used.
+        InputError: a prompt and its new tokens exceed the model's context, or hooks cannot be used.
     """
     max_new_tokens, hooks = checked_count("max_new_tokens", max_new_tokens), listed_hooks(hooks)
     check_room(model, prompts, max_new_tokens)
@@ -352,9 +352,9 @@ def generate_tokens(
     stopped = torch.zeros(len(prompts), dtype=torch.bool)
 
     def run(rows: range) -> None:
-        """Continue prompts that go through the model as one batch."""
+        """Continue prompts in one batch."""
         for row in rows:
-            # Where memory ran out halfway, the halves begin again.
+            # If memory ran out halfway, the halves restart.
             tokens[row], log_probs[row] = [], []
         live, batch = list(rows), prompts.rows(rows.start, rows.stop)
         with model.lock, steps_of(model, batch, hooks, max_new_tokens) as steps:
@@ -367,7 +367,7 @@ def generate_tokens(
                         of_rows = zip(live, texts, logits.clone().split(1), strict=True)
                         ruled = torch.cat([processors[row](text, of_row) for row, text, of_row in of_rows])
                     chosen = choose(ruled, torch.tensor(live), step)
-                    # From the model's own logits: rules and temperature change the choice, not its probability.
+                    # From the unmodified logits: rules and temperature change the choice, not its reported probability.
                     log_prob = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
                 going = {}
                 for row, token, of_token in zip(live, chosen.tolist(), log_prob, strict=True):
@@ -392,7 +392,7 @@ def generate_tokens(
 
 
 def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
-    """Refuse prompts that with their new tokens do not fit into what the model reads."""
+    """Raise InputError if prompts and their new tokens exceed the model's context."""
     longest = int(prompts.lengths.max()) + max_new_tokens
     if longest > model.shape.n_ctx:
         raise InputError(
@@ -401,29 +401,29 @@ def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
         )
 
 
-# How the next token of a text is chosen: the most probable one, or one drawn at random.
+# Choosing the next token: the most probable one, or a random sample.
 #
 # With `do_sample`, from the logits l of a row, in transformers' order:
 #
 # 1. p = softmax(l / temperature);
-# 2. `top_k`: only the k most probable tokens are left (and those as probable as the last of them);
-# 3. `top_p`: of these the most probable ones are left, as few as together have at least the probability top_p;
-# 4. a token is drawn from what is left.
+# 2. `top_k`: keep only the k most probable tokens (and any as probable as the last of them);
+# 3. `top_p`: of these, keep the fewest most probable tokens whose total probability is at least top_p;
+# 4. sample a token from the remaining ones.
 #
-# What is drawn for a prompt follows from the seed, the prompt's token ids, and how many equal prompts come before it:
-# the other prompts, their order and the size of the batch change nothing. A row draws one number between 0 and 1 per
-# token, and takes the token in whose stretch of the summed probabilities it falls (the order is that of the vocabulary,
-# in double precision), so that rounding in the logits moves a draw only where it falls on a border.
+# The samples for a prompt depend on the seed, the prompt's token ids, and how many equal prompts come before it;
+# not on the other prompts, their order or the batch size. A row draws one number between 0 and 1 per token, and takes
+# the token whose interval of the cumulative probabilities contains it (in vocabulary order, in double precision).
+# Rounding in the logits therefore changes a sample only if the number falls on a boundary.
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, checked.
+    """Validated options of sampling.
 
     Attributes:
-        temperature: below 1 the probable tokens become more so, above 1 less.
-        top_p: the share of the probability that is left; 1 for all.
-        top_k: how many tokens are left; None for all.
+        temperature: below 1 makes probable tokens more probable, above 1 less.
+        top_p: the share of the probability that is kept; 1 for all.
+        top_k: number of tokens kept; None for all.
     """
 
     temperature: float = 1.0
@@ -431,9 +431,9 @@ class Sampling:
     top_k: int | None = None
 
     def probabilities(self, logits: Float[Tensor, "row d_vocab"]) -> Float[Tensor, "row d_vocab"]:
-        """Return what tokens are drawn from, in double precision; rows need not sum to 1."""
+        """Return the probabilities to sample from, in double precision; rows need not sum to 1."""
         scaled = logits.double()
-        # The largest is 0 whatever it is divided by: a temperature near 0 would make it infinite.
+        # Subtract the largest logit first: divided by a temperature near 0, it would become infinite.
         scaled = (scaled - scaled.amax(-1, keepdim=True)) / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = scaled.topk(self.top_k, dim=-1).values[:, -1:]
@@ -450,7 +450,7 @@ class Sampling:
 def checked_sampling(
     do_sample: object, temperature: object, top_p: object, top_k: object, d_vocab: int
 ) -> Sampling | None:
-    """Return how tokens are drawn; None for the most probable ones, which temperature 0 also takes."""
+    """Return the validated sampling options; None for greedy decoding, which temperature 0 also selects."""
     do_sample = checked_flag("do_sample", do_sample)
     if isinstance(temperature, Real) and temperature == 0 and not isinstance(temperature, bool):
         return None
@@ -470,7 +470,7 @@ def checked_sampling(
 
 
 def draws(seed: object, prompts: Sequence[Sequence[int]], steps: int) -> Float[Tensor, "row token"]:
-    """Return the numbers between 0 and 1 by which each prompt's tokens are drawn; fewer steps begin as more do."""
+    """Return random numbers between 0 and 1 to sample each prompt's tokens; fewer steps give a prefix of more."""
     seed, before, rows = checked_seed(seed), Counter[tuple[int, ...]](), []
     for prompt in map(tuple, prompts):
         words = hashlib.blake2b(repr((seed, before[prompt], prompt)).encode(), digest_size=32).digest()
@@ -480,7 +480,7 @@ def draws(seed: object, prompts: Sequence[Sequence[int]], steps: int) -> Float[T
 
 
 def drawn_with(sampling: Sampling | None, numbers: Float[Tensor, "row token"]) -> Choose:
-    """Return the function that chooses the next tokens by what `draws` gave; None takes the most probable ones."""
+    """Return the function that samples the next tokens with `numbers` from `draws`; greedy if `sampling` is None."""
     if sampling is None:
         return greedy
 
@@ -494,11 +494,11 @@ def drawn_with(sampling: Sampling | None, numbers: Float[Tensor, "row token"]) -
     return choose
 
 
-# What a model's generation config says of all that it writes: the tokens that end a text, and which may not come.
+# The model's generation config: the tokens that end a text, and the rules that restrict tokens.
 #
-# `RULES` are transformers' own processors of logits, made for each row as if it were alone. They change which token is
-# chosen, not its reported probability. Temperature, top_k and the like are options of the call, not rules; the
-# settings in `UNUSED` are not obeyed, which is said once per model.
+# `RULES` are transformers' own logits processors, created for each row as if it were alone. They change which token is
+# chosen, not its reported probability. Temperature, top_k and the like are options of the call, not rules. The
+# settings in `UNUSED` are ignored, with one warning per model.
 
 
 UNUSED: dict[str, object] = {
@@ -506,11 +506,11 @@ UNUSED: dict[str, object] = {
     "encoder_no_repeat_ngram_size": 0,
     **dict.fromkeys(("stop_strings", "penalty_alpha", "dola_layers", "watermarking_config", "max_time")),
 }
-"""Settings that are not, each with the value that says nothing."""
+"""Ignored settings, each with the value that has no effect."""
 
 
 def end_tokens(model: Model) -> frozenset[int]:
-    """Return the ids that end a text: those of the tokenizer, the config and the generation config together."""
+    """Return the ids that end a text: from the tokenizer, the config and the generation config together."""
     named: list[Any] = [getattr(model.tokenizer, "eos_token_id", None)]
     for config in (model.config, generation_config(model.raw)):
         value = getattr(config, "eos_token_id", None)
@@ -519,7 +519,7 @@ def end_tokens(model: Model) -> frozenset[int]:
 
 
 def processors_of(model: Model, prompts: Batch, max_new_tokens: int) -> list[Any]:
-    """Return what the rules make of the logits of each row; nothing where there are none."""
+    """Return the logits processors of each row; an empty list if the model has no rules."""
     if (unused := settings(model.raw, UNUSED)) and "settings" not in model.hinted:
         model.hinted.add("settings")
         warnings.warn(
@@ -530,47 +530,47 @@ def processors_of(model: Model, prompts: Batch, max_new_tokens: int) -> list[Any
     if not settings(model.raw, RULES):
         return []
     config = copy.deepcopy(generation_config(model.raw))
-    # Else temperature, top_k and top_p of the config would come along as processors.
+    # Otherwise temperature, top_k and top_p of the config would add processors.
     config.do_sample = False
-    # guidance_scale, for one, would come back as a processor that runs the model a second time.
+    # guidance_scale, for example, would add a processor that runs the model a second time.
     for name in UNUSED:
         setattr(config, name, None)
-    # `generate` sets it before it asks for processors; those of min_length and bad_words_ids read it.
+    # transformers' `generate` sets it before it makes processors; those of min_length and bad_words_ids read it.
     config._eos_token_tensor = torch.tensor(sorted(end_tokens(model)), device=model.device)
     processors = []
     for length in prompts.lengths.tolist():
-        # A forced end token comes at this length, which is another for each prompt.
+        # A forced end token comes at this length, which differs between prompts.
         config.max_length = length + max_new_tokens
         processors.append(model.raw.original_model._get_logits_processor(config, length, device=model.device))
     return processors
 
 
-# One step of generation: the logits of the token that each row writes next, and the rows that go on.
+# One step of generation: compute the logits of each row's next token, and keep the unfinished rows.
 #
-# 1. Prompts are padded on the left, so that in every row the new tokens follow the prompt without a gap, also for
-#    layers that attend to a window only. Padding is masked, and positions are counted from each row's first real token.
-# 2. Keys and values are kept, so that a step runs one token per row. A row that has ended leaves the batch, and its
-#    keys and values with it. What all prompts begin with, as worked examples, is run once where no layer's window is
-#    affected (`_common_start`).
-# 3. Layers in which nobody looks go without TransformerLens's wrappers (`headwater.models.bare_model`), after the first
-#    step also beside layers with hooks. What is hung on the model while it writes, as a function that is called with
-#    each token might do, acts from the next call on.
-# 4. Where hooks act, they see in the first step what they see in `model.run`: the prompts, row by row, padded on the
-#    right, each from column 0 on; in every step after it one column, each row's newest token (`models.forward` says at
-#    which position). Keys and values are pushed to the right after the first step, and rows that have ended stay, so
-#    that a row is the same prompt to the end.
-# 5. Models that take no cache or have a state, and rows that grow past the length at which longrope turns every token
-#    otherwise while hooks act, run their whole texts at every step. Hooks see the same as in 4: each is called with the
-#    prompts and with every new token once, and what it wrote there is written again in the steps after it. Only where
-#    the angles change, or attention looks ahead, the activations there change, and it is called with all of
-#    these again.
+# 1. Prompts are padded on the left, so that new tokens follow the prompt without a gap in every row, also for
+#    layers with windowed attention. Padding is masked, and positions count from each row's first real token.
+# 2. Keys and values are cached, so that a step runs one token per row. A finished row leaves the batch together with
+#    its keys and values. A prefix shared by all prompts (such as worked examples) is run once if that affects no
+#    layer's window (`_common_start`).
+# 3. Layers without hooks run without TransformerLens's wrappers (`headwater.models.bare_model`); after the first
+#    step, also next to layers with hooks. A hook attached to the model during generation (for example by a function
+#    that is called with each token) acts from the next call on.
+# 4. In the first step, hooks see what they see in `model.run`: the prompts, one per row, padded on the right, from
+#    column 0 on. In every later step they see one column, each row's newest token (`models.forward` provides its
+#    position). Keys and values are shifted to the right after the first step, and finished rows stay, so that a row
+#    is the same prompt to the end.
+# 5. Whole texts are run at every step for models that take no cache or have a recurrent state, and, with hooks, for
+#    rows that grow past the length at which longrope changes the rotation of every token. Hooks see the same as in 4:
+#    each is called once with the prompts and once with every new token, and its edits are repeated in later steps.
+#    Only if the rotation angles change, or attention looks ahead, do earlier activations change; then the hook is
+#    called with all of them again.
 
 
 @contextlib.contextmanager
 def steps_of(
     model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], max_new_tokens: int
 ) -> Iterator[_Cached | _Rerun]:
-    """Begin to continue prompts; hold the model's lock until the last step."""
+    """Yield the object that runs the steps for these prompts; the caller holds the model's lock until the last step."""
     with contextlib.ExitStack() as stack:
         if not (steps_with_hooks(model, prompts, max_new_tokens) if hooks else keeps_keys(model)):
             yield _Rerun(model, prompts, hooks)
@@ -589,7 +589,7 @@ def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
 
 
 def keeps_keys(model: Model) -> bool:
-    """Whether keys and values are all that a model keeps of the tokens before; a recurrent state takes in padding."""
+    """Whether keys and values are the model's only state: a recurrent state would also absorb padding."""
     original: Any = getattr(model.raw, "original_model", None)
     config = getattr(original, "config", None)
     kinds = getattr(config.get_text_config(), "layer_types", None) or () if config is not None else ()
@@ -598,15 +598,15 @@ def keeps_keys(model: Model) -> bool:
 
 
 def steps_with_hooks(model: Model, prompts: Batch, max_new_tokens: int) -> bool:
-    """Whether hooks can act on one new token at a time: what they wrote before must stay in keys and values."""
+    """Whether hooks can act on one new token at a time: their earlier edits must persist in keys and values."""
     shortest, longest = int(prompts.lengths.min()), int(prompts.lengths.max()) + max_new_tokens
     return keeps_keys(model) and not shortest <= original_length(model.rotary_by_length) < longest
 
 
 def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
-    """Return how many tokens all prompts begin with that are worth a run of their own.
+    """Return the length of the prefix shared by all prompts, if it is worth a separate run.
 
-    Padding comes between them and the rest of each prompt, and a window counts that padding: 0 where not everything
+    Padding comes between the prefix and the rest of each prompt, and a window counts that padding: 0 unless everything
     fits into the shortest window.
     """
     config: Any = model.raw.original_model.config.get_text_config()
@@ -616,15 +616,15 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
     window = min((width for width in widths if isinstance(width, int) and width > 1), default=math.inf)
     if not goes_on(model) or window < prompts.tokens.shape[1] + max_new_tokens:
         return 0
-    # Each prompt keeps at least its last token, from which its first logits come.
+    # Each prompt keeps at least its last token, which produces its first logits.
     return common_start(prompts.tokens[:, : int(prompts.lengths.min()) - 1])
 
 
 class _Cached:
-    """The rows still going, their keys and values, and the token each reads next.
+    """The unfinished rows, their cached keys and values, and the next token of each.
 
-    With `bare`, the model without wrappers where it can be used for all steps, so many tokens that all prompts begin
-    with are run once (`shared`).
+    With `bare` (the model without wrappers, if it can be used for all steps), the first `shared` tokens, a prefix of
+    all prompts, are run once.
     """
 
     def __init__(self, model: Model, prompts: Batch, bare: BareModel | None = None, shared: int = 0):
@@ -634,12 +634,12 @@ class _Cached:
         self._padded = prompts.padded
         start, tokens, mask = prompts.tokens[:, :shared], prompts.tokens[:, shared:], prompts.mask[:, shared:]
         width = tokens.shape[1]
-        # Turns each row until its last real token is in the last column, and padding in front.
+        # Rotates each row so that padding comes first and its last real token is in the last column.
         self._shift = (torch.arange(width) - (width - mask.sum(1))[:, None]) % width
         self._reads = Batch(tokens.gather(1, self._shift), mask.gather(1, self._shift))
         self._texts = torch.cat([start, self._reads.tokens], 1)
         self._mask = torch.cat([torch.ones_like(start), self._reads.mask.long()], 1)
-        # Padding in front counts as -1, which no embedding of positions has.
+        # Padding in front would count as -1, which no position embedding has.
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)[:, shared:]
         if shared and bare is not None:
             ids, device = torch.arange(shared)[None], model.device
@@ -647,11 +647,11 @@ class _Cached:
             self._cache.batch_select_indices(to_device(torch.zeros(len(prompts), dtype=torch.long), device))
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
-        """Run what was not yet run, and return the logits of the next token of each row."""
+        """Run the pending columns, and return the logits of the next token of each row."""
         return self._run()
 
     def _run(self, hooks: Sequence[Hook | PromptHook] = ()) -> Float[Tensor, "row d_vocab"]:
-        """Run the columns that are read next, by the bridge or without its wrappers, in which hooks are attached."""
+        """Run the pending columns: through the bridge, or without its wrappers, where hooks are already attached."""
         device, tokens, bare = self._model.device, self._reads.tokens, self._bare
         mask, positions = to_device(self._mask, device), to_device(self._positions, device)
         last = torch.tensor([tokens.shape[1] - 1])
@@ -660,18 +660,18 @@ class _Cached:
                 self._reads, hooks, keep=last, attention_mask=mask, position_ids=positions, past_key_values=self._cache
             )[:, -1]
         with angles_by_row(bare.rotary_by_length):
-            # Without one, transformers can leave causality to sdpa, which then is given no mask at all.
+            # Without a mask, transformers can leave causality to sdpa, and passes it no mask at all.
             mask_option = mask if self._padded else None
             out = bare.last_logits(
                 to_device(tokens, device), self._cache, attention_mask=mask_option, position_ids=positions
             )
-        # One wait for the device a step; the message, which costs more, is made only where something is wrong.
+        # One device synchronization per step; the costlier error message is built only after a failure.
         if not bool(out[:, 0].isfinite().all()):
             finite_output(self._model, out[:, None], self._reads, last, edited=bool(bare.kept), cached=True)
         return out
 
     def follow(self, going: Mapping[int, int]) -> None:
-        """Append to each row the token chosen for it; rows without one have ended, and are forgotten."""
+        """Append the chosen token to each row; rows without one are finished and dropped."""
         if len(going) < len(self._live):
             left = [i for i, row in enumerate(self._live) if row in going]
             self._cache.batch_select_indices(to_device(torch.tensor(left), self._model.device))
@@ -680,23 +680,23 @@ class _Cached:
         self._append(list(going.values()))
 
     def _append(self, tokens: Sequence[int]) -> None:
-        """Let each row read one more token next."""
+        """Queue one more token for each row."""
         new = torch.ones(len(tokens), 1, dtype=torch.bool)
         self._reads = Batch(torch.tensor(tokens)[:, None], new)
         self._texts = torch.cat([self._texts, self._reads.tokens], 1)
         self._mask = torch.cat([self._mask, new.to(self._mask)], 1)
         self._positions = self._positions[:, -1:] + 1
-        # Keys are kept after rotation, so a text that has just grown too long has to be read again.
-        if bool((self._positions == self._original).any()):  # all keys of the row are turned otherwise from here on
+        # Cached keys are already rotated, so a text that has just grown past the original length must be rerun.
+        if bool((self._positions == self._original).any()):  # from here on, all keys of the row rotate differently
             self._cache, self._reads = DynamicCache(), Batch(self._texts, self._mask.bool())
             self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
 
 
 class _Watched(_Cached):
-    """The same for hooks to act on: the first step is a run of the prompts.
+    """Cached generation with hooks: the first step is a run of the prompts.
 
-    Every row stays where it is; those that have ended read padding, and their logits are left out. In later steps the
-    layers without hooks go without wrappers, where the model allows it; hooks are attached once for all these steps.
+    Every row keeps its place; finished rows read padding, and their logits are left out. In later steps, layers
+    without hooks run without the wrappers if the model allows it; hooks are attached once for all these steps.
     """
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], stack: contextlib.ExitStack):
@@ -710,7 +710,7 @@ class _Watched(_Cached):
         if self._step == 0:
             with reads(self._first):
                 out = self._model.run(self._prompts, self._hooks, keep="last", past_key_values=self._cache)[:, -1]
-            # Keys and values move so that each row ends in the last column, as in a batch padded on the left.
+            # Shift keys and values so that each row ends in the last column, as in a batch padded on the left.
             for layer in self._cache.layers if self._padded else ():
                 where = to_device(self._shift, layer.keys.device)[:, None, :, None]
                 layer.keys, layer.values = (
@@ -728,12 +728,12 @@ class _Watched(_Cached):
         self._append([going.get(row, pad) for row in range(len(self._prompts))])
 
     def _next(self) -> Float[Tensor, "row d_vocab"]:
-        """Run one new column, with hooks made for it."""
+        """Run one new column, with hooks created for it."""
         listed = hooks_for(self._model, self._hooks, self._reads, goes_on=True)
         if self._step == 1 and listed:
             self._bare = bare_model(self._model, [name for name, _ in listed])
             if self._bare is not None:
-                # Attaching hooks costs as much as some layers of a small model: once, and not at every step.
+                # Attach hooks once, not at every step: it costs as much as some layers of a small model.
                 self._stack.enter_context(self._model.hooks(list(map(self._standing, range(len(listed)), listed))))
         if self._bare is None:
             return self._run(listed)
@@ -746,19 +746,19 @@ class _Watched(_Cached):
         return out
 
     def _standing(self, number: int, hook: Hook) -> Hook:
-        """Return what stays attached in place of a hook: it lets the one of each step act, and no other run's."""
+        """Return the permanent stand-in for a hook: it calls the hook of the current step, and does nothing outside."""
 
         def act(activation: Any, hook: object) -> Tensor | None:
             return None if self._acting is None else self._acting[number].act(activation, hook)
 
         name, function = hook
         edits = not isinstance(function, TrustedHook) or function.edits
-        # Silent in other runs; whether each fired in a step of its own is asked in `_next`.
+        # Silent in other runs; `_next` checks that each hook fired in its step.
         return name, TrustedHook(act, edits, may_be_silent=True, is_idle=lambda: self._acting is None)
 
 
 class _Rerun:
-    """The same by whole texts, without a cache. Where hooks act, rows that have ended stay and read padding."""
+    """Generation by rerunning whole texts, without a cache. With hooks, finished rows stay and read padding."""
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
         self._model, self._hooks = model, hooks
@@ -788,21 +788,21 @@ class _Rerun:
 
 @dataclass
 class _InParts:
-    """A hook in runs of whole texts, which acts on the prompts and on each new token by itself."""
+    """A hook in runs of whole texts, called separately with the prompts and with each new token."""
 
     name: str
     reads: list[tuple[HookFunction, Reading]]
-    """Its functions, that for the prompts and those for each new token, and what each acts on."""
+    """The function for the prompts and the function for each new token, each with the positions it acts on."""
     wrote: list[Tensor | None] = field(default_factory=list)
 
     @property
     def hook(self) -> Hook:
-        """What is attached."""
+        """The hook to attach."""
         own, _ = self.reads[0]
         return self.name, replace(own, function=self._act) if isinstance(own, TrustedHook) else replace_hook(self._act)
 
     def _act(self, activation: Any, hook: object) -> Tensor | None:
-        """Write what the hook wrote in earlier steps, and let it act on what is new."""
+        """Repeat the hook's edits of earlier steps, and call it with the new positions."""
         whole, place = now_reading(), place_named(self.name)
         assert whole is not None, "a run reads"
         columns_first = place is None or place[0].axes[0] == "position"

@@ -1,13 +1,13 @@
-"""What a GGUF file holds, as transformers has it: the config, and every tensor under its name and in its layout.
+"""Read a GGUF file as transformers represents it: the config, and every tensor with its name and layout.
 
-llama.cpp computes the same from other tensors. Undone here, so that weights are those of the checkpoint converted:
+llama.cpp stores some tensors differently. This module undoes that, so that weights equal the original checkpoint's:
 
     Llama     rows of q and k, and their biases, taken pairwise from both halves of a head
     Gemma     1 + weight of each norm
     GPT-2     the transposed weights of its Conv1D modules
 
-What the file says and headwater does not read (scaled rotary frequencies but those of Llama 3 and linear ones, tensors
-and entries without a name here) is refused: the model would compute something else.
+Contents that headwater does not read (scaled rotary frequencies other than Llama 3's and linear ones, tensors and
+entries without a name here) raise ModelError: the model would compute something else.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ ENTRIES = {
     "embedding_length": "hidden_size",
     "attention.head_count": "num_attention_heads",
 }
-"""What every file has, and what transformers calls it."""
+"""Entries that every file has, and their names in transformers."""
 READ = ENTRIES.keys() | {
     "vocab_size", "feed_forward_length", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", RMS, LAYER_NORM,
 }  # fmt: skip
-"""Entries that are read of any family, or, as the context before scaling, count for none that is read."""
+"""Entries that are read for every family, or (the context before scaling) that matter for no supported family."""
 ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an architecture of llama.cpp is in transformers.
+    """How transformers represents an architecture of llama.cpp.
 
     Attributes:
-        model_type: of the config.
-        norm: the entry that is the epsilon of its norms, and its name in the config.
-        entries: what else it is read of the file, and its name in the config; "" where `finish` reads it.
-        partial: whether a part of each head may be rotated.
+        model_type: the config's model type.
+        norm: the entry for the epsilon of its norms, and its name in the config.
+        entries: other entries read from the file, and their names in the config; "" if `finish` reads the entry.
+        partial: whether only a part of each head may be rotated.
         finish: completes the config's entries.
     """
 
@@ -94,7 +94,7 @@ def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
     _scale(config, layers_of_27b=62)
     near = {"rope_type": "default", "rope_theta": float(_entry(file, "rope.freq_base_swa", 10000.0))}
     config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": near}
-    # The file of Gemma 3 270M says neither this nor the base above; the defaults are those of transformers.
+    # The file of Gemma 3 270M contains neither this nor the base above; the defaults are transformers' own.
     pattern = _entry(file, "attention.sliding_window_pattern", 6)
     layers = range(config["num_hidden_layers"])
     is_near = pattern if isinstance(pattern, list) else [layer % pattern < pattern - 1 for layer in layers]
@@ -102,7 +102,7 @@ def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
 
 
 def _scale(config: dict[str, Any], layers_of_27b: int) -> None:
-    """By what the scores are scaled: 1/√d_head, but in the models of 27B parameters, as llama.cpp identifies them."""
+    """Set the scale of attention scores: 1/√d_head, except in 27B models (found by layer count, as in llama.cpp)."""
     is_27b = config["num_hidden_layers"] == layers_of_27b
     by_head = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = by_head if is_27b else config["head_dim"]
@@ -136,11 +136,11 @@ KINDS = {
         finish=_stablelm,
     ),
 }
-"""By what a file calls its architecture."""
+"""Kinds by the architecture name in the file."""
 
 
 def config_of(file: GGUFFile) -> Any:
-    """The transformers config of a GGUF file."""
+    """Return the transformers config of a GGUF file."""
     if file.architecture not in KINDS:
         raise ModelError(
             f"{file.path} holds a model of architecture {file.architecture!r}; of GGUF files headwater reads "
@@ -188,7 +188,7 @@ def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     special = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
-    # A chat's turn ends with its own token, which files name separately from the end of a document.
+    # The token that ends a chat turn is named separately from the token that ends a document.
     ends = list(dict.fromkeys(special[name] for name in ("eos", "eot") if special[name] is not None))
     config |= {"bos_token_id": special["bos"], "pad_token_id": special["padding"]}
     config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
@@ -200,7 +200,7 @@ _ASKED = object()
 
 
 def _entry(file: GGUFFile, key: str, default: Any = _ASKED) -> Any:
-    """One entry on the architecture; numbers that are the same for all layers as one, floats as they were written."""
+    """Return one architecture entry: a list with the same number for all layers as one number, floats as written."""
     entry = file.metadata.get(f"{file.architecture}.{key}", default)
     if entry is _ASKED:
         raise ModelError(f"{file.path} does not say {file.architecture}.{key}, which its model needs; fetch it again.")
@@ -208,7 +208,7 @@ def _entry(file: GGUFFile, key: str, default: Any = _ASKED) -> Any:
         entry = entry[0]
     if isinstance(entry, list) and key != "attention.sliding_window_pattern":
         raise ModelError(f"{file.path} says {file.architecture}.{key}={entry!r}, other for each layer; {ORIGINAL}")
-    # Stored as float32, 1e-5 reads as 9.999999747378752e-06: another config, and another fingerprint.
+    # Stored as float32, 1e-5 reads as 9.999999747378752e-06, which would change the config and the fingerprint.
     return float(str(np.float32(entry))) if isinstance(entry, float) else entry
 
 
@@ -235,14 +235,14 @@ def _scaling(file: GGUFFile, d_head: int) -> dict[str, Any]:
 
 
 def llama3_factors(theta: float, d_head: int, factor: float) -> Tensor:
-    """By what Llama 3 divides each rotary frequency: 1 for short waves, `factor` for long ones, else blended."""
+    """Return Llama 3's divisor of each rotary frequency: 1 for short waves, `factor` for long ones, else blended."""
     waves = 2 * math.pi * theta ** (torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
     share = ((8192 / waves - 1) / 3).clamp(0, 1)
     return (1 / ((1 - share) / factor + share)).float()
 
 
 def names_in(file: GGUFFile, config: Any) -> dict[str, str]:
-    """The file's name of each tensor that a checkpoint of this config holds, names relative to the base model."""
+    """Map each tensor of a checkpoint with this config (named relative to the base model) to its name in the file."""
     gguf, conversion = gguf_package(), Conversion(config)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
     name_map = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -266,7 +266,7 @@ def names_in(file: GGUFFile, config: Any) -> dict[str, str]:
 
 
 def read_as_stored(file: GGUFFile, config: Any, name: str) -> Tensor:
-    """One tensor in the layout of transformers, by its name in the file."""
+    """Return one tensor, identified by its name in the file, in the layout of transformers."""
     tensor = file.read(name)
     if file.architecture == "llama" and name.rpartition(".")[0].endswith((".attn_q", ".attn_k")):
         heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
@@ -282,30 +282,30 @@ def _is_turned(file: GGUFFile, own: str) -> bool:
     return file.architecture == "gpt2" and own.endswith(turned)
 
 
-# A GGUF file, the format of llama.cpp: its metadata, and its tensors, dequantised as they are read.
+# A GGUF file, the format of llama.cpp: its metadata, and its tensors, which are dequantised when read.
 #
 # "GGUF", version, number of tensors, number of entries
-# entries: key, type, value                                   what the model is, and its tokenizer
-# tensors: name, sizes (the fastest first), type, offset
+# entries: key, type, value                                   the model's architecture, and its tokenizer
+# tensors: name, sizes (the fastest axis first), type, offset
 # data, from the next multiple of the alignment on
 #
-# The header is read here; the package `gguf` knows how many bytes a block of each type takes and which values it
-# encodes (`gguf.dequantize`). A matrix is dequantised in blocks of rows, so that beside the result little is in memory.
+# This module reads the header; the package `gguf` knows the size in bytes of a block of each type and the values it
+# encodes (`gguf.dequantize`). A matrix is dequantised in blocks of rows, to use little memory besides the result.
 
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Types of entries of a fixed size, as `struct` names them; 8 is a text, 9 an array."""
+"""`struct` codes of the entry types of fixed size; 8 is a text, 9 an array."""
 TEXT, ARRAY = 8, 9
 AT_A_TIME = 2**18
-"""How many values are dequantised at a time."""
+"""Number of values dequantised at a time."""
 INSTALL = 'pip install "headwater[gguf]"'
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor's bytes lie in a file; its shape as PyTorch has it, the type of its numbers as gguf names it."""
+    """A stored tensor: its shape in PyTorch's order, its gguf type, and where its bytes are in the file."""
 
     shape: tuple[int, ...]
     type: Any
@@ -315,12 +315,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A GGUF file that was opened; tensors are read when they are asked for and never kept.
+    """An open GGUF file; tensors are read on request and never cached.
 
     Attributes:
-        path: where it is.
-        metadata: its entries by key; of an array of texts, as the tokens are, its length.
-        tensors: where each tensor lies, by its name in the file.
+        path: path of the file.
+        metadata: entries by key; for an array of texts (such as the tokens), its length.
+        tensors: the location of each tensor, by its name in the file.
     """
 
     path: Path
@@ -330,18 +330,18 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
-        """What the file calls its kind of model, as "llama"."""
+        """The file's name for its architecture, such as "llama"."""
         return str(self.metadata.get("general.architecture"))
 
     @property
     def types(self) -> str:
-        """How many tensors there are of each type, as "Q4_1 × 210, F32 × 61"."""
+        """Number of tensors of each type, such as "Q4_1 × 210, F32 × 61"."""
         counts = Counter(stored.type.name for stored in self.tensors.values())
         return ", ".join(f"{name} × {count}" for name, count in counts.most_common())
 
     @property
     def revision(self) -> str:
-        """Which weights these are: the file's name, its types and its SHA-256."""
+        """Identifier of the weights: the file's name, its types and its SHA-256."""
 
         def compute() -> str:
             with self.path.open("rb") as file:
@@ -350,7 +350,7 @@ class GGUFFile:
         return f"{self.path.name}, {self.types}, sha256 {fingerprint_of_files([self.path], 'sha256', compute)}"
 
     def read(self, name: str) -> Tensor:
-        """One tensor as the file has it, in float32, in memory of its own."""
+        """Return one tensor in the file's layout, dequantised to float32, as a copy."""
         gguf, stored = gguf_package(), self.tensors[name]
         *outer, width = stored.shape
         rows = math.prod(outer)
@@ -363,12 +363,12 @@ class GGUFFile:
 
 
 def is_gguf(what: object) -> bool:
-    """Whether a name is that of a GGUF file."""
+    """Whether this is the path of a GGUF file, by its suffix."""
     return isinstance(what, str | Path) and str(what).lower().endswith(".gguf")
 
 
 def gguf_package() -> Any:
-    """The package `gguf`."""
+    """Import and return the package `gguf`."""
     try:
         import gguf
     except ImportError:
@@ -377,7 +377,7 @@ def gguf_package() -> Any:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read the header of a GGUF file, and see that all of its data is there."""
+    """Read the header of a GGUF file, and check that no data is missing."""
     gguf = gguf_package()
     if not path.is_file():
         raise ModelError(f"There is no file {path}; check the path.")
@@ -409,7 +409,7 @@ def read_gguf(path: Path) -> GGUFFile:
                 f"{kind.name} has; fetch it again."
             )
         try:
-            # The package has no public list of the types that it dequantises: a block of zeros is tried.
+            # The package has no public list of the types it dequantises, so try a block of zeros.
             gguf.dequantize(np.zeros((1, size), dtype=np.uint8), kind)
         except NotImplementedError:
             raise ModelError(
@@ -431,7 +431,7 @@ class _Header:
         self._content, self._at = content, len(MAGIC)
 
     def read(self, path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
-        """The entries; and of each tensor its shape, the number of its type, and where it begins."""
+        """Return the entries, and for each tensor its shape, the number of its type, and its offset in the file."""
         version = self._number("I")
         if version not in VERSIONS:
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Gradients: of a reading of one state at every head, and of a text's loss at every parameter."""
+"""Gradients: of a linear readout of one state at every head, and of a text's loss at every parameter."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 
-# The gradient of a linear reading of one state at the output of every attention head, from the last layer down.
+# The gradient of a linear readout of one state at the output of every attention head, from the last layer down.
 #
-# A number read at position p of layer l depends on heads of layers <= l at positions <= p, and for the positions from
-# some first one on, what comes before that one is a constant. So
+# A number read at position p of layer l depends on heads of layers <= l at positions <= p. For the positions from
+# some first one on, everything before that position is constant. So
 #
-# 1. `shared_start.keys_values` runs what comes before once, without gradients; texts that begin alike share it.
-# 2. `Descent` runs the rest on top of it, up to layer l. Only the topmost layers record a graph; of the others it keeps
-#    what each block was called with.
-# 3. `Descent.slopes` goes down: gradient of the recorded layers, then the layers below once more, with a graph this
-#    time, a few at a time. So the graphs of a few layers are in memory, never those of all.
+# 1. `shared_start.keys_values` runs the tokens before it once, without gradients; texts with the same prefix share it.
+# 2. `Descent` runs the rest on top of it, up to layer l. Only the topmost layers record a graph; for the others it
+#    keeps the arguments of each block.
+# 3. `Descent.slopes` goes down: it differentiates the recorded layers, then reruns the layers below with a graph,
+#    a few at a time. So only the graphs of a few layers are in memory, never those of all.
 #
-# Attention is the model's own: scale, soft cap, window and rotation are in the pattern its hook gives. TransformerLens
-# computes it eagerly whether or not a hook asks, so one layer's pattern `batch head query key` exists at a time.
+# Attention is the model's own: scale, soft cap, window and rotation are in the pattern at its hook. TransformerLens
+# computes the pattern eagerly with or without a hook, so one layer's pattern `batch head query key` exists at a time.
 
 
 GRAPH_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
-"""What the recorded graphs may take, roughly; at least one layer of one row is recorded."""
+"""Approximate memory limit of the recorded graphs; at least one layer of one row is recorded."""
 
 
 @dataclass(frozen=True)
 class HeadSlopes:
-    """One layer: what its heads read, and the gradient at what they give."""
+    """Of one layer: the patterns and values of its heads, and the gradient at their outputs."""
 
     layer: int
     pattern: Float[Tensor, "batch head query key"]
@@ -54,7 +54,7 @@ class HeadSlopes:
 
 
 def refuse_without_gradients(model: HookedModel) -> None:
-    """Refuse a model whose weights take part in no gradient."""
+    """Raise InputError if the model's weights cannot take part in gradients."""
     if next(model.raw.parameters()).is_inference():
         raise InputError(
             f"{model.name} was loaded under torch.inference_mode(), which forbids gradients: load it outside."
@@ -62,7 +62,7 @@ def refuse_without_gradients(model: HookedModel) -> None:
 
 
 def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> None:
-    """Refuse to run texts of these lengths only up to a token where what follows changes what is read there."""
+    """Raise InputError if texts of these lengths cannot be cut after a token because later tokens change its states."""
     if (longest := max(lengths, default=0)) > (original := original_length(model.rotary_by_length)):
         raise InputError(
             f"{what} runs texts up to the token that is read, and past {original} tokens the rotary embeddings of "
@@ -73,11 +73,11 @@ def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> N
 
 
 class Descent:
-    """A run up to the state that is read, and the way back down from it.
+    """A forward pass up to the state that is read, and the backward pass from it.
 
-    Parameters are frozen, as `hw.load` leaves them. The run is of `tokens`, padding, if any, last, after those of
-    `before`, which `keys_values` returned. Read is a hook at a layer (`reading`), at `positions` among the tokens, as
-    `states`; no gradient is wanted in layers before `lowest`.
+    Parameters are frozen, as `hw.load` leaves them. It runs `tokens` (with padding, if any, last) after the tokens of
+    `before`, the result of `keys_values`. `states` holds the activations of a hook at a layer (`reading`) at
+    `positions` among the tokens; layers before `lowest` need no gradient.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Descent:
         self._z: dict[int, Tensor] = {}
         self._patterns: dict[int, Tensor] = {}
         n_keys = tokens.shape[1] + (next(iter(before.values()))[0].shape[2] if before else 0)
-        # As many layers at once as fit: each segment below the first costs a second forward of its layers.
+        # As many layers at once as fit: each segment below the first costs a second forward pass of its layers.
         at_once = max(1, graphs_in_memory(model, tokens.numel(), n_keys))
         stops = range(reading[1] + 1, lowest, -at_once)
         self._segments = [range(max(lowest, stop - at_once), stop) for stop in stops]
@@ -104,7 +104,7 @@ class Descent:
         self.states = self._states.detach()
 
     def slopes(self, weight: Float[Tensor, " d_model"]) -> Iterator[HeadSlopes]:
-        """Yield, from the top layer down, the gradients of state · weight at each head's output. Goes down once."""
+        """Yield, from the top layer down, the gradients of state · weight at each head's output; usable once."""
         gradient: Tensor | None = None
         for segment in self._segments:
             if gradient is None:
@@ -116,7 +116,7 @@ class Descent:
             heads = {layer: self._z.pop(layer) for layer in segment}
             entry = [] if segment.start == self._lowest else [self._entries[segment.start]]
             gradients = torch.autograd.grad(reached, [*entry, *heads.values()], gradient, allow_unused=True)
-            # The graph goes before the caller works on what is yielded.
+            # Free the graph before the caller works on the yielded gradients.
             del reached
             gradient = gradients[0]
             for layer, slope in reversed(list(zip(heads, gradients[len(entry) :], strict=True))):
@@ -124,10 +124,10 @@ class Descent:
                 yield HeadSlopes(layer, self._patterns.pop(layer), at_head, self._cache.values.pop(layer))
 
     def _run(self, tokens: Tensor, name: str, positions: Tensor) -> Float[Tensor, "batch d_model"]:
-        """Run the model to the state, recording the graph of the topmost segment.
+        """Run the model up to the state, recording the graph of the topmost segment.
 
-        The last MLP is run at the position that is read only; it is added to every position's residual stream, and no
-        other is looked at.
+        The last MLP runs only at the position that is read: its output is added to every position's residual stream,
+        but no other position is used.
         """
         states: list[Tensor] = []
 
@@ -148,14 +148,14 @@ class Descent:
             hooks.append((hook_name("mlp_in", self._top), replace_hook(narrow)))
         with self.model.lock, contextlib.ExitStack() as stack:
             for layer in range(self._lowest, first):
-                # torch's hook, since TransformerLens's hooks show activations, not the block's other arguments.
+                # A torch hook, since TransformerLens's hooks receive activations, not the block's other arguments.
                 block, note = self.model.raw.blocks[layer], partial(self._note_call, layer)
                 stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
             self.model.run(unpadded(tokens), hooks, stop_at=self._top + 1, grad=True, past_key_values=self._cache)
         return states[0]
 
     def _again(self, segment: range) -> Tensor:
-        """Run some blocks again as they were called, this time with a graph; return the residual stream after them."""
+        """Rerun some blocks with their recorded arguments, now with a graph; return the residual stream after them."""
         residual = self._enter(self._entries[segment.start], segment.start)
         with torch.enable_grad(), self.model.hooks(self._watch(segment)), reached(attentions_of(self.model.raw)):
             for layer in segment:
@@ -163,7 +163,7 @@ class Descent:
                 out = self.model.raw.blocks[layer](residual, *args, **options)
                 residual = out[0] if isinstance(out, tuple) else out
         first = self._entries.pop(segment.stop)
-        # A block that keeps something between calls would give gradients of another run without a word.
+        # A block that keeps state between calls would silently give the gradients of a different run.
         difference = float((residual.detach() - first.detach()).abs().max())
         if not difference <= 1e-2 * float(first.detach().abs().max()):
             raise InterventionError(
@@ -173,7 +173,7 @@ class Descent:
         return residual
 
     def _enter(self, residual: Tensor, layer: int) -> Tensor:
-        """Begin a graph here, or at the heads of this layer if no gradient is wanted before them."""
+        """Begin a graph here, or at the heads of this layer if no gradient is needed before them."""
         entry = residual.detach()
         self._entries[layer] = entry if layer == self._lowest else entry.requires_grad_(True)
         return self._entries[layer]
@@ -194,7 +194,7 @@ class Descent:
         return hooks + [(hook_name("z", layer), replace_hook(partial(keep_z, layer=layer))) for layer in segment]
 
     def _note_call(self, layer: int, _: object, args: tuple[Any, ...], options: dict[str, object]) -> None:
-        """Keep what a block is called with; the residual stream only where a segment begins."""
+        """Record a block's arguments; the residual stream only where a segment begins."""
         if not args:
             raise InterventionError(f"{self.model.name} does not hand its blocks the residual stream first.")
         if any(segment.start == layer for segment in self._segments):
@@ -203,36 +203,36 @@ class Descent:
 
 
 def graphs_in_memory(model: HookedModel, n_tokens: int, n_keys: int) -> int:
-    """How many graphs of one layer and `n_tokens` tokens fit in memory.
+    """Return how many one-layer graphs of `n_tokens` tokens fit in memory.
 
-    Of one layer autograd keeps roughly, per token, a dozen widths, eight MLP widths and four rows of a pattern for each
-    head.
+    For one layer, autograd keeps roughly, per token, 12 d_model numbers, 8 d_mlp numbers and 4 rows of a pattern for
+    each head.
     """
     shape = model.shape
     numbers = n_tokens * (12 * shape.d_model + 8 * shape.d_mlp + 4 * shape.n_heads * n_keys)
     return GRAPH_BYTES.get(model.device.type, GRAPH_BYTES["cpu"]) // (numbers * model.dtype.itemsize)
 
 
-# How large the gradient of a text's loss is at each parameter of a model.
+# The gradient norm of a text's loss at each parameter of a model.
 #
-# 1. A run of one text with gradients at every parameter; the loss is the mean negative log-likelihood of some tokens.
-# 2. One step back. The gradient of a parameter is reduced to its norm as soon as it is complete, and dropped: those of
-#    all parameters at once would take as much memory as the model.
+# 1. Run one text with gradients at every parameter; the loss is the mean negative log-likelihood of some tokens.
+# 2. Run one backward pass. Each parameter's gradient is reduced to its norm as soon as it is complete, and dropped:
+#    the gradients of all parameters together would take as much memory as the model.
 # 3. TransformerLens computes with parts of fused matrices (queries, keys and values; gate and input). The norm of the
-#    matrix follows from the norms of its parts, so that parameters are those of the checkpoint.
+#    matrix is computed from the norms of its parts, so that the parameters are the checkpoint's.
 
 
 FUSED = {"qkv": ("q", "k", "v"), "gate_up_proj": ("gate", "in")}
-"""What fused matrices are called, and their parts."""
+"""Names of fused matrices, and of their parts."""
 
 
 def parameter_gradient_norms(
     model: HookedModel, ids: Sequence[int], scored: Sequence[int], order: float = math.inf
 ) -> dict[str, float]:
-    """Return the norm of the gradient of a text's mean negative log-likelihood at every parameter that it reaches.
+    """Return the gradient norm of a text's mean negative log-likelihood at every parameter that the gradient reaches.
 
-    `scored` are the places in `ids` whose tokens count; at least one, and not the first. The order of the norm is 1, 2
-    or infinity (the largest entry). The model is left as it was.
+    `scored` are the indices in `ids` of the tokens that the loss covers; at least one, and not the first. The order of
+    the norm is 1, 2 or infinity (the largest entry). The model is unchanged afterwards.
     """
     refuse_without_gradients(model)
     parameters = {name.replace(WRAPPED, ""): one for name, one in model.raw.named_parameters()}
@@ -266,7 +266,7 @@ def parameter_gradient_norms(
 
 
 def _joined(parameters: dict[str, torch.nn.Parameter], norms: dict[str, float], order: float) -> dict[str, float]:
-    """Give fused matrices the norm of their parts together."""
+    """Replace the norms of the parts of fused matrices by the norm of the whole matrix."""
     joined = dict(norms)
     for name, whole in parameters.items():
         module, _, kind = name.rpartition(".")

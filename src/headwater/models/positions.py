@@ -1,18 +1,18 @@
-"""Which tokens of a prompt are meant: by number, span, word, characters, function, or role.
+"""Select tokens of a prompt by number, span, word, characters, function, or role.
 
     positions of one prompt   a number (negative counts from the end), a span (start, stop), a range, a set, "last",
                               "first", "all", a word, `occurrence(word, n)` (as text, "word#2"), `characters(...)`,
-                              `last_token_of(...)`, a function of the token strings that gives any of these
+                              `last_token_of(...)`, a function of the token strings that returns any of these
     of several prompts        one of these for all, or a list with one per prompt
     by role                   a mapping from names to any of these: {"subject": [" France", " Italy"], "end": "last"}
 
-A word is looked for in the text as it is written: as whole words first, else as any stretch of characters; one that
-begins with a space and is not there is looked for without it, since a prompt may begin with it. It must be there once,
-or `occurrence` says which is meant. Its tokens are those that hold any of its characters, by the tokenizer's offsets
+A word is searched for in the text exactly: as whole words first, else as any substring; if a word with a leading space
+is not found, it is searched for without the space, since a prompt may begin with it. It must occur once, or
+`occurrence` selects one occurrence. Its tokens are those with any of its characters, by the tokenizer's offsets
 (`models.tokens.token_span`).
 
-Each prompt is resolved by itself. Of a pair, an entry may hold two, (the clean prompt's, the corrupted one's), and a
-list may go on after the clean prompts with the corrupted ones.
+Each prompt is resolved separately. For a pair, an entry may be a tuple (clean prompt's, corrupted prompt's), and a list
+may continue after the clean prompts with the corrupted ones.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ ENDS: Mapping[str, Callable[[int], range]] = {
     "first": lambda length: range(1),
     "all": range,
 }
-"""The words that name positions in a prompt of any length, and which."""
+"""Words that name positions in a prompt of any length, and the positions for a length."""
 ALIASES = {
     "last": ("end", "final", "-1"),
     "first": ("begin", "start", "beginning", "bos"),
     "all": ("every", "*", "any"),
 }
-"""What is written in place of these words elsewhere."""
+"""Alternatives to these words in other tools, for "did you mean" hints."""
 
 
 class AbsentError(InputError):
-    """A word that is to be found in a prompt is not there."""
+    """A requested word does not occur in a prompt."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Characters:
-    """The tokens that hold any of a prompt's characters `start` to `stop`, the stop not included."""
+    """The tokens with any of a prompt's characters `start` to `stop`, the stop not included."""
 
     start: Any
-    """A number; or a function of the text that gives (start, stop) or a match of a regular expression."""
+    """A number; or a function of the text that returns (start, stop) or a match of a regular expression."""
     stop: Any = None
 
     def of(self, prompt: Prompt) -> list[int]:
@@ -93,7 +93,7 @@ class Occurrence:
 
     word: str
     n: int
-    """From 1; -1 is the last."""
+    """Number of the occurrence, from 1; -1 is the last."""
 
     def of(self, prompt: Prompt) -> list[int]:
         """Return the positions in a prompt."""
@@ -109,7 +109,7 @@ class Occurrence:
 
 @dataclass(frozen=True)
 class LastTokenOf:
-    """The last token of what something else names, such as a subject of several tokens."""
+    """The last token of other positions, such as those of a subject of several tokens."""
 
     where: Any
 
@@ -118,25 +118,25 @@ Place: TypeAlias = (
     int | str | slice | AbstractSet[int] | Characters | Occurrence | LastTokenOf | Callable[..., Any] | Sequence[Any]
 )
 Where: TypeAlias = Place | Mapping[str, Place]
-"""Positions as this file's first lines name them."""
+"""Positions, in one of the forms listed in this module's docstring."""
 
 
 def is_all(where: Where) -> bool:
-    """Whether every token is meant, by the word for it."""
+    """Whether `where` is the word "all"."""
     return isinstance(where, str) and where == "all"
 
 
 def needs_length(where: object) -> bool:
-    """Whether two prompts of one length have the same positions of this name, judged by its kind alone."""
+    """Whether a prompt's length alone determines the positions, judged by the type of `where`."""
     return where in ENDS if isinstance(where, str) else isinstance(where, int | range | slice | AbstractSet)
 
 
 @checked_call
 def characters(start: int | Callable[[str], Any] | Any, stop: int | Any = None) -> Characters:
-    """Name, for any `positions=`, tokens by characters of their prompt's text.
+    """Select tokens by characters of their prompt's text, for any `positions=`.
 
     Args:
-        start: the first character; or a function of the text that gives (start, stop), or a match of a regular
+        start: the first character; or a function of the text that returns (start, stop), or a match of a regular
             expression, as in `hw.characters(lambda text: re.search("[A-Z][a-z]+$", text))`.
         stop: the character after the last.
     """
@@ -145,13 +145,13 @@ def characters(start: int | Callable[[str], Any] | Any, stop: int | Any = None) 
 
 @checked_call
 def occurrence(word: str, n: int) -> Occurrence:
-    """Name, for any `positions=`, the tokens of the n-th occurrence of a word that a prompt contains several times.
+    """Select the tokens of the n-th occurrence of a word that a prompt contains several times, for any `positions=`.
 
-    Where texts alone can be given, as on the command line or in a column of a table, write `" John#2"`.
+    Where only a text is possible, as on the command line or in a column of a table, write `" John#2"`.
 
     Args:
-        word: the word, with its leading space; found as `positions=` finds words.
-        n: which occurrence, from 1; -1 is the last.
+        word: the word, with its leading space; searched for in the same way as a word in `positions=`.
+        n: number of the occurrence, from 1; -1 is the last.
 
     Raises:
         InputError: the word is not a text, or n is not a whole number other than 0.
@@ -169,7 +169,7 @@ def occurrence(word: str, n: int) -> Occurrence:
 
 @checked_call
 def last_token_of(where: Place | Any) -> LastTokenOf:
-    """Name, for any `positions=`, the last token of a span, such as a subject's, whatever its length.
+    """Select the last token of a span of any length, such as a subject's, for any `positions=`.
 
     Args:
         where: a word, a span, characters or a function; or a list with one of these per prompt.
@@ -180,10 +180,10 @@ def last_token_of(where: Place | Any) -> LastTokenOf:
 def positions_of(
     where: object, prompt: Prompt, example: int, n_examples: int, side: int | None = None
 ) -> tuple[int, ...]:
-    """Return the positions that a name means in one prompt, ascending; of roles, those of any of them.
+    """Return the selected positions of one prompt, ascending; for roles, the union of their positions.
 
     `example` is the number of the prompt among `n_examples` (or of the pair), for a list with one entry per prompt;
-    `side` is 0 in the clean prompt of a pair, 1 in the corrupted one, and None where there are no pairs.
+    `side` is 0 for the clean prompt of a pair, 1 for the corrupted one, and None without pairs.
     """
     if isinstance(where, Mapping):
         roles = roles_of(where, prompt, example, n_examples, side)
@@ -229,7 +229,7 @@ def role_in(
 
 
 def checked_roles(where: Mapping[Any, Any]) -> None:
-    """Refuse a mapping that does not name roles."""
+    """Raise InputError unless a mapping maps names of roles to positions that are not roles themselves."""
     if not where or not all(isinstance(name, str) and name for name in where):
         raise InputError(f"positions={shown(dict(where))} does not map names of roles to positions.")
     if nested := [name for name, place in where.items() if isinstance(place, Mapping)]:
@@ -237,7 +237,7 @@ def checked_roles(where: Mapping[Any, Any]) -> None:
 
 
 def _of_example(where: object, example: int, n_examples: int, side: int | None) -> object:
-    """Of what was named for several prompts, or for both of a pair, take one prompt's."""
+    """Return one prompt's entry of positions for several prompts, or for both prompts of a pair."""
     if isinstance(where, list):
         both = side is not None and len(where) == 2 * n_examples
         if len(where) != n_examples and not both:
@@ -295,7 +295,7 @@ def _named(name: str, prompt: Prompt) -> list[int]:
     if name in ENDS:
         return list(ENDS[name](len(prompt)))
     text, offsets = _text_of(prompt, f"The text {name!r}")
-    # The name as it is comes first: a prompt may hold " John#2" itself.
+    # The unchanged name comes first: a prompt may contain " John#2" itself.
     spans = _occurrences(name, text)
     if not spans and (numbered := re.fullmatch(r"(.+)#(-?[1-9]\d{0,5})", name, re.DOTALL)):
         return Occurrence(numbered[1], int(numbered[2])).of(prompt)
@@ -315,20 +315,20 @@ def _times(count: int) -> str:
 
 
 def _occurrences(name: str, text: str) -> list[tuple[int, int]]:
-    """Return the characters of a name in a text: as whole words if anywhere, else anywhere, else without its space."""
+    """Return the spans of a name in a text: as whole words, else as any substring, else without its leading space."""
     if not name.strip():
         return [(i, i + len(name)) for i in range(len(text)) if name and text.startswith(name, i)]
     before = r"(?<!\w)" if re.match(r"\w", name[0]) else ""
     after = r"(?!\w)" if re.match(r"\w", name[-1]) else ""
     whole = [found.span() for found in re.finditer(before + re.escape(name) + after, text)]
-    # At every start, since occurrences may overlap, as of "aa" in "aaa".
+    # At every start, since occurrences may overlap, such as "aa" in "aaa".
     anywhere = [(i, i + len(name)) for i in range(len(text)) if text.startswith(name, i)]
     bare = name.lstrip()
     return whole or anywhere or (_occurrences(bare, text) if bare != name else [])
 
 
 def _text_of(prompt: Prompt, name: str) -> tuple[str, Offsets]:
-    """Return a prompt's text with the characters of its tokens."""
+    """Return a prompt's text and the character offsets of its tokens."""
     if prompt.text is None or prompt.offsets is None:
         raise InputError(f"{name} cannot be looked for in token ids. Give positions, or the prompts as text.")
     return prompt.text, prompt.offsets

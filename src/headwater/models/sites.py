@@ -1,18 +1,18 @@
-"""Where an intervention acts: the named activations of a block, one row each, as the block computes them.
+"""Sites of interventions: the named activations of a block, one row each, in the order the block computes them.
 
     serial     resid_pre -> q k v -> pattern -> z -> attn_out -> resid_mid -> mlp_post -> mlp_out -> resid_post
     parallel   resid_pre -> q k v -> pattern -> z -> attn_out              -> mlp_post -> mlp_out -> resid_post
 
-`q`, `k`, `v` are taken before rotation, as TransformerLens names them; with grouped heads `k` and `v` count key-value
-heads. `mlp_post` is what the MLP's output projection reads: its neurons, after activation and gate.
-`attn_out` and `mlp_out` are what is added to the residual stream, after a post-norm where there is one.
+`q`, `k`, `v` are before rotation, as in TransformerLens; with grouped heads `k` and `v` count key-value heads.
+`mlp_post` is the input of the MLP's output projection: its neurons, after activation function and gate.
+`attn_out` and `mlp_out` are the terms added to the residual stream, after a post-norm (if any).
 
-An edit at a place reaches everything that the model computes from it. Where TransformerLens's hook of that name would
-not do that, the site has a carrier: the edit is made by way of another activation. On a bridge the hook of `resid_mid`
-sits at the MLP's norm, and what it returns misses the skip connection around the MLP, so the edit goes into what
-attention adds.
+An edit at a site reaches everything that the model computes from it. If TransformerLens's hook of that name would not
+achieve this, the site has a carrier: the edit is made through another activation. On a bridge, the hook of `resid_mid`
+is at the MLP's norm, and its return value does not reach the skip connection around the MLP, so the edit is applied to
+`attn_out`.
 
-A site of one's own is one more row:
+To add your own site, register one more row:
 
     register_site(Site("mlp_pre", "blocks.{layer}.mlp.hook_pre", ("position", "d_mlp"), Stage.NEURONS, within="mlp"))
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Stage(enum.IntEnum):
-    """How far into its block an edit acts; what comes before is as it was."""
+    """How far into its block an edit acts; everything before is unchanged."""
 
     BLOCK_INPUT = 0
     ATTENTION = 1
@@ -55,16 +55,16 @@ class Stage(enum.IntEnum):
 
 @dataclass(frozen=True)
 class EditVia:
-    """How an edit of one activation is made by way of another, computed in the same block."""
+    """How to edit one activation through another of the same block."""
 
     at: str
     """The site that is edited instead."""
     given: str
-    """A site before it, which is needed too."""
+    """An earlier site whose activation is also needed."""
     get: Callable[[Tensor, Tensor], Tensor]
-    """The activation, from those of `at` and `given`."""
+    """Returns the activation, from the activations of `at` and `given`."""
     put: Callable[[Tensor, Tensor], Tensor]
-    """What `at` must be for the activation to be the first argument; the second is that of `given`."""
+    """Returns the value of `at` for which the activation equals the first argument; the second is `given`'s value."""
 
 
 @dataclass(frozen=True)
@@ -73,52 +73,52 @@ class Site:
 
     name: str
     hook: str
-    """Its hook name in TransformerLens, with the layer left open."""
+    """Its hook name in TransformerLens, with a placeholder for the layer."""
     axes: tuple[str, ...]
-    """The axes of one example's activation, by the words of `AXES`; a pattern's queries are its positions."""
+    """The axes of one example's activation, by the keys of `AXES`; a pattern's query axis is `position`."""
     stage: Stage | None = None
-    """How far into the block an edit of it acts; where that is not said, a sweep makes a whole run for every cell."""
+    """How far into the block an edit of it acts; without a stage, a sweep makes a whole run for every cell."""
     within: Literal["attention", "mlp"] | None = None
-    """The part of the block that computes it on the way, where only a hook sees it; None where it lies between them."""
+    """The part of the block inside which it is computed, where only a hook sees it; None if between the parts."""
     carrier: EditVia | None = None
-    """How an edit gets into a run, where the hook does not carry it."""
+    """How to make an edit if the hook's return value does not reach everything."""
     absent: Callable[[ModelShape], str | None] = lambda shape: None
-    """Why a model of some shape has none of it; None where it has."""
+    """Returns why models of a shape lack this activation; None if they have it."""
 
     @property
     def swept_axes(self) -> tuple[str, ...]:
-        """The axes that a sweep can run over; `head` counts key-value heads where the site has those."""
+        """The axes that a sweep can run over; `head` counts key-value heads if the site has those."""
         axes = tuple("head" if axis == "kv_head" else axis for axis in self.axes)
         return "layer", *(axis for axis in ("position", "head", "key", "feature") if axis in axes)
 
     @property
     def default_axes(self) -> tuple[str, ...]:
-        """The axes that a sweep runs over where none is named."""
+        """The axes that a sweep runs over by default."""
         return "layer", next(axis for axis in ("head", "feature", "position") if axis in self.swept_axes)
 
     @property
     def has_units(self) -> bool:
-        """Whether each entry of its last axis has its own meaning: features."""
+        """Whether each entry of its last axis is a unit with its own meaning: a feature."""
         return "feature" in self.axes
 
     @property
     def units(self) -> Sequence[int] | None:
-        """Which entries of its last axis a sweep runs over, if any: features."""
+        """The entries of its last axis (features) that a sweep runs over (if any)."""
         return None
 
     @property
     def has_heads(self) -> bool:
-        """Whether the activation is one per head."""
+        """Whether the activation has a head axis."""
         return "head" in self.swept_axes
 
     @property
     def has_keys(self) -> bool:
-        """Whether it says, for each query, something of each key: a pattern."""
+        """Whether it has a key axis: a pattern."""
         return "key" in self.axes
 
     @property
     def head_column(self) -> str:
-        """The column of a table that numbers its heads: key-value heads have one of their own."""
+        """The table column for its head numbers: key-value heads have a separate column."""
         return "kv_head" if "kv_head" in self.axes else "head"
 
     def hook_name(self, layer: int) -> str:
@@ -130,20 +130,20 @@ class Site:
         return tuple(AXES[axis](shape, length) for axis in self.axes)
 
     def width(self, shape: ModelShape, length: int) -> int:
-        """How many numbers the activation holds per token of a prompt of this length."""
+        """Return how many numbers the activation has per token of a prompt of this length."""
         return math.prod(AXES[axis](shape, length) for axis in self.axes if axis != "position")
 
     def layers(self, shape: ModelShape) -> Sequence[int]:
-        """The layers that it is of."""
+        """Return the layers that have this site."""
         return range(shape.n_layers)
 
     def read(self, activation: Tensor) -> Tensor:
-        """Return what edits are written in, of what passes at its hook: the activation itself."""
+        """Return the representation that edits apply to, from the tensor at its hook: here the tensor itself."""
         return activation
 
     @property
     def leaves_out(self) -> bool:
-        """Whether there are tokens or positions at which it is not edited or read."""
+        """Whether it is not edited or read at some tokens or positions."""
         return False
 
     def left_out(self, ids: Sequence[int]) -> frozenset[int]:
@@ -151,23 +151,23 @@ class Site:
         return frozenset()
 
     def written(self, activation: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return an activation of which `change` was made to what `read` gives of it."""
+        """Return the activation after applying `change` to its representation (`read`)."""
         return change(activation)
 
     @property
     def inner(self) -> Site:
-        """The site whose activation is what `read` gives: itself."""
+        """The site whose activation `read` returns: here the site itself."""
         return self
 
     def first_order(self, activation: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
         """Return (value - activation) · gradient, summed over the width; by key for a pattern."""
-        # In float64: the terms have both signs, and their sum may be far smaller than they are.
+        # In float64: terms of both signs may nearly cancel, so their sum may be far smaller than the terms.
         product = (value - activation).double() * gradient.double()
         return product if self.has_keys else product.sum(-1)
 
     def lacks(self, model: Model, layer: int, edited: bool = False) -> str | None:
-        """Why a layer has none of it, or, where it is `edited`, none that can be; None where it has."""
-        # Found by experiment at load (`bridge_check`), as no config says it.
+        """Return why a layer lacks it (or, with `edited`, why it cannot be edited there); None if it does not."""
+        # Tested at load (`bridge_check`), since no config says it.
         place = self.name, layer
         return model.misfits.get(place) or (model.read_only.get(place) if edited else None)
 
@@ -175,7 +175,7 @@ class Site:
         """Return those of some layers that have it, or in which it can be `edited`; a warning names the others.
 
         Raises:
-            InputError: none of them does.
+            InputError: no layer qualifies.
         """
         layers = tuple(layers)
         lacking = {layer: reason for layer in layers if (reason := self.lacks(model, layer, edited))}
@@ -187,10 +187,10 @@ class Site:
         return tuple(layer for layer in layers if layer not in lacking)
 
     def fitted(self, model: Model) -> Site:
-        """Return it as a site of a model.
+        """Return the site for a model.
 
         Raises:
-            InputError: no layer of the model has it as its shape says.
+            InputError: no layer of the model has the site with the expected shape.
         """
         if reason := self.absent(model.shape):
             raise InputError(f"{self.name} was asked for, but {reason}")
@@ -201,11 +201,11 @@ class Site:
 
     @property
     def described(self) -> Any:
-        """What the record of a run says of it."""
+        """Its description in the record of a run."""
         return self.name
 
     def n_heads(self, shape: ModelShape) -> int:
-        """How many heads the site has: key-value heads for `k` and `v`."""
+        """Return the number of heads of the site: key-value heads for `k` and `v`."""
         return AXES[self.head_column](shape, 0)
 
 
@@ -218,14 +218,14 @@ AXES: dict[str, Callable[[ModelShape, int], int]] = {
     "d_model": lambda shape, length: shape.d_model,
     "d_mlp": lambda shape, length: shape.d_mlp,
 }
-"""The axes that a site can have, and how long they are."""
+"""The axes that a site can have, and their sizes."""
 
 
 class Sites(Registry[str, Site]):
-    """The sites by name; a hook of TransformerLens is answered with the site that it belongs to."""
+    """The sites by name; the error for a TransformerLens hook name suggests the site it belongs to."""
 
     def unknown(self, name: object) -> str:
-        """Return the sentence that says that there is no such site, with the one whose hook was requested."""
+        """Return the error message for an unknown site; for a hook name, it suggests the hook's site."""
         parts = re.fullmatch(r"(?:blocks\.(\d+)\.)?(?:\w+\.)?(hook_\w+)", name) if isinstance(name, str) else None
         site = next((row for row in self.values() if parts and row.hook.endswith(f".{parts[2]}")), None)
         if parts is None or site is None:
@@ -237,17 +237,17 @@ class Sites(Registry[str, Site]):
 SiteName: TypeAlias = Literal[
     "resid_pre", "q", "k", "v", "pattern", "z", "attn_out", "resid_mid", "mlp_post", "mlp_out", "resid_post"
 ]
-"""The sites that come with headwater, for editors and type checkers; for one of your own give the `Site` itself."""
+"""The sites that headwater defines, for editors and type checkers; for your own site, pass the `Site` itself."""
 SITES = Sites("site")
-"""By name, in the order in which a block computes them."""
+"""All sites by name, in the order in which a block computes them."""
 
 
 @checked_call
 def register_site(site: Site) -> Site:
-    """Add a site, under its name. Models that are loaded from then on are seen to have it as its axes say.
+    """Register a site under its name. Models loaded afterwards are checked to have it with these axes.
 
     Raises:
-        InputError: the name is taken, an axis is none of `AXES`, or the hook leaves no layer open.
+        InputError: the name is taken, an axis is not in `AXES`, or the hook has no `{layer}` placeholder.
     """
     if unknown := [axis for axis in site.axes if axis not in AXES]:
         raise InputError(f"The site {site.name} has an axis {unknown[0]!r}.{did_you_mean(unknown[0], AXES)}")
@@ -299,32 +299,32 @@ HOOKS = {
     "attn_written": "blocks.{layer}.attn.o.hook_out",
     "mlp_in": "blocks.{layer}.mlp.hook_in",
 }
-"""Hooks of TransformerLens that are used here and are not sites: what goes into the model and its parts, scores before
-the softmax, and what attention writes before a norm after it."""
+"""TransformerLens hooks that headwater uses but that are not sites: inputs of the model and its parts, scores before
+the softmax, and the attention output before a post-norm."""
 STATES = tuple(site.name for site in SITES.values() if site.axes == _TOKEN)
-"""The sites that have the residual stream's width: resid_pre, attn_out and so on. A metric may read them in place of
+"""The sites with the residual stream's width: resid_pre, attn_out and so on. A metric may read them instead of
 logits."""
 
 
 def hook_name(name: str, layer: int = 0) -> str:
-    """Return the hook name at one layer of a site, or of what `HOOKS` lists."""
+    """Return the hook name at one layer of a site or of an entry of `HOOKS`."""
     return (HOOKS[name] if name in HOOKS else SITES[name].hook).format(layer=layer)
 
 
 def kv_site_of(sites: Iterable[Site]) -> str | None:
-    """Return the first of some sites that counts key-value heads; None where all count query heads."""
+    """Return the first of some sites that counts key-value heads; None if none does."""
     return next((site.name for site in sites if "kv_head" in site.axes), None)
 
 
 def main_site(stage: Stage) -> Site:
-    """Return the site that is the very tensor which passes through a block at a stage: the first row of that stage."""
+    """Return the site of the tensor that passes through a block at a stage: the first row of that stage."""
     return next(site for site in SITES.values() if site.stage == stage)
 
 
 def taken_as_recorded(stage: Stage, parallel: bool) -> tuple[Stage, ...]:
-    """Say what a block has computed when a stage's first edit acts: the outcome of attention, of the MLP, or neither.
+    """Return the stages that a block can take as recorded if its first edit is at `stage`: attention, MLP, or neither.
 
-    In a parallel block attention and MLP both read its input, so that no edit of the one reaches the other.
+    In a parallel block, attention and MLP both read its input, so an edit of either never reaches the other.
     """
     if stage <= Stage.PATTERN:
         return ()
@@ -334,7 +334,7 @@ def taken_as_recorded(stage: Stage, parallel: bool) -> tuple[Stage, ...]:
 
 
 def place_named(hook: str) -> tuple[Site, int] | None:
-    """Return the site and layer of a hook name; None where it does not belong to a site."""
+    """Return the site and layer of a hook name; None if it belongs to no site."""
     if (parts := re.fullmatch(r"blocks\.(\d{1,9})\.(.+)", hook)) is None:
         return None
     open_hook = f"blocks.{{layer}}.{parts[2]}"
@@ -343,7 +343,7 @@ def place_named(hook: str) -> tuple[Site, int] | None:
 
 
 def sites_called(names: str | Site | Iterable[str | Site]) -> tuple[Site, ...]:
-    """Look sites up by name, whatever the model; a site, such as features of a dictionary, is taken as it is."""
+    """Look up sites by name, for any model; a `Site`, such as features of a dictionary, is returned unchanged."""
     if not (wanted := one_or_several(names)):
         raise InputError(f"No site was requested. Valid: {', '.join(SITES)}.")
     by_name: dict[str, Site] = {}

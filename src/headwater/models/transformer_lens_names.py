@@ -1,18 +1,18 @@
-"""What TransformerLens's users type: its names and shapes on a headwater model, through headwater's hooks and checks.
+"""TransformerLens's names and shapes on a headwater model, with headwater's hooks and checks.
 
-`run_with_cache`, `run_with_hooks`, `model(tokens)`, `cfg`, `to_tokens` and its like. Hooks follow the rules of
-`headwater.models.edits`: a hook gets a copy and must return what it wrote, a name that does not exist or that nothing
-passes through is an error, and an edit of `hook_resid_mid` reaches the skip connection.
+`run_with_cache`, `run_with_hooks`, `model(tokens)`, `cfg`, `to_tokens` and similar. Hooks follow the rules of
+`headwater.models.edits`: a hook gets a copy and must return its edit, an unknown name or a hook that never fires is
+an error, and an edit of `hook_resid_mid` reaches the skip connection.
 
-The parameters are one factor per query head, all layers in one tensor, as the checkpoint has them: no norm is folded
+The parameters have one factor per query head, with all layers in one tensor, as in the checkpoint: no norm is folded
 into the weights, nothing is centred (TransformerLens: `from_pretrained_no_processing`). With x after the norm in front
 of attention, head h of a layer computes
 
     q = x W_Q[layer, h] + b_Q[layer, h]   k = x W_K[layer, h] + b_K[layer, h]   v = x W_V[layer, h] + b_V[layer, h]
-    what it writes = pattern · v · W_O[layer, h]
+    its output = pattern · v · W_O[layer, h]
 
-where query heads that share keys and values each have them; q and k are those before rotary embedding. Each is a copy:
-writing into it does not change the model. `headwater.models.open_weights` reads layer by layer, folders too.
+where grouped keys and values are repeated for every query head; q and k are before rotary embedding. Each parameter is
+a copy: modifying it does not change the model. `headwater.models.open_weights` reads layer by layer, also from folders.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Config:
-    """The sizes and settings of a model, by TransformerLens's names; to be read only."""
+    """The sizes and settings of a model, by TransformerLens's names; read-only."""
 
     def __init__(self, model: Model):
         self.__dict__["_model"] = model
@@ -71,7 +71,7 @@ class Config:
 
 
 Names: TypeAlias = str | Sequence[str] | Callable[[str], bool] | None
-"""Hooks by name: one, several, those of which a function says True, or all."""
+"""Hooks by name: one, several, those for which a function returns True, or all."""
 Given: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | Batch
 SWITCHED = {
     "attn.hook_result": "use_attn_result",
@@ -81,22 +81,22 @@ SWITCHED = {
     "mlp_in": "use_hook_mlp_in",
     "attn_in": "use_attn_in",
 }
-"""By the end of a hook's name, the setting without which TransformerLens does not compute it."""
+"""The setting that TransformerLens needs to compute a hook, by the end of the hook's name."""
 RETURNS = ("logits", "loss", "both")
 
 
 def _factor(name: str, meaning: str) -> Any:
-    """Return the property that is one factor of all heads."""
+    """Return a property for one factor of all heads."""
     return property(lambda model: model._of_heads(name), doc=meaning)
 
 
 @checked_calls
 class TransformerLensNames(Model):
-    """The names that TransformerLens's users know; every one runs through headwater's own."""
+    """TransformerLens's methods and properties, each implemented with headwater's own."""
 
     @property
     def cfg(self) -> Config:
-        """Sizes and settings by TransformerLens's names, such as `n_layers`, `d_vocab`, `act_fn`; read only."""
+        """Sizes and settings by TransformerLens's names, such as `n_layers`, `d_vocab`, `act_fn`; read-only."""
         return Config(self)
 
     @checked_call
@@ -127,18 +127,18 @@ class TransformerLensNames(Model):
         """Run the model with hooks.
 
         Args:
-            input: a text, texts, or token ids; every id of a tensor is read as a real token.
-            return_type: "logits", "loss" (the mean -ln p of the tokens after the first, padding left out), "both", or
+            input: a text, texts, or token ids; every id of a tensor counts as a real token.
+            return_type: "logits", "loss" (the mean -ln p of the tokens after the first, without padding), "both", or
                 None for nothing.
-            fwd_hooks: (name, function(activation, hook)); for a name also several, or a function that says of a name
-                whether it is meant. Functions return what they write.
-            loss_per_token: give the loss of every token, `batch position` without the first.
+            fwd_hooks: (name, function(activation, hook)); instead of a name also several names, or a function that
+                returns whether to hook a name. The hook functions return their edit.
+            loss_per_token: return the loss of every token, `batch position` without the first.
             prepend_bos: whether texts begin with the BOS token; by default they begin with `model.bos`.
             stop_at_layer: return the residual stream that enters this layer.
-            bwd_hooks: not here; `model.run(..., grad=True)` records gradients.
+            bwd_hooks: not supported; `model.run(..., grad=True)` records gradients.
 
         Raises:
-            InputError: an argument cannot be used.
+            InputError: an argument is invalid.
             InterventionError: a hook names no activation, or never fired.
         """
         if one_or_several(bwd_hooks):
@@ -162,25 +162,25 @@ class TransformerLensNames(Model):
     ) -> tuple[Any, ActivationCache]:
         """Run the model and keep activations.
 
-        `model.cache` keeps activations of many texts, without padding, and in files where memory is short.
+        `model.cache` keeps activations of many texts, without padding, and in files if memory is short.
 
         Args:
             input: as in `run_with_hooks`.
             return_type: as in `run_with_hooks`.
-            names_filter: what to keep: a name, names, a function of a name, or None for all that is computed (but for
-                sites that are not what the model's shape says).
-            remove_batch_dim: leave out the first axis of activations, of a single text.
-            device: where they are kept; default: where they are.
+            names_filter: activations to keep: a name, names, a function of a name, or None for all computed ones
+                (except sites whose activation does not match the model's shape).
+            remove_batch_dim: drop the first axis of activations; for a single text only.
+            device: device of the kept activations; default: unchanged.
             prepend_bos: as in `run_with_hooks`.
             stop_at_layer: as in `run_with_hooks`.
 
         Returns:
-            What `run_with_hooks` returns, and TransformerLens's `ActivationCache`: `cache["pattern", 0]`,
-            `cache["blocks.0.attn.hook_pattern"]`. Its methods that use parameters use those of `model.raw`.
+            The result of `run_with_hooks`, and TransformerLens's `ActivationCache`: `cache["pattern", 0]`,
+            `cache["blocks.0.attn.hook_pattern"]`. Its methods use the parameters of `model.raw`.
 
         Raises:
-            InputError: an argument cannot be used.
-            InterventionError: a name does not belong to an activation, or nothing passed through it.
+            InputError: an argument is invalid.
+            InterventionError: a name belongs to no activation, or its hook never fired.
         """
         from transformer_lens import ActivationCache
 
@@ -193,7 +193,7 @@ class TransformerLensNames(Model):
 
         def keep(activation: object, hook: object, aliases: list[str]) -> None:
             if isinstance(activation, Tensor):
-                # A tensor made in inference mode could not be written into afterwards, nor take part in a gradient.
+                # A tensor made in inference mode could not be modified in place later, nor take part in gradients.
                 with torch.inference_mode(False):
                     copy = activation.detach().clone().to(device or activation.device)
                 activations.update(dict.fromkeys(aliases, copy))
@@ -214,7 +214,7 @@ class TransformerLensNames(Model):
         Args:
             input: the text or texts.
             prepend_bos: whether each begins with the BOS token; by default they begin with `model.bos`.
-            truncate: cut texts that are longer than the model reads.
+            truncate: cut texts that exceed the model's context length.
 
         Raises:
             InputError: there is no tokenizer, or it has no BOS token.
@@ -229,10 +229,10 @@ class TransformerLensNames(Model):
         return Batch.of([row[: self.shape.n_ctx] if truncate else row for row in rows], pad_id(self.tokenizer)).tokens
 
     def to_string(self, tokens: Any) -> str | list[str]:
-        """Return the text of token ids; of several rows, a list.
+        """Return the text of token ids; a list for several rows.
 
         Raises:
-            InputError: they are not ids of this model, or there is no tokenizer.
+            InputError: an id is outside the model's vocabulary, or there is no tokenizer.
         """
         if self.tokenizer is None:
             raise InputError(f"{self.name} has no tokenizer: pass tokenizer= to hw.load.")
@@ -243,7 +243,7 @@ class TransformerLensNames(Model):
         return str(self.tokenizer.decode(rows, clean_up_tokenization_spaces=False))
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> list[str] | list[list[str]]:
-        """Return the text of each token of a text or of token ids; of several texts, a list of lists.
+        """Return the text of each token of a text or of token ids; a list of lists for several texts.
 
         Raises:
             InputError: see `to_tokens` and `to_string`.
@@ -261,7 +261,7 @@ class TransformerLensNames(Model):
         """Return the id of a text that is a single token.
 
         Raises:
-            InputError: it is several, or none.
+            InputError: the text is several tokens, or none.
         """
         tokens = self.to_tokens(text, prepend_bos=False)[0].tolist()
         if len(tokens) != 1:
@@ -273,7 +273,7 @@ class TransformerLensNames(Model):
         """Return the text of one token id.
 
         Raises:
-            InputError: it is none of this model.
+            InputError: the id is not in the model's vocabulary.
         """
         try:
             return self.token_strings([whole_number(token)])[0]
@@ -291,12 +291,12 @@ class TransformerLensNames(Model):
 
     @property
     def W_U(self) -> Float[Tensor, "d_model d_vocab"]:
-        """The unembedding; the final norm's gain is not in it."""
+        """The unembedding, without the final norm's gain."""
         return self._source.unembedding().clone()
 
     @property
     def b_U(self) -> Float[Tensor, " d_vocab"]:
-        """The bias of the unembedding; zeros where there is none."""
+        """The bias of the unembedding; zeros if there is none."""
         bias = getattr(self.raw.unembed, "b_U", None)
         return self.W_U.new_zeros(self.shape.d_vocab) if bias is None else bias.detach().clone()
 
@@ -323,7 +323,7 @@ class TransformerLensNames(Model):
         return torch.stack(layers).clone()
 
     def _given(self, input: Any, prepend_bos: bool | None) -> Batch:
-        """Make a batch as TransformerLens reads it: of a tensor, every id is a real token."""
+        """Make a batch as TransformerLens does: every id of a tensor is a real token."""
         if isinstance(input, Tensor):
             batch = self.tokenize(input, mask=torch.ones(input.shape, dtype=torch.bool))
             pad = pad_id(self.tokenizer)
@@ -354,17 +354,17 @@ class TransformerLensNames(Model):
         return listed
 
     def _is_shown(self, hook: str) -> bool:
-        """Whether a hook fires, and where it is a site's, is what the name of the site says."""
+        """Whether a hook fires and, if it belongs to a site, has the site's expected activation."""
         place, cfg = place_named(hook), self.raw.cfg
         if place is not None and (place[0].name, place[1]) in self.misfits:
             return False
         return not any(hook.endswith(ends) and not getattr(cfg, flag, False) for ends, flag in SWITCHED.items())
 
     def _by_place(self, names: Sequence[str]) -> list[list[str]]:
-        """Group names of the same place, sites first: their edits have carriers."""
+        """Group names of the same hook point, site names first, since their edits have carriers."""
         places: dict[Any, list[str]] = {}
         for name in sorted(names, key=lambda name: place_named(name) is None):
-            # Aliases are one object in hook_dict, and a function given for both would act twice.
+            # Aliases are one object in hook_dict, and a function passed for both would act twice.
             places.setdefault(id(self.raw.hook_dict.get(name, name)), []).append(name)
         return list(places.values())
 
@@ -374,7 +374,7 @@ class TransformerLensNames(Model):
         """Run the model; return its logits, the loss -ln p of each token but the first (or the mean), or both."""
         if return_type is not None:
             checked_name("return_type", return_type, RETURNS)
-        # Cloned outside of the run's inference mode, for the same reason as activations above.
+        # Cloned outside the run's inference mode, for the same reason as activations above.
         out = self.run(batch, hooks, stop_at=stop_at).clone()
         if stop_at is not None or return_type == "logits":
             return out

@@ -1,8 +1,8 @@
-"""What is called by name in transformers: the one file to read against a new version (`make test-next`).
+"""All imports from transformers: the only file to check against a new version (`make test-next`).
 
-Public classes are taken from its top level. Three names are not promised by it: the rules by which saved tensors become
+Public classes come from its top level. Three names are not public API: the rules that convert saved tensors to
 parameters, the path of a cached file, and the module that computes GPT-2's GELU from its formula. Configs and modules
-are read by attributes, which a row of `headwater.models.families` names.
+are read by attribute names, which the rows of `headwater.models.families` list.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep the loading bar and report of transformers off the screen; what they say is checked by who loads."""
+    """Hide transformers' loading bar and report; callers check the contents of the report themselves."""
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,22 +1,22 @@
-"""The last step of a model, its final norm and the head that gives logits; and what a norm makes of shares.
+"""The last step of a model (its final norm and unembedding), and the effect of a norm on parts of its input.
 
     logits = cap(scale · (normalise(residual) W_U + b_U))
 
-cap(x) = c · tanh(x / c) where the architecture has one (Gemma 2). scale is 1 but in few (Cohere, Granite), where it
-is in what `normalise` gives and in b_U, so that W_U stays as it is.
+cap(x) = c · tanh(x / c) if the architecture has a soft cap (Gemma 2). scale is 1 except in a few architectures (Cohere,
+Granite), for which it is applied in `normalise` and b_U, so that W_U is unchanged.
 
-A residual stream as a bfloat16 or float16 model holds it goes through the model's own norm, and stays in that dtype:
-it is what the model itself multiplies with W_U, which tensor cores do exactly and in one product. Anything else (a lens
-gives float32) is normed in float32. W_U stays as the model holds it. Padded vocabularies keep their padding columns:
-the model's own softmax runs over them too.
+In a bfloat16 or float16 model, a residual stream of the model's dtype goes through the model's own norm and keeps that
+dtype: the model itself multiplies it with W_U, which tensor cores do exactly and in one product. Anything else (such as
+a lens's float32) is normed in float32. W_U stays as it is in the model. Padded vocabularies keep their padding columns:
+the model's own softmax also runs over them.
 
-What a norm makes of a share of what it reads while its scale is kept as it is:
+The contribution of a part of a norm's input (a share) while the norm's scale is held fixed:
 
     norm(x)      = gain · centred(x) / scale(x) + bias      centred(x) = x - mean(x) in a LayerNorm, x in an RMSNorm
     scale(x)     = sqrt(mean(centred(x)²) + eps)
 
-With the scale of one x kept the norm is linear: norm(Σ share) = bias + Σ gain · centred(share) / scale(x). What a share
-adds along a direction w is then share · pulled_back(x, w).
+With the scale of one x held fixed, the norm is linear: norm(Σ share) = bias + Σ gain · centred(share) / scale(x). The
+contribution of a share along a direction w is then share · pulled_back(x, w).
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Norm:
     def share(
         self, x: Float[Tensor, "... d_model"], part: Float[Tensor, "... d_model"]
     ) -> Float[Tensor, "... d_model"]:
-        """Return what a part of x adds to norm(x), x's scale kept."""
+        """Return the contribution of a part of x to norm(x), with the scale of x held fixed."""
         x, part = (tensor.to(self.gain.device).float() for tensor in (x, part))
         return self._centre(part) / self._scale(self._centre(x)) * self.gain
 
     def pulled_back(
         self, x: Float[Tensor, "row d_model"], direction: Float[Tensor, "row d_model"]
     ) -> Float[Tensor, "row d_model"]:
-        """Return the direction along which a share of x says what it adds to norm(x) · direction, x's scale kept."""
+        """Return d such that share · d is the share's contribution to norm(x) · direction, with x's scale fixed."""
         x, direction = (part.to(self.gain.device).float() for part in (x, direction))
         return self._centre(direction * self.gain) / self._scale(self._centre(x))
 
@@ -78,14 +78,14 @@ class Norm:
 
 
 def final_norm(model: HookedModel) -> Norm:
-    """Return the norm in front of the unembedding, times what the model multiplies its logits by."""
+    """Return the norm in front of the unembedding, multiplied by the model's logit scale."""
     raw, scale = model.raw, logit_scale(model)
     norm = _norm(model, LoadedWeights(model).final_norm_gain().to(raw.unembed.W_U.device), raw.ln_final)
     return replace(norm, gain=scale * norm.gain, bias=None if norm.bias is None else scale * norm.bias)
 
 
 def attention_post_norm(model: HookedModel, layer: int) -> Norm | None:
-    """Return the norm after the attention of a layer (Gemma), None where there is none."""
+    """Return the norm after the attention of a layer (Gemma); None if there is none."""
     gain = LoadedWeights(model).attention_post_gain(layer)
     return None if gain is None else _norm(model, gain, model.raw.blocks[layer].ln1_post)
 
@@ -94,21 +94,21 @@ def _norm(model: HookedModel, gain: Tensor, module: torch.nn.Module) -> Norm:
     # A bridge's norm has `bias`, as transformers does; a HookedTransformer's has `b`.
     bias = next((b for b in (getattr(module, name, None) for name in ("bias", "b")) if b is not None), None)
     cfg = model.raw.cfg
-    # LN or LNPre; the others are RMS and RMSPre.
+    # The types are LN and LNPre, which centre, and RMS and RMSPre, which do not.
     centred = str(cfg.normalization_type).startswith("LN")
     return Norm(gain.detach().float(), None if bias is None else bias.detach().float(), centred, float(cfg.eps))
 
 
 Normalise: TypeAlias = Callable[[Tensor], Tensor]
-"""The final norm: residual stream `[..., d_model]` to the same shape, in half precision if given in the model's own."""
+"""The final norm: maps `[..., d_model]` to the same shape; keeps half precision if that is the model's dtype."""
 
 
 @torch.inference_mode()
 def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tuple[Normalise, UnembeddingHead]:
-    """Return the final norm and the head after it, after checking them against the model's own logits.
+    """Return the final norm and the unembedding head, after checking them against the model's own logits.
 
-    What was checked of the same weights, while nothing else acted in the model, is not checked again for the record of
-    a run.
+    With the `record` of a run, the check is skipped if the same weights already passed it; a record with hooks or
+    other changes to the model never skips it.
     """
     raw = model.raw
     bias, scale = getattr(raw.unembed, "b_U", None), logit_scale(model)
@@ -116,7 +116,7 @@ def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tup
     cap = float(getattr(raw.cfg, "output_logits_soft_cap", None) or -1.0)
     head = UnembeddingHead(
         W_U=raw.unembed.W_U.detach(),
-        # A HookedTransformer has a b_U of zeros where the model has none: adding it would be a pass over all logits.
+        # A HookedTransformer has a zero b_U if the model has none: adding it would cost a pass over all logits.
         bias=scale * bias.detach() if bias is not None and bool(bias.any()) else None,
         softcap=cap if cap > 0 else None,
     )
@@ -129,7 +129,7 @@ def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tup
                 return scale * model.raw.ln_final(residual.to(norm.gain.device)[None])[0]
         return norm(residual)
 
-    checked: tuple[object, ...] | None = None  # the model's weights, and where the head lies in which type
+    checked: tuple[object, ...] | None = None  # the weights' fingerprint; the head's address, dtype and device
     if record is not None and not record.options.keys() & {HOOKS, PAST_HOOKS}:
         checked = record.fingerprint, head.W_U.data_ptr(), head.W_U.dtype, head.W_U.device
     if checked is None or model.head_checked != checked:
@@ -140,14 +140,14 @@ def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tup
 
 
 def _check(model: HookedModel, normalise: Normalise, head: UnembeddingHead) -> None:
-    """Run a few tokens both ways: what is not known about an architecture must not go unnoticed."""
+    """Compare the logits of a few tokens both ways, to detect unknown features of an architecture."""
     batch = Batch.of([range(min(4, model.shape.d_vocab, model.shape.n_ctx))], pad=0)
     hidden = normalise(model.run(batch, stop_at=model.shape.n_layers)[0])
     refuse_other_logits(model, head.logits(hidden, slice(None)), model.run(batch)[0])
 
 
 def refuse_other_logits(model: HookedModel, found: Tensor, expected: Tensor) -> None:
-    """Refuse logits read from a residual stream that are not the model's own, to the rounding of its dtype."""
+    """Raise ModelError if logits from a residual stream differ from the model's own beyond its dtype's rounding."""
     error = difference(found, expected)
     # `not ... <=`, so that NaN is refused too.
     if not error <= rounding(model.dtype):

@@ -1,4 +1,4 @@
-"""A model's parameters, a layer at a time: what an analysis asks of them, and where they are read from."""
+"""Read a model's parameters, one layer at a time, from memory or from files."""
 
 from __future__ import annotations
 
@@ -43,23 +43,22 @@ if TYPE_CHECKING:
     from headwater.models.model import Model
 
 
-# Factors are as the checkpoint stores them: no norm folded in, nothing centred. With x the residual stream after the
+# Factors are unchanged from the checkpoint: no norm folded in, nothing centred. With x the residual stream after the
 # norm in front of attention, head h of a layer computes
 #
 # q = x W_Q[h] + b_Q[h]      k = x W_K[g] + b_K[g]      v = x W_V[g] + b_V[g]      g = h // group_size
 # its output = pattern · v · W_O[h]
 #
-# and attention writes the sum over heads + b_O. q and k are as they are before rotary embedding and before the norms
-# that Qwen3 and Gemma 3 put on them. Gemma 2 and 3 apply one more norm to the sum before it reaches the residual
-# stream.
+# and attention's output is the sum over heads + b_O. q and k are before rotary embedding and before the query and key
+# norms of Qwen3 and Gemma 3. Gemma 2 and 3 apply one more norm to the sum before it reaches the residual stream.
 
 
 @dataclass(frozen=True)
 class OVWeights:
-    """What one layer's heads write for what they attend to: W_V and W_O. Grouped heads share values: see `value_head`.
+    """W_V and W_O of one layer, which map attended tokens to outputs. Grouped heads share values: see `value_head`.
 
     Attributes:
-        layer: which block.
+        layer: index of the block.
         W_V: residual stream to values.
         W_O: a head's weighted values to the residual stream.
         norm_gain: gain of the norm in front of attention (1 + weight in Gemma).
@@ -72,15 +71,15 @@ class OVWeights:
 
     @property
     def group_size(self) -> int:
-        """How many query heads share one key and value head."""
+        """Number of query heads that share one key-value head."""
         return len(self.W_O) // len(self.W_V)
 
     def value_head(self, head: int) -> int:
-        """The key and value head that a query head reads with."""
+        """Return the key-value head of a query head."""
         return head // self.group_size
 
     def expand_kv(self, factor: Float[Tensor, "kv_head ..."]) -> Float[Tensor, "head ..."]:
-        """Repeat a factor of the key and value heads (W_K, W_V, b_K, b_V) for every query head."""
+        """Repeat a factor of the key-value heads (W_K, W_V, b_K, b_V) for every query head."""
         return factor.repeat_interleave(self.group_size, dim=0)
 
 
@@ -91,7 +90,7 @@ class HeadWeights(OVWeights):
     Attributes:
         W_Q: residual stream to queries.
         W_K: residual stream to keys.
-        b_Q: bias of the queries, None where the architecture has none.
+        b_Q: bias of the queries; biases are None if the architecture has none.
         b_K: bias of the keys.
         b_V: bias of the values.
         b_O: bias of the sum over heads.
@@ -106,13 +105,13 @@ class HeadWeights(OVWeights):
 
 
 class _Weights:
-    """What reading parameters from memory and from files have in common.
+    """Common base class for parameters from memory and from files.
 
     Attributes:
-        name, revision, shape: those of a `Model`.
-        dtype: the dtype the weights are stored in.
-        given_dtype: the one they are handed out in: float32, or `dtype` where wider, unless another was requested.
-        device: where they are handed out.
+        name, revision, shape: as in `Model`.
+        dtype: the stored dtype of the weights.
+        given_dtype: the dtype of returned tensors: float32, or `dtype` if wider, unless another was requested.
+        device: the device of returned tensors.
     """
 
     def __init__(self, name: str, revision: str | None, shape: ModelShape, dtype: torch.dtype):
@@ -128,7 +127,7 @@ class _Weights:
         return tensor.to(device=self.device, dtype=self.given_dtype)
 
     def _check_heads(self, layer: int, config: object) -> None:
-        """Refuse a layer that is not there, and attention that clips its values: a head is then no linear map."""
+        """Refuse a nonexistent layer, and attention that clips its values, since a head is then not a linear map."""
         if not 0 <= layer < self.shape.n_layers:
             raise InputError(f"Layer {layer} was asked for; the model has layers 0 to {self.shape.n_layers - 1}.")
         if limit := clip_limit(config):
@@ -139,13 +138,13 @@ class _Weights:
 
 
 def finite(tensor: Tensor, name: str) -> Tensor:
-    """The tensor itself."""
+    """Return the tensor itself, after checking that it is finite."""
     check_finite({name: tensor})
     return tensor
 
 
 def check_finite(named: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of one device that hold NaN or infinity."""
+    """Raise ModelError if any of these tensors, all on one device, contains NaN or infinity."""
     if is_finite(*named.values()):
         return
     for name, tensor in named.items():
@@ -157,10 +156,10 @@ def check_finite(named: Mapping[str, Tensor]) -> None:
 
 
 class LoadedWeights(_Weights):
-    """The parameters of a model in memory, as the model itself computes with them; views of them wherever possible.
+    """The parameters of a model in memory, as the model itself computes with them; views wherever possible.
 
-    What is read of a layer's heads is checked when it is read first, and then is taken to stay as it is. Where the
-    caller knows the fingerprint, what an earlier reader checked of the same weights is not checked again.
+    The weights of a layer's heads are checked at the first read, and assumed unchanged afterwards. If the caller knows
+    the fingerprint, checks that an earlier reader made of the same weights are not repeated.
     """
 
     def __init__(self, model: Model, fingerprint: str | None = None):
@@ -168,7 +167,7 @@ class LoadedWeights(_Weights):
         self.model = model
         self.device = model.device
         self._sound: set[str] = set()
-        """The tensors that were looked at for NaN, and the layers whose heads were compared with a run."""
+        """Tensors already checked for NaN, and layers whose heads were already compared with a run."""
         if fingerprint is not None:
             if model.factors_checked is None or model.factors_checked[0] != fingerprint:
                 model.factors_checked = fingerprint, self._sound
@@ -176,7 +175,7 @@ class LoadedWeights(_Weights):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of config and weights, the same however they were opened."""
+        """Hash of config and weights, equal for the same weights opened from memory or files."""
         return self.model.fingerprint
 
     @property
@@ -186,7 +185,7 @@ class LoadedWeights(_Weights):
 
     @property
     def interventions(self) -> Mapping[str, object]:
-        """What acts in the model beside them, by the option that records it."""
+        """Everything besides the weights that affects the model, by the option that records it."""
         return self.model.interventions
 
     @property
@@ -197,39 +196,39 @@ class LoadedWeights(_Weights):
         return self.model.tokenizer
 
     def layer(self, layer: int) -> HeadWeights:
-        """The factors of one layer's heads."""
+        """Return the factors of one layer's heads."""
         names = [field.name for field in fields(HeadWeights) if field.name.startswith(("W_", "b_"))]
         return HeadWeights(layer, **self._factors(layer, names))
 
     def ov(self, layer: int) -> OVWeights:
-        """W_V and W_O of one layer's heads."""
+        """Return W_V and W_O of one layer's heads."""
         factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
         return OVWeights(layer, factors["W_V"], factors["W_O"], norm_gain=factors["norm_gain"])
 
     def attention_out(
         self, layer: int
     ) -> tuple[Float[Tensor, "head d_head d_model"], Float[Tensor, " d_model"] | None]:
-        """W_O and b_O of one layer's heads."""
+        """Return W_O and b_O of one layer's heads."""
         factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
         return factors["W_O"], factors["b_O"]
 
     @torch.inference_mode()
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """W_E as the residual stream receives it (Gemma: times √d_model), without positions."""
+        """Return W_E as the residual stream receives it (Gemma: times √d_model), without positions."""
         return self._checked(self._embed(torch.arange(self.shape.d_vocab)), "embed.W_E")
 
     def unembedding(self) -> Float[Tensor, "d_model d_vocab"]:
-        """W_U, without the bias that Phi's head has."""
+        """Return W_U, without the bias of Phi's head."""
         return self._checked(self.model.raw.unembed.W_U, "unembed.W_U")
 
     def final_norm_gain(self) -> Float[Tensor, " d_model"]:
-        """The gain of the norm in front of the unembedding."""
+        """Return the gain of the norm in front of the unembedding."""
         if (norm := getattr(self.model.raw, "ln_final", None)) is None:
             raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
         return self._gain(self._norm(norm, "ln_final"))
 
     def attention_post_gain(self, layer: int) -> Float[Tensor, " d_model"] | None:
-        """The gain of the norm after a layer's attention, None where there is none."""
+        """Return the gain of the norm after a layer's attention; None if there is no such norm."""
         block = self.model.raw.blocks[layer]
         if not hasattr(block, "ln1_post"):
             return None
@@ -237,7 +236,7 @@ class LoadedWeights(_Weights):
 
     @torch.inference_mode()
     def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
-        """What later heads read for each token, by the name of an effective embedding: "raw", "mlp0", ..."""
+        """Return the effective embedding of each token, as later heads read it; `kind` is "raw", "mlp0", ..."""
         check_request(tokens, kind, self.shape.d_vocab)
         compute: Callable[[Tensor], Tensor] = {
             "raw": self._embed,
@@ -250,7 +249,7 @@ class LoadedWeights(_Weights):
         return self._checked(torch.cat(rows), f"effective embedding {kind}")
 
     def _factors(self, layer: int, names: Iterable[str]) -> dict[str, Any]:
-        """Factors of one layer's heads by name, and its norm's gain; values and outputs were compared with a run."""
+        """Return factors of a layer's heads by name, and its norm's gain; checks W_V and W_O against a run."""
         self._check_heads(layer, self.model.config)
         stored = {name: self._factor(layer, name) for name in names}
         at = f"blocks.{layer}"
@@ -260,7 +259,7 @@ class LoadedWeights(_Weights):
         factors["norm_gain"] = self._gain(norm)
         if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
             raise self._no_factors(layer, f"TransformerLens shows no {missing}")
-        # A HookedTransformer computes with these very tensors; under a bridge they are read out of modules by name.
+        # A HookedTransformer computes with these same tensors; in a bridge they are found in modules by name.
         if f"{at}: heads" not in self._sound and is_bridge(self.model.raw):
             self._heads_seen.check(layer, factors)
             self._sound.add(f"{at}: heads")
@@ -271,7 +270,7 @@ class LoadedWeights(_Weights):
         return HeadsOfLoneTokens(self.model)
 
     def _factor(self, layer: int, name: str) -> Tensor | None:
-        """One factor; HookedTransformer repeats grouped keys and values in W_K, the parameter itself is _W_K."""
+        """Return one factor; a HookedTransformer's W_K repeats grouped keys, and the parameter itself is _W_K."""
         if (attention := getattr(self.model.raw.blocks[layer], "attn", None)) is None:
             raise self._no_factors(layer, "there is no attention")
         try:
@@ -282,7 +281,7 @@ class LoadedWeights(_Weights):
         return None if value is None else value.detach()
 
     def _look(self, named: Mapping[str, Tensor]) -> None:
-        """Look for NaN and infinity in those that were not looked at before, in all at once."""
+        """Check all tensors that were not checked before for NaN and infinity, in one call."""
         if new := {name: tensor for name, tensor in named.items() if name not in self._sound}:
             check_finite(new)
             self._sound.update(new)
@@ -305,13 +304,13 @@ class LoadedWeights(_Weights):
         return self.model.run(unpadded(pairs), stop_at=1)[:, 1]
 
     def _norm(self, norm: Any, name: str) -> dict[str, Tensor]:
-        """What a norm multiplies by, by name. A HookedTransformer calls it w, or has folded it into what follows."""
+        """Return a norm's weight by name. A HookedTransformer names it w, or has folded it into the next weights."""
         part = "weight" if getattr(norm, "weight", None) is not None else "w"
         gain = getattr(norm, part, None)
         return {} if gain is None else {f"{name}.{part}": gain.detach()}
 
     def _gain(self, named: Mapping[str, Tensor]) -> Tensor:
-        """The gain of a norm; ones where there is none (OLMo 2, EXAONE 4). In w of a HookedTransformer Gemma's 1 is."""
+        """Return a norm's gain; ones without one (OLMo 2, EXAONE 4). A HookedTransformer's w includes Gemma's 1."""
         self._look(named)
         if not named:
             return torch.ones(self.shape.d_model, device=self.device, dtype=self.given_dtype)
@@ -324,11 +323,11 @@ class LoadedWeights(_Weights):
 
 
 PINNED_AT_MOST = 2**29
-"""Bytes of a tensor that goes to a CUDA device by way of pinned memory, which torch keeps."""
+"""Most bytes of a tensor that goes to a CUDA device through pinned memory, which torch keeps."""
 
 
 class StreamedWeights(_Weights):
-    """A checkpoint's parameters, read from memory-mapped safetensors when they are asked for and never kept."""
+    """A checkpoint's parameters, read from memory-mapped files on request and never cached."""
 
     def __init__(
         self, name: str, revision: str | None, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | None
@@ -340,14 +339,14 @@ class StreamedWeights(_Weights):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer beside the weights."""
+        """The checkpoint's tokenizer."""
         if self._tokenizer is None:
             raise ModelError(f"{self.name} was opened without a tokenizer.")
         return self._tokenizer
 
     @property
     def fingerprint(self) -> str:
-        """Hash of config and weights; files that are as they were are not read again."""
+        """Hash of config and weights; unchanged files are not read again."""
         config, read = self.checkpoint.config, self.checkpoint.read
         about = [asdict(self.shape), behaviour(config), self.checkpoint.names]
 
@@ -365,11 +364,11 @@ class StreamedWeights(_Weights):
 
     @property
     def interventions(self) -> Mapping[str, object]:
-        """What acts in the model beside them: nothing."""
+        """Everything besides the weights that affects the model: nothing."""
         return {}
 
     def layer(self, layer: int) -> HeadWeights:
-        """The factors of one layer's heads; a bias that the model lacks is None."""
+        """Return the factors of one layer's heads; a bias that the model lacks is None."""
         attention, names = self._attention(layer), self.checkpoint.names
         W_Q, W_K, W_V = self._query_key_value(attention, "weight")
         first_bias = f"{attention}{self.family.fused.name if self.family.fused else 'q_proj'}.bias"
@@ -379,21 +378,21 @@ class StreamedWeights(_Weights):
         return HeadWeights(layer, W_V, *self._output_and_gain(layer), W_Q, W_K, b_Q, b_K, b_V, b_O)
 
     def ov(self, layer: int) -> OVWeights:
-        """W_V and W_O of one layer's heads; queries and keys are not read where they are stored separately."""
+        """Return W_V and W_O of one layer's heads; does not read queries and keys if they are stored separately."""
         *_, W_V = self._query_key_value(self._attention(layer), "weight", ("v_proj",))
         return OVWeights(layer, W_V, *self._output_and_gain(layer))
 
     def _attention(self, layer: int) -> str:
-        """The prefix of the tensors of a layer's attention, which must be of single heads."""
+        """Return the name prefix of a layer's attention tensors, after checking that it has separable heads."""
         self._check_heads(layer, self.checkpoint.config)
         return f"{self.family.block(layer)}{self.family.attention}."
 
     def _query_key_value(
         self, attention: str, part: str, names: Sequence[str] = ("q_proj", "k_proj", "v_proj")
     ) -> list[Tensor]:
-        """Weights or biases of queries, keys and values by head: `head d_model d_head`, or `head d_head`.
+        """Return weights or biases of queries, keys and values by head: `head d_model d_head`, or `head d_head`.
 
-        Where they are stored separately, only those of these names are read.
+        If they are stored separately, only those in `names` are read.
         """
         if self.family.fused:
             return split_heads(self._read(f"{attention}{self.family.fused.name}.{part}"), self.family.fused, self.shape)
@@ -402,7 +401,7 @@ class StreamedWeights(_Weights):
         return [one if one.ndim == 2 else one.transpose(1, 2) for one in by_head]
 
     def _output_and_gain(self, layer: int) -> tuple[Tensor, Tensor]:
-        """W_O of a layer, and the gain of the norm in front of its attention; ones where there is none (OLMo 2)."""
+        """Return W_O of a layer, and the gain of the norm in front of its attention; ones without one (OLMo 2)."""
         family = self.family
         d_model_last = family.fused is not None and family.fused.d_model_first
         stored = "(head d_head) d_model" if d_model_last else "d_model (head d_head)"
@@ -412,34 +411,34 @@ class StreamedWeights(_Weights):
         return W_O, self._norm_gain(None if norm is None else f"{family.block(layer)}{norm}")
 
     def _norm_gain(self, norm: str | None) -> Tensor:
-        """The gain of a norm; ones where there is no norm, or it has no gain (OLMo 1)."""
+        """Return the gain of a norm; ones if there is no norm, or it has no gain (OLMo 1)."""
         if norm is None or f"{norm}.weight" not in self.checkpoint.names:
             return torch.ones(self.shape.d_model, device=self.device, dtype=self.given_dtype)
         return self._read(f"{norm}.weight") + self.family.gain_offset
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """W_E as the residual stream receives it (Gemma: times √d_model), without positions."""
+        """Return W_E as the residual stream receives it (Gemma: times √d_model), without positions."""
         return self._entering(self._read(self._embedding_name))
 
     def unembedding(self) -> Float[Tensor, "d_model d_vocab"]:
-        """W_U, without the bias that Phi's head has; the embedding transposed where the two are tied."""
+        """Return W_U, without the bias of Phi's head; the transposed embedding if the two are tied."""
         return self._read(UNEMBEDDING if UNEMBEDDING in self.checkpoint.names else self._embedding_name).T
 
     def final_norm_gain(self) -> Float[Tensor, " d_model"]:
-        """The gain of the norm in front of the unembedding."""
+        """Return the gain of the norm in front of the unembedding."""
         if (norm := self.family.final_norm) is None:
             raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
         return self._norm_gain(norm)
 
     @torch.inference_mode()
     def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
-        """What later heads read for each token, by the name of an effective embedding: "raw", "mlp0", ..."""
+        """Return the effective embedding of each token, as later heads read it; `kind` is "raw", "mlp0", ..."""
         check_request(tokens, kind, self.shape.d_vocab)
         if reason := self.family.cannot.get(kind):
             raise InputError(f"The effective embedding {kind!r} of {self.name} cannot be read from its files: {reason}")
         matrix = self.checkpoint.read(self._embedding_name)
         precision = torch.promote_types(torch.promote_types(matrix.dtype, self.given_dtype), torch.float32)
-        # Rows are picked from the mapped matrix first: converted whole it would be as large as W_U in float32.
+        # Pick rows from the mapped matrix first: the whole matrix converted would be as large as W_U in float32.
         rows = finite(matrix[tokens.cpu()], self._embedding_name).to(device=self.device, dtype=precision)
         config, read = self.checkpoint.config, self._stored
         if kind == "layer0":
@@ -455,7 +454,7 @@ class StreamedWeights(_Weights):
         return f"{self.family.embedding}.weight"
 
     def _stored(self, name: str) -> Tensor:
-        """One tensor on the device; its values are checked there."""
+        """Return one tensor on the device, after checking there that it is finite."""
         tensor = self.checkpoint.read(name)
         if self.device.type == "cuda":
             tensor = tensor.pin_memory() if tensor.nbytes <= PINNED_AT_MOST else tensor
@@ -466,10 +465,10 @@ class StreamedWeights(_Weights):
         return self._given(self._stored(name))
 
     def _entering(self, embeddings: Tensor) -> Tensor:
-        """Rows of the embedding as the first block receives them, positions aside."""
+        """Return rows of the embedding as the first block receives them, without positions."""
         scale, norm, config = self.family.embedding_scale, self.family.embedding_norm, self.checkpoint.config
         if scale is not None:
-            # As in transformers, the factor is rounded to the embedding's dtype before it multiplies.
+            # As in transformers, the factor is rounded to the embedding's dtype before the multiplication.
             embeddings = embeddings * torch.tensor(scale(config)).to(embeddings)
         if norm is None:
             return embeddings
@@ -478,7 +477,7 @@ class StreamedWeights(_Weights):
 
 
 WeightSource: TypeAlias = LoadedWeights | StreamedWeights
-"""Where an analysis of parameters reads them."""
+"""Source of the parameters for an analysis."""
 
 
 @checked_call
@@ -495,10 +494,10 @@ def open_weights(
     Args:
         what: a checkpoint folder, GGUF file or hub name, streamed with one layer in memory at a time, or a model in
             memory.
-        device: where tensors are handed out; by default the CPU, or where the model in memory is.
-        dtype: the dtype tensors are handed out in; by default float32, or the stored dtype where that is wider.
+        device: device of returned tensors; by default the CPU, or the device of the model in memory.
+        dtype: dtype of returned tensors; by default float32, or the stored dtype if that is wider.
         revision: branch, tag or commit on the hub.
-        trust_remote_code: let the checkpoint's own config and tokenizer code run.
+        trust_remote_code: allow the checkpoint's own config and tokenizer code to run.
 
     Raises:
         ModelError: the checkpoint cannot be found, is damaged or incomplete, or is of an unsupported architecture.
@@ -517,17 +516,17 @@ def open_weights(
 
 
 _Arrival: TypeAlias = tuple[OVWeights, torch.cuda.Event | None]
-"""A layer's factors, and what to wait for before they are there."""
+"""A layer's factors, and the event after which they are on the device (if any)."""
 
 
 class LayersAhead:
-    """Calls `weights.ov`, one layer ahead where that pays. A context manager: leaving it ends the thread.
+    """Calls `weights.ov` one layer ahead where that pays. A context manager: leaving it ends the thread.
 
     While a CUDA device works on one layer's heads, a thread reads the next layer from the checkpoint into pinned memory
-    and has a stream of its own copy it over; the caller's stream waits for the copy only when it asks for that layer.
-    What is read ahead is the layer as far from the last one as that was from the one before, so that processes that
-    share the layers read ahead their own. On a CPU, and for a model in memory, layers are read when requested, unless
-    `ahead` says otherwise.
+    and copies it to the device on a separate stream; the caller's stream waits for the copy only when that layer is
+    requested. The next layer is predicted by repeating the last step between layers, so that processes that share the
+    layers each read ahead their own. On a CPU, and for a model in memory, layers are read on request, unless `ahead`
+    says otherwise.
     """
 
     def __init__(self, weights: WeightSource, *, ahead: bool | None = None):
@@ -562,7 +561,7 @@ class LayersAhead:
             stream.wait_event(arrived)
             for tensor in vars(factors).values():
                 if isinstance(tensor, Tensor):
-                    # Made on the reader's stream: else its memory could be reused while `stream` still reads it.
+                    # Allocated on the reader's stream: else its memory could be reused while `stream` still reads it.
                     tensor.record_stream(stream)
         return factors
 

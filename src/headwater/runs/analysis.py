@@ -1,10 +1,10 @@
-"""What every analysis does around its own work: say what it is, continue or read what is there, keep what it makes.
+"""The steps common to all analyses: record the run, resume or load an earlier one, save the result.
 
-1. The record says who computes what: weights, tokenizer, edits, options (`runs.record`).
-2. With `out=`, the folder is opened: another run's is refused, and a finished result is read and returned.
-3. The work is done, in named pieces where it is long: each piece is in the folder as soon as it is made, is read from
-   there when the run is repeated, and is made by one of several processes (`runs.folder`).
-4. The result is written, and returned.
+1. The record describes the computation: weights, tokenizer, edits, options (`runs.record`).
+2. With `out=`, the folder is opened: a folder with another run is refused; a finished result is loaded and returned.
+3. The work runs, in named pieces if it is long: each piece is saved in the folder as soon as it is computed, is read
+   from there when the run is repeated, and is computed by one of several processes (`runs.folder`).
+4. The result is written and returned.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ R = TypeVar("R", bound=Result)
 
 @dataclass(frozen=True)
 class Run:
-    """An analysis that is going on."""
+    """An analysis in progress."""
 
     record: RunRecord
     folder: RunFolder | None = None
     progress: bool = True
     prefix: str = ""
-    """Stands before the names of its pieces."""
+    """Prefix of the names of its pieces."""
 
     def bar(self, desc: str, unit: str, total: int | None = None) -> Bar:
-        """Open the bar of a stage; where the run shows none it neither shows nor counts."""
+        """Open the progress bar of a stage; if the run shows no progress, the bar neither shows nor counts."""
         return progress_bar(self.progress, total, desc, unit)
 
     def pieces(
@@ -51,14 +51,14 @@ class Run:
         bar: Bar | None = None,
         size: Callable[[Item], int] = lambda item: 1,
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield what `compute` makes of each item, in their order, or made of it in an earlier, interrupted run.
+        """Yield the piece that `compute` returns for each item, in order, or that an interrupted run already saved.
 
         Args:
             stage: the name of the pieces; every stage of an analysis has its own.
-            items: drawn one by one; with several processes all of them before the first is yielded.
-            compute: makes a piece of an item: named tensors, from nothing that another piece makes.
-            bar: what counts the items that are done.
-            size: what an item counts.
+            items: consumed one by one; with several processes, all of them before the first piece is yielded.
+            compute: returns the piece of an item: named tensors, independent of all other pieces.
+            bar: progress bar that counts finished items.
+            size: how much an item counts on the bar.
         """
 
         def work() -> Iterator[Compute]:
@@ -67,7 +67,7 @@ class Run:
                 yield partial(compute, item)
                 done += size(item)
                 if bar is not None:
-                    # Less what `compute` counted itself, as a judge does; a piece that was read counts whole.
+                    # Minus what `compute` counted itself, as a judge does; a piece read from the folder counts fully.
                     bar.update(done - bar.n)
 
         if self.folder is not None:
@@ -85,14 +85,14 @@ class Run:
         bar: Bar | None = None,
         size: Callable[[Item], int] = lambda item: 1,
     ) -> Shards:
-        """Make pieces that stay as they are: in files where the run has a folder, of which none is kept.
+        """Compute pieces that become parts of the result: in files if the run has a folder, otherwise in memory.
 
         The arguments are those of `pieces`; `stage` is also the name of the result's field that the parts belong to.
         """
         computed = self.pieces(stage, items, compute, bar, size)
         if self.folder is None:
             return Shards(list(computed))
-        # Drawn to the end and dropped: each piece is in its file once it was yielded, and none is kept in memory.
+        # Consume and drop all: each piece is in its file once it was yielded, and none is kept in memory.
         for _ in computed:
             pass
         pieces = [self.folder.piece_file(self._piece_name(stage, number)) for number in range(len(items))]
@@ -102,11 +102,11 @@ class Run:
         return f"{self.prefix}{stage}-{number:06d}"
 
     def part(self, name: str) -> Run:
-        """Return the same run for a part of it, whose stages are named after the part."""
+        """Return the same run for a part of the analysis; the part's name is prefixed to its stages."""
         return replace(self, prefix=f"{self.prefix}{name}-")
 
     def below(self, name: str) -> Path | None:
-        """Return the `out=` of another analysis that this one calls."""
+        """Return the `out=` for another analysis that this one calls."""
         return self.folder.path / name if self.folder is not None else None
 
 
@@ -122,24 +122,24 @@ def run_or_resume(
     seed: int | None = None,
     progress: bool = True,
 ) -> R:
-    """Return what `compute` makes, or what an earlier run of the same kept in `out`.
+    """Return the result of `compute`, or the result that the same run saved in `out` earlier.
 
     Args:
-        result_class: of what is returned.
+        result_class: class of the result.
         analysis: the name of the entry function.
-        model: whose weights and tokenizer are recorded.
-        options: all that decides the result: names, numbers, tables, functions (`runs.identity`).
-        compute: makes the result.
+        model: the model whose weights and tokenizer are recorded.
+        options: everything that determines the result: names, numbers, tables, functions (`runs.identity`).
+        compute: computes the result.
         out: the folder, or None.
-        seed: of what is drawn at random.
-        progress: whether bars are shown.
+        seed: seed of random numbers.
+        progress: whether to show progress bars.
 
     Raises:
-        InputError: with `out`, an option cannot be distinguished from another.
-        RunFolderError: `out` holds another run, or another process writes to it.
+        InputError: with `out`, an option has no identity that distinguishes it from others.
+        RunFolderError: `out` contains another run, or another process is writing to it.
     """
     progress = checked_flag("progress", progress)
-    # Before any work: an edit that the work itself makes and undoes does not belong to the model's identity.
+    # Before any work: an edit that the work itself makes and undoes is no part of the model's identity.
     record = RunRecord.of(analysis, model, options, seed)
     folder = None if out is None else RunFolder(out, record, result_class)
     if folder is not None and folder.finished:

@@ -1,6 +1,6 @@
-"""The folder of a run still going: finished pieces are written as they come, so that an interrupted run continues.
+"""The folder of an unfinished run: each finished piece is written at once, so that an interrupted run can resume.
 
-With several processes (below) each writes its own pieces, and the main one the result.
+With several processes (below), each writes its own pieces, and the main process writes the result.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from headwater.runs.storage import (
 
 PIECES = "pieces"
 LONGEST_DELAY = 120.0
-"""Seconds after which every machine sees a file that one has written; NFS keeps what it knows for up to 60."""
+"""Seconds after which every machine sees a file that one has written; NFS caches file attributes for up to 60."""
 Value = TypeVar("Value")
 Compute: TypeAlias = Callable[[], Mapping[str, Tensor]]
-"""What makes a piece: named tensors, from nothing that another piece makes."""
+"""Computes a piece: named tensors, independent of all other pieces."""
 
 
 class RunFolder:
-    """The folder of a run still going. Finished pieces survive an interrupt; another run's folder is refused.
+    """The folder of an unfinished run. Finished pieces survive an interrupt; another run's folder is refused.
 
     One process (or thread) may write to a folder at a time, or the processes of one launch together.
     """
@@ -73,7 +73,7 @@ class RunFolder:
                         f"The processes of one run must be given the same: of process {number} (there) and process 0 "
                         f"(here) differ {'; '.join(differences[:4])}."
                     )
-        # The identity of this call, not of the earlier record: a piece is known by what would compute it now.
+        # The identity of this call, not of the earlier record: a piece is identified by what would compute it now.
         self._identity, self._names = run.identity, (PIECES, *file_names(kind))
         self.run = self._processes.on_main(f"opening the folder of {run.analysis}", lambda: self._open(run))
         if self._processes.count > 1:
@@ -81,15 +81,15 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the folder holds the whole result already: `load` it."""
+        """Whether the folder already contains the whole result, ready to `load`."""
         return bool(read_sealed(self.path / RUN_FILE).get("finished"))
 
     def piece(self, name: str, compute: Compute) -> dict[str, Tensor]:
-        """Return the named piece: from the folder if it is there, else computed and written now."""
+        """Return the named piece: from the folder if it exists, else computed and written now."""
         return next(self.pieces([(name, compute)]))
 
     def pieces(self, work: Iterable[tuple[str, Compute]]) -> Iterator[dict[str, Tensor]]:
-        """Yield every piece in order; of several processes, each computes its own before it reads the others'."""
+        """Yield every piece in order; with several processes, each computes its own before reading the others'."""
         if self._processes.count == 1:
             yield from (self._made(name, compute) for name, compute in work)
             return
@@ -99,7 +99,7 @@ class RunFolder:
             if self._processes.owns(self._count):
                 self._made(name, compute)
             self._count += 1
-        # The number is part of the step's name, so that processes that cut the work differently do not mix.
+        # The number is part of the step's name, so that processes that split the work differently do not mix.
         self._processes.together(f"{len(names)} pieces of {self.run.analysis}", None)
         for name in names:
             tensors = _await(functools.partial(self._read, name))
@@ -111,12 +111,12 @@ class RunFolder:
             yield tensors
 
     def finish(self, result: Result) -> None:
-        """Write the whole result and drop the pieces it was made from."""
+        """Write the whole result and delete its pieces."""
         self._processes.together(f"the result of {self.run.analysis}", None)
         self._processes.on_main(f"writing the result of {self.run.analysis}", lambda: self._close(result))
 
     def _refuse_unless_shared(self) -> None:
-        """Check that every process finds what the main one has just written."""
+        """Check that every process finds the record that the main process has just written."""
         written = self._processes.on_main("the record of a run", lambda: read_sealed(self.path / RUN_FILE))
 
         def record_is_there() -> bool | None:
@@ -139,7 +139,7 @@ class RunFolder:
             self._tidy()
             return earlier
         make_folder(self.path)
-        # The record is read before and after the lock is taken: another run may have begun or ended in between.
+        # Read the record before and after taking the lock: another run may have begun or ended in between.
         self._lock = one_writer(self.path)
         earlier = refuse_other_run(self.path, run, self._names)
         if self._lock is None:
@@ -150,7 +150,7 @@ class RunFolder:
         if earlier is not None and self.finished:
             self._let_go()
             return earlier
-        # Only now that the folder is this process's: another writer's temporary files are in use.
+        # Only now that this process holds the folder: another writer's temporary files would be in use.
         remove_leftovers(self.path)
         if earlier is None or self._pieces.is_symlink():
             remove_folder(self._pieces)
@@ -169,7 +169,7 @@ class RunFolder:
         self._let_go()
 
     def _tidy(self) -> None:
-        """Remove what a process left that was killed after the result was whole."""
+        """Remove the leftovers of a process that was killed after the result was complete."""
         if not (self._pieces.exists() or (self.path / LOCK).exists()):
             return
         with contextlib.suppress(RunFolderError):
@@ -189,14 +189,14 @@ class RunFolder:
         if found is not None:
             return found
         if (file := self.piece_file(name)).exists():
-            # Not an error: a piece costs only its own time, and the rest of the run is good.
+            # Not an error: recomputing a piece costs only its own time, and the rest of the run is valid.
             warnings.warn(f"{file} is not what this run wrote there: it is computed anew.", stacklevel=2)
         tensors = {key: value.contiguous() for key, value in compute().items()}
         write_tensors(file, tensors, self._sealed(name))
         return tensors
 
     def _read(self, name: str) -> dict[str, Tensor] | None:
-        """Return a piece if it is there and is what this run wrote, else None."""
+        """Return a piece if it exists and this run wrote it, else None."""
         try:
             return read_tensors(self.piece_file(name), self._sealed(name))
         except RunFolderError:
@@ -206,15 +206,15 @@ class RunFolder:
         return f"{name} of {self._identity}"
 
     def piece_file(self, name: str) -> Path:
-        """Return where a piece lies until the result is whole."""
+        """Return the file of a piece, which exists until the result is complete."""
         if not re.fullmatch(r"[\w-][\w.-]*", name):
             raise ValueError(f"A piece cannot be named {name!r}: the name is part of a file's.")
         return self._pieces / f"{name}.safetensors"
 
 
 def _await(look: Callable[[], Value | None]) -> Value | None:
-    """Ask until there is something: a file of another machine may be a while on its way."""
-    # Monotonic: a clock that is set meanwhile must neither cut the wait nor stretch it.
+    """Poll until `look` returns a value: a file of another machine may take a while to appear."""
+    # Monotonic: setting the clock meanwhile must neither shorten nor lengthen the wait.
     end, pause = time.monotonic() + LONGEST_DELAY, 0.01
     while (value := look()) is None and time.monotonic() < end:
         time.sleep(pause)
@@ -222,32 +222,32 @@ def _await(look: Callable[[], Value | None]) -> Value | None:
     return value
 
 
-# Several processes on one run, as `accelerate launch` starts them: who computes which piece, and who writes.
+# Several processes on one run, as `accelerate launch` starts them: who computes which piece, and who writes the result.
 #
-# A run is a list of pieces that do not depend on one another. Of N processes, process p computes pieces p, p + N, ...
-# and writes them into the run's folder, which all can reach; the pieces of the others are read from there. What follows
-# from the pieces is computed by every process alike, so all return the same result, and the main one writes it.
+# A run is a list of independent pieces. Of N processes, process p computes pieces p, p + N, ... and writes them into
+# the run's folder, which all processes can reach; it reads the pieces of the others from there. Every process computes
+# the rest from the pieces in the same way, so all return the same result, and the main process writes it.
 #
-# Processes belong together when torch's process group is there: `accelerate.Accelerator()` or `PartialState()` makes
-# it, and so does `accelerate launch -m headwater`. Without one there is one process, and nothing here does anything.
+# Processes form a group if torch's process group is initialised: `accelerate.Accelerator()` or `PartialState()` does
+# this, and so does `accelerate launch -m headwater`. Without one there is a single process, and all this is a no-op.
 #
-# They meet at named steps (`Processes.together`): one that has ended, or that is at another step, is an error of all.
+# They synchronise at named steps (`Processes.together`): if one has ended or is at another step, all raise an error.
 
 
 LONGEST_WAIT = datetime.timedelta(days=7)
-"""How long a process waits for the slowest one; torch's own 10 to 30 minutes are too short for a share of a run."""
+"""How long a process waits for the slowest one; torch's own 10 to 30 minutes are too short for a part of a run."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, and which one this is."""
+    """The number of processes of a run, and the index of this one."""
 
     index: int = 0
     count: int = 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this process writes everything that is written only once."""
         return self.index == 0
 
     def owns(self, piece: int) -> bool:
@@ -255,7 +255,7 @@ class Processes:
         return piece % self.count == self.index
 
     def together(self, step: str, value: Value) -> list[Value]:
-        """Wait until every process is at this step, and return the value that each brings, in their order."""
+        """Wait until every process reaches this step, and return the values of all processes, in their order."""
         if self.count == 1:
             return [value]
         brought: list[Any] = [None] * self.count
@@ -275,7 +275,7 @@ class Processes:
         return [value for _, value in brought]
 
     def on_main(self, step: str, work: Callable[[], Value]) -> Value:
-        """Do something in the main process while others wait; every process returns its value or raises its error."""
+        """Run `work` in the main process while others wait; every process returns its value or raises its error."""
         if self.count == 1:
             return work()
         outcome: tuple[Any, HeadwaterError | None] = None, None
@@ -283,10 +283,10 @@ class Processes:
         if self.is_main:
             try:
                 outcome = work(), None
-            # An interrupt too: the others have to end with it.
+            # Also an interrupt: the others have to end with it.
             except BaseException as error:
                 failure = error
-                # Sent to all, who would wait otherwise; an error of another library might not pickle.
+                # Sent to all processes, which would wait otherwise; an error of another library might not pickle.
                 outcome = None, error if isinstance(error, HeadwaterError) else HeadwaterError(f"Process 0: {error!r}")
         value, failed = self.together(step, outcome)[0]
         if failure is not None:
@@ -297,7 +297,7 @@ class Processes:
 
 
 def processes() -> Processes:
-    """Return the processes that work on this run together: one, unless a process group is there."""
+    """Return the processes that work on this run together: one, unless a process group is initialised."""
     if dist.is_available() and dist.is_initialized():
         return Processes(dist.get_rank(), dist.get_world_size())
     return Processes()
@@ -305,10 +305,10 @@ def processes() -> Processes:
 
 @functools.cache
 def _lasting_group(world: object) -> object:
-    """Return a group of all processes that is told at once when one of them ends, and otherwise waits for days."""
-    # gloo, as what is exchanged are small Python objects; NCCL would need a device for them.
+    """Return a group of all processes that fails at once when one of them ends, and otherwise waits for days."""
+    # gloo, since only small Python objects are exchanged; NCCL would need a device for them.
     return dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
 
 
-# A group that is kept until the interpreter takes itself apart aborts the process: its threads are never joined.
+# A group kept until interpreter shutdown aborts the process, because its threads are never joined.
 atexit.register(_lasting_group.cache_clear)

@@ -1,22 +1,22 @@
-"""What tells two values apart: one digest of options, data, files, tokenizers and functions, and their record as JSON.
+"""Digests that identify options, data, files, tokenizers and functions, and the JSON that a record keeps of them.
 
 Equal values have equal digests in every process: no addresses, no line numbers or file names, sets in a fixed order.
 
-A function of the user's is what it computes with:
+The digest of a user's function covers everything that it computes with:
 
-1. its code: bytecode, constants, names, and those of the functions inside it;
-2. its defaults, its own attributes, and the values that its closure holds;
-3. the values of the globals that it reads. Of a library's (Python's, an installed package's, headwater's) the name and
-   the version count; the user's own functions and classes are gone through in the same way.
+1. its code: bytecode, constants, names, also of nested functions;
+2. its defaults, its attributes, and the values in its closure;
+3. the values of the globals that it reads. Library objects (Python's, an installed package's, headwater's) count by
+   name and version; the user's own functions and classes are hashed recursively in the same way.
 
-A bound method or an object that can be called is its class, gone through likewise, and its state. Whatever has a text
-attribute `identity` is believed: that text and its type's name represent it. What has no state that can be read (a
-lock, an open file, a generator) has no identity, and neither has what holds it: a run that depends on it is recorded
-as such, and keeps no folder.
+A bound method or callable object is hashed by its class, in the same way, and its state. An object with a text
+attribute `identity` is trusted: that text and its type's name represent it. Objects whose state cannot be read (a
+lock, an open file, a generator) have no identity, and neither has an object that contains one: a run that depends on
+it is recorded as having no identity, and cannot use a folder.
 
-The limit: what a function fetches when it is called, and does not hold, is not seen. That is a file, an environment
-variable, a module by way of `importlib` or `sys.modules`, an attribute of a library that was replaced. The function may
-hold what it needs instead, as a default or a global, or say in its `identity` what it reads (docs/scaling.md).
+The limit: data that a function fetches during a call, and does not hold, are not covered. Examples are a file, an
+environment variable, a module through `importlib` or `sys.modules`, a replaced attribute of a library. The function can
+hold such data as a default or a global instead, or describe in its `identity` what it reads (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ UNKNOWN = "identity unknown"
 """The key under which a record says why a value has no identity."""
 PLAIN = (bool, int, float, str, type(None))
 AS_THEY_ARE = frozenset({bool, int, str, type(None)})
-"""What a record keeps as it is."""
+"""Types that a record keeps unchanged."""
 SAMPLED = 512
-"""How many words of a vocabulary are looked at whenever a tokenizer is named."""
+"""Number of vocabulary entries compared whenever a tokenizer's digest is requested."""
 MODEL_OPTIONS = (
     "dropout unk_token unk_id continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback ignore_merges "  # noqa: SIM905
     "max_input_chars_per_word".split()
@@ -62,10 +62,10 @@ MODEL_OPTIONS = (
 
 
 def describe(options: Any) -> Any:
-    """Turn options into what a record keeps of them, JSON values: data, results and functions become digests.
+    """Convert options to the JSON values of a record: data, results and functions become digests.
 
-    Equal meaning gives an equal record: a set in order, a tuple as a list, a number of any library as Python's own.
-    What has no identity becomes an object that says why under `UNKNOWN`.
+    Equal meaning gives an equal record: a set is sorted, a tuple becomes a list, numbers of other libraries become
+    Python's own. A value without identity becomes an object with the reason under `UNKNOWN`.
     """
     try:
         return _described(options)
@@ -86,10 +86,10 @@ def _described(options: Any) -> Any:
     if isinstance(options, Mapping):
         return {str(key): _described(value) for key, value in options.items()}
     if isinstance(options, set | frozenset):
-        # By repr: a set may hold numbers and texts, which do not compare.
+        # By repr: a set may contain numbers and texts, which cannot be compared.
         return sorted((_described(item) for item in options), key=repr)
     if isinstance(options, list | tuple | range):
-        # Most are token ids: a call for each would cost as much as the rest of a record.
+        # Most items are token ids: a call for each would cost as much as the rest of a record.
         return [item if type(item) in AS_THEY_ARE else _described(item) for item in options]
     if dataclasses.is_dataclass(options) and not callable(options) and not hasattr(options, "digest"):
         return {field.name: _described(getattr(options, field.name)) for field in dataclasses.fields(options)}
@@ -101,7 +101,7 @@ def _described(options: Any) -> Any:
 
 
 def unknown_in(options: object) -> str | None:
-    """Return why something in described options has no identity; None where all of it has one."""
+    """Return why a value in described options has no identity; None if all have one."""
     if isinstance(options, dict):
         if UNKNOWN in options:
             return str(options[UNKNOWN])
@@ -124,7 +124,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def tokenizer_digest(tokenizer: object) -> str:
-    """Name a tokenizer in the record of a run: its digest, "none", or why it has none."""
+    """Return a tokenizer's digest for the record of a run; "none" without a tokenizer; or why it has no identity."""
     try:
         return "none" if tokenizer is None else digest_of_tokenizer(tokenizer)
     except UnknownIdentityError as error:
@@ -132,15 +132,15 @@ def tokenizer_digest(tokenizer: object) -> str:
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """Hash all that decides what a tokenizer makes of a text, and how it writes a chat.
+    """Hash everything that determines how a tokenizer encodes a text and formats a chat.
 
-    A fast one: its `tokenizer.json`, without padding and truncation, which each call sets anew. A slow one: its
+    Fast tokenizer: its `tokenizer.json`, without padding and truncation, which each call sets anew. Slow tokenizer: its
     vocabulary, added tokens, SentencePiece model or merges, class and options. Both: special tokens, chat template, and
-    whether a beginning and an end of sequence are added.
+    whether beginning-of-sequence and end-of-sequence tokens are added.
 
-    A fast one's vocabulary is written out once (a quarter of a million words take a second) and again when the object
-    is another, or its other parts, its size or any of `SAMPLED` words are: its `model` must not be replaced in place by
-    one that is the same in these.
+    A fast tokenizer's vocabulary is serialised once (250,000 words take a second), and again for another object or if
+    its other parts, its size or any of `SAMPLED` words change. So its `model` must not be replaced in place by one that
+    agrees in all of these.
     """
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise UnknownIdentityError(f"a {_name_of(tokenizer)}, no tokenizer of transformers")
@@ -148,7 +148,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     settings, kind = [str(getattr(tokenizer, name, None)) for name in named], type(tokenizer)
     backend: Any = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
     if callable(getattr(backend, "to_str", None)):
-        # What tells whether it is as it was, without writing out its vocabulary.
+        # Detects whether it changed, without serialising its vocabulary.
         size = backend.get_vocab_size()
         sample = [backend.id_to_token(number) for number in range(0, size, max(1, size // SAMPLED))]
         parts = [getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
@@ -166,13 +166,13 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _digest_of_rules(backend: Any, look: str) -> str:
-    """Hash a fast tokenizer's rules: `tokenizer.json` after padding and truncation."""
+    """Hash a fast tokenizer's rules: the part of `tokenizer.json` after padding and truncation."""
     rules = backend.to_str()
     return digest(rules[rules.index('"added_tokens"') :])
 
 
 def _name_of(value: object) -> str:
-    """Name a value for people: a function or class by its own name, anything else by its type."""
+    """Return a readable name of a value: a function or class by its own name, anything else by its type."""
     while isinstance(value, functools.partial):
         value = value.args[0] if value.args and callable(value.args[0]) else value.func
     own = getattr(value, "__qualname__", None)
@@ -181,14 +181,14 @@ def _name_of(value: object) -> str:
 
 
 def _says(value: Any) -> bool:
-    """Whether a value names its identity itself."""
+    """Whether a value has its own text attribute `identity`."""
     return isinstance(inspect.getattr_static(value, "identity", None), str | property) and isinstance(
         value.identity, str
     )
 
 
 class _Digests:
-    """Hashes values in one go: each object once, and those that hold themselves."""
+    """Hashes values in one pass: each object once, including objects that contain themselves."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, bytes]] = {}
@@ -207,14 +207,14 @@ class _Digests:
         if id(value) in self._known:
             return self._known[id(value)][1]
         if id(value) in self._open:
-            # How far up the holder is, and not which object: two equal structures that hold themselves agree.
+            # Hash how far up the container is, not which object: so equal self-containing structures agree.
             return hashed("holder", str(len(self._open) - self._open.index(id(value))).encode())
         self._open.append(id(value))
         try:
             digest = self._composite(value)
         finally:
             self._open.pop()
-        self._known[id(value)] = value, digest  # the value is kept, so that no other gets its id
+        self._known[id(value)] = value, digest  # keep the value, so that no other object gets its id
         return digest
 
     def _composite(self, value: Any) -> bytes:
@@ -256,11 +256,11 @@ class _Digests:
     def _container(self, value: Any) -> bytes:
         kind = type(value).__name__
         if isinstance(value, set | frozenset):
-            # By their hashes: the order of a set of texts differs from process to process.
+            # Sorted by hash: the order of a set of texts differs between processes.
             return hashed("set", *sorted(map(self.of, value)))
         if isinstance(value, dict):
             return hashed(kind, *(p for k, v in value.items() for p in (self.of(k), self._named(str(k)[:40], v))))
-        # Long lists of tokens go through JSON at once, not number by number.
+        # Convert long lists of tokens to JSON in one call, not number by number.
         if all(type(item) in PLAIN for item in value):
             return hashed(kind, json.dumps(value).encode())
         return self._parts(kind, *value)
@@ -274,14 +274,14 @@ class _Digests:
         return hashed("array", f"{array.dtype.str} {array.shape}".encode(), np.ascontiguousarray(array).tobytes())
 
     def _code(self, code: types.CodeType) -> bytes:
-        # Without co_filename, co_firstlineno and line tables: a function that moved is the same function.
+        # Without co_filename, co_firstlineno and line tables: a moved function is the same function.
         shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         return self._parts("code", shape, names, code.co_code, code.co_exceptiontable, code.co_consts)
 
     def _function(self, function: types.FunctionType) -> bytes:
-        # The module whose globals it reads is the one that it was written in.
-        written_in = function.__globals__.get("__name__")  # functools.wraps copies __module__ from another function
+        # The module whose globals it reads is the module in which it was written.
+        written_in = function.__globals__.get("__name__")  # not __module__: functools.wraps copies that
         is_own = written_in in sys.modules and not is_library(written_in)
         if not is_own and is_library(function.__module__) and _is_found_by_name(function):
             return self._by_name(function)
@@ -290,10 +290,10 @@ class _Digests:
         return self._parts("function", code, *kept, cells, self._globals(function))
 
     def _globals(self, function: types.FunctionType) -> dict[str, object]:
-        """What a function reads by global names; of the user's own modules the attributes that it asks for."""
+        """Return the globals that a function reads; for a user's own module, only the attributes that it reads."""
         values = dict[str, object]()
         for name, *attributes in sorted(set(reads(function.__code__))):
-            # Names that are found nowhere count too: a later definition would change what the function does.
+            # Undefined names count too: a later definition would change what the function does.
             value = function.__globals__.get(name, vars(builtins).get(name, NotImplemented))
             if any(value is one for one in READ_BY_NAME):
                 raise UnknownIdentityError(f"a function that calls {name}(), by which it may read anything")
@@ -315,7 +315,7 @@ class _Digests:
         return self._parts("library", value.__module__, value.__qualname__, version_of(value.__module__))
 
     def _object(self, value: Any) -> bytes:
-        """Hash an object as pickle would write it: its class and its state."""
+        """Hash an object by what pickle would write: its class and its state."""
         cls = type(value)
         if cls.__module__.startswith("headwater.") and callable(getattr(value, "digest", None)):
             return self._parts("digest", _name_of(value), value.digest())
@@ -323,7 +323,7 @@ class _Digests:
             return self._parts("tokenizer", digest_of_tokenizer(value))
         try:
             writer = copyreg.dispatch_table.get(cls)
-            # As pickle, which also knows objects without __dict__ and classes that registered a writer.
+            # Like pickle, which also handles objects without __dict__ and classes with a registered reducer.
             reduced = writer(value) if writer is not None else value.__reduce_ex__(4)
         except Exception:
             what = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
@@ -331,14 +331,14 @@ class _Digests:
         if isinstance(reduced, str):
             return self._parts("global", getattr(value, "__module__", None) or cls.__module__, reduced)
         maker, args, state, items, pairs = (*reduced, None, None, None)[:5]
-        # A class of the user's own may leave out of its pickle what it computes with.
+        # A user's own class may omit data that it computes with from its pickle.
         states = [state] if is_library(cls.__module__) else [state, object.__getstate__(value)]
         lasting = [_without_computed(cls, one) for one in states]
         return self._parts("object", maker, args, *lasting, list(items or ()), list(pairs or ()))
 
 
 def _is_found_by_name(function: types.FunctionType) -> bool:
-    """Whether a function's module has it under its name: what another function made has a name that is not its own."""
+    """Whether a function is found in its module by its qualified name; false for one made by another function."""
     current: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
         current = getattr(current, name, None)
@@ -348,18 +348,18 @@ def _is_found_by_name(function: types.FunctionType) -> bool:
 
 
 def _without_computed(cls: type, state: object) -> object:
-    """Return a state without what follows from the rest of it and is kept once computed."""
+    """Return a state without cached properties, which are computed from the rest of the state."""
     if not isinstance(state, dict):
         return state
     of_class = {name: inspect.getattr_static(cls, str(name), None) for name in state}
     return {name: state[name] for name, own in of_class.items() if not isinstance(own, functools.cached_property)}
 
 
-# The hash of plain data: parts put together, the numbers of a tensor, the cells of a table.
+# Hashes of plain data: of several parts, of a tensor's numbers, of a table's cells.
 
 
 class UnknownIdentityError(InputError):
-    """A value whose identity cannot be had; `places` is the way to it, innermost first."""
+    """A value has no identity; `places` is the path to it, innermost first."""
 
     def __init__(self, what: str):
         super().__init__(what)
@@ -374,7 +374,7 @@ def hashed(kind: str, *parts: bytes | memoryview) -> bytes:
     """Hash parts, each with its length."""
     whole = hashlib.sha256(kind.encode())
     for part in parts:
-        # With lengths, or the parts "ab", "c" and "a", "bc" would have one hash.
+        # With lengths, since otherwise the parts "ab", "c" and "a", "bc" would have the same hash.
         whole.update(b"%d:" % len(part))
         whole.update(part)
     return whole.digest()
@@ -384,16 +384,16 @@ def hash_of_tensor(tensor: Tensor) -> bytes:
     """Hash the numbers of a tensor, with its dtype and shape."""
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         raise UnknownIdentityError(f"a tensor without plain numbers ({tensor.layout}, {tensor.device})")
-    # As bytes: numpy has no bfloat16. Conjugates and negatives may be mere flags of a view.
+    # As bytes: numpy has no bfloat16. Conjugation and negation may be only flags of a view.
     numbers = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashed("tensor", f"{tensor.dtype} {tuple(tensor.shape)}".encode(), numbers.data)
 
 
 def hash_of_frame(frame: pd.DataFrame) -> bytes:
-    """Hash a table by its cells, the same before it is written as parquet and after it is read back."""
+    """Hash a table by its cells; the hash is the same before writing it as parquet and after reading it back."""
     parts = [json.dumps([list(map(str, frame.columns)), len(frame)]).encode()]
     for place in range(frame.shape[1]):
-        # By place, as two columns may have one name; as objects, as parquet gives back other dtypes.
+        # By index, since two columns may share a name; as objects, since parquet may return other dtypes.
         cells = frame.iloc[:, place].astype(object)
         parts.append(json.dumps(cells.where(cells.notna(), None).tolist(), default=_cell).encode())
     parts.append(json.dumps(frame.index.tolist(), default=_cell).encode())
@@ -401,19 +401,19 @@ def hash_of_frame(frame: pd.DataFrame) -> bytes:
 
 
 def _cell(cell: object) -> object:
-    """What JSON writes of a cell that it does not know."""
+    """Return a JSON value for a cell of a type that JSON does not support."""
     if isinstance(cell, set | frozenset):
         return sorted(map(str, cell))
     return cell.tolist() if hasattr(cell, "tolist") else str(cell)
 
 
-# What functions, classes and whatever can be called are made of, and what their code reads, for their identity.
+# The contents of functions, classes and callables, and what their code reads, for their identity.
 #
-# Which code is a library's: Python's own, an installed package's, headwater's. It is known by its name and version.
+# Library code (Python's own, an installed package's, headwater's) is identified by name and version.
 
 
 NAMED = ("PUSH_NULL", "CACHE", "PRECALL", "NOP", "EXTENDED_ARG", "RESUME")
-"""Instructions between the name of a module and that of its attribute which change neither."""
+"""Instructions that may come between loading a module and loading its attribute, without changing either."""
 MADE_BY_PYTHON = frozenset(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __firstlineno__ __static_attributes__ "  # noqa: SIM905
     "__parameters__ __slotnames__ __orig_bases__ __match_args__ __dataclass_params__ __dataclass_fields__ "
@@ -421,7 +421,7 @@ MADE_BY_PYTHON = frozenset(
     "_abc_impl".split()
 )
 READ_BY_NAME = (eval, exec, globals, __import__)
-"""Built-in functions by which code reads what its names do not tell."""
+"""Built-in functions through which code can read things that its names do not show."""
 MADE_OF = {
     types.MethodType: ("__func__", "__self__"),
     staticmethod: ("__func__",),
@@ -432,11 +432,11 @@ MADE_OF = {
     types.ClassMethodDescriptorType: ("__objclass__", "__name__"),
     types.GetSetDescriptorType: ("__objclass__", "__name__"),
 }
-"""What decides what these compute: pickle refuses them, or writes a name in its place."""
+"""Attributes that determine what these types compute: pickle refuses them, or writes only a name."""
 
 
 def version_of(module: str) -> str:
-    """Return the version of the package that a module belongs to; empty where it says none."""
+    """Return the version of the package that a module belongs to; an empty text if it has none."""
     version = getattr(sys.modules.get(module.split(".")[0]), "__version__", "")
     return version if isinstance(version, str) else ""
 
@@ -450,30 +450,30 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def is_library(module: str | None) -> bool:
-    """Whether a module is Python's own, an installed package's or headwater's: it is known by name and version."""
+    """Whether a module is Python's own, an installed package's or headwater's, so identified by name and version."""
     top = (module or "").split(".")[0]
     if top in ("", "__main__"):
         return False
     if top == "headwater" or top in sys.builtin_module_names:
         return True
     file = getattr(sys.modules.get(top), "__file__", None)
-    if file is None:  # also of what is in the standard library but not loaded, or frozen
+    if file is None:  # also for standard library modules that are not loaded, or frozen
         return top in sys.stdlib_module_names
     path = Path(os.path.realpath(file))
     folder = path.parents[1] if path.name == "__init__.py" else path.parent
-    # By its place: a file of the user's may be called profile.py.
+    # By its location, not its name: a user's file may be called profile.py.
     return str(path).startswith(_library_folders()) or top in _installed_in(folder)
 
 
 @functools.cache
 def _installed_in(folder: Path) -> frozenset[str]:
-    """What pip installed into a folder of PYTHONPATH; not what it links to there, since that is still written."""
+    """Return the modules that pip installed into a PYTHONPATH folder, without editable installs, which may change."""
     installed = (one for one in distributions(path=[str(folder)]) if one.read_text("RECORD"))
     return frozenset(file.parts[0].split(".")[0] for one in installed for file in one.files or ())
 
 
 def reads(code: types.CodeType) -> Iterator[tuple[str, ...]]:
-    """Yield the global names that code reads, each with the attributes asked of it at once."""
+    """Yield the global names that code reads, each with the chain of attributes read directly from it."""
     chain: list[str] = []
     for step in _steps(code):
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
@@ -485,7 +485,7 @@ def reads(code: types.CodeType) -> Iterator[tuple[str, ...]]:
 
 
 def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """Yield the instructions of code, which end in a return, and of the functions inside it."""
+    """Yield the instructions of code, which end in a return, and of its nested functions."""
     yield from dis.get_instructions(code)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -493,7 +493,7 @@ def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
 
 
 def content_of(cell: types.CellType) -> object:
-    """Return what a closure's cell holds; NotImplemented where it holds nothing yet."""
+    """Return the content of a closure's cell; NotImplemented if it is still empty."""
     try:
         return cell.cell_contents
     except ValueError:  # a variable that is not assigned yet
@@ -501,7 +501,7 @@ def content_of(cell: types.CellType) -> object:
 
 
 def without_type_checks(function: types.FunctionType) -> types.FunctionType:
-    """Return a function as it was before beartype or jaxtyping wrapped it: they name what they add by addresses."""
+    """Return a function without beartype's and jaxtyping's wrappers, whose names contain addresses."""
     while isinstance(wrapped := vars(function).get("__wrapped__"), types.FunctionType):
         where = str(function.__globals__.get("__name__", ""))
         if not (function.__code__.co_filename.startswith("<@beartype(") or where.split(".")[0] == "jaxtyping"):

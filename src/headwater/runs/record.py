@@ -1,4 +1,4 @@
-"""What made a result: the record that `run.json` keeps, enough to make it again and to tell two runs apart."""
+"""The record of a run in `run.json`: enough to reproduce a result and to distinguish two runs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from headwater.runs.storage import read_json, read_sealed, refuse_foreign
 
 RUN_FILE = "run.json"
 FORMAT = 4
-"""The layout of a run folder; no other is read."""
+"""Version of the layout of a run folder; no other version is read."""
 HOOKS, PAST_HOOKS = "hooks of the model", "past model.hooks"
-"""The options that record what `with model.hooks(...)` attached, and what was put into the model in other ways."""
+"""The options that record the hooks of `with model.hooks(...)`, and other changes to the model."""
 NAME_IT = 'Give it a text attribute that you change with it (f.identity = "v1")'
 _LIBRARIES = ("headwater", "transformer-lens", "transformers", "torch")
 _version = functools.cache(importlib.metadata.version)
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that decide a result."""
+    """Return the versions of the libraries that affect a result."""
     return {name: _version(name) for name in _LIBRARIES}
 
 
 @runtime_checkable
 class Recorded(Protocol):
-    """What a run record tells of a model: a `HookedModel`, or the weights of a checkpoint."""
+    """The fields of a model that a run record uses: of a `HookedModel`, or of the weights of a checkpoint."""
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class Recorded(Protocol):
 
     @property
     def revision(self) -> str | None:
-        """The revision of the hub; of a GGUF file its name, types of numbers and SHA-256."""
+        """The revision on the hub; for a GGUF file its name, tensor types and SHA-256."""
 
     @property
     def fingerprint(self) -> str:
@@ -54,20 +54,20 @@ class Recorded(Protocol):
 
     @property
     def interventions(self) -> Mapping[str, object]:
-        """What acts in the model beside its weights, by the option that records it."""
+        """Everything besides the weights that affects the model, by the option that records it."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
+        """Dtype of the weights."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the computation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """What made a result: enough to make it again, and to tell two runs apart."""
+    """The record of a run: enough to reproduce its result, and to distinguish two runs."""
 
     analysis: str
     """The entry function, e.g. `classify_heads`."""
@@ -78,11 +78,11 @@ class RunRecord:
     dtype: str
     device: str
     options: dict[str, Any]
-    """The options of the call, JSON values only: data and functions are there as digests (`runs.identity`)."""
+    """The options of the call, as JSON values: data and functions become digests (`runs.identity`)."""
     tokenizer: str | None = None
-    """A hash of the tokenizer; "none" for a model without one, None where it is not known."""
+    """A hash of the tokenizer; "none" for a model without one, None if unknown."""
     bos: list[int] | None = None
-    """The ids that every text began with; None where weights were read and no text."""
+    """The ids that every text began with; None if only weights were read, and no text."""
     revision: str | None = None
     seed: int | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=library_versions)
@@ -92,10 +92,10 @@ class RunRecord:
 
     @classmethod
     def of(cls, analysis: str, model: Recorded, options: dict[str, Any], seed: int | None = None) -> RunRecord:
-        """Record a run of an analysis on a model, or on the weights of one; options may be of any kind.
+        """Record a run of an analysis on a model or its weights; options may have any type.
 
-        Hooks that edit the model meanwhile (`with model.hooks(...)`), and what was put into it past them, are recorded
-        as options too.
+        Attached hooks that edit the model (`with model.hooks(...)`), and other changes to it, are also recorded as
+        options.
         """
         return cls(
             analysis=analysis,
@@ -103,7 +103,7 @@ class RunRecord:
             fingerprint=model.fingerprint,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
-            # Described now: a function or table that is changed later must not change the record.
+            # Described now: changing a function or table later must not change the record.
             options=describe(options | dict(model.interventions)),
             tokenizer=model.tokenizer_digest,
             bos=list(model.bos) if hasattr(model, "bos") else None,
@@ -113,7 +113,7 @@ class RunRecord:
 
     @property
     def unknown(self) -> str | None:
-        """Why it is not known whether another run is the same, and what to do; None where it is."""
+        """Why this run cannot be compared with others, and what to do; None if it can."""
         if self.tokenizer is not None and self.tokenizer.startswith(UNKNOWN):
             return f"the tokenizer: {self.tokenizer.removeprefix(UNKNOWN + ': ')}. {NAME_IT}"
         for name, value in self.options.items():
@@ -125,14 +125,14 @@ class RunRecord:
         return None
 
     def mismatch(self, model: Recorded) -> str | None:
-        """Say what of another model than this run's `model` has, "other weights" or "another tokenizer"; else None."""
+        """Return how `model` differs from this run's, "other weights" or "another tokenizer"; None if it does not."""
         if self.fingerprint != model.fingerprint:
             return "other weights"
         is_other = self.tokenizer is not None and self.tokenizer != model.tokenizer_digest
         return "another tokenizer" if is_other else None
 
     def differences(self, other: RunRecord) -> list[str]:
-        """Name what tells this run from another; empty when `other` would compute the same result."""
+        """Return the differences between this run and another; empty if `other` would compute the same result."""
         ours, theirs = self._identity, other._identity
         return [
             f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
@@ -141,7 +141,7 @@ class RunRecord:
         ]
 
     def is_sound(self) -> bool:
-        """Whether every field is of its kind, as in a record that was not written by hand."""
+        """Whether every field has its type, as in a record that was not edited by hand."""
         texts: tuple[str, ...] = (self.analysis, self.model, self.fingerprint, self.dtype, self.device, self.created)
         texts += () if self.tokenizer is None else (self.tokenizer,)
         tables = (self.options, self.versions)
@@ -149,22 +149,22 @@ class RunRecord:
 
     @property
     def identity(self) -> str:
-        """A hash of what must agree for two runs to be the same run."""
+        """A hash of the fields that must agree for two runs to be the same run."""
         return digest(self._identity)
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """Flatten what must agree for two runs to be the same run (date and device may differ)."""
-        # Not the model's name: a folder that was moved, or a hub name for the same weights, is the same run.
+        """The flattened fields that must agree for two runs to be the same run (date and device may differ)."""
+        # Without the model's name: a moved folder, or a hub name for the same weights, is the same run.
         fixed = {name: getattr(self, name) for name in ("analysis", "fingerprint", "tokenizer", "dtype", "seed")}
         versions = {f"version of {name}": version for name, version in self.versions.items()}
-        # Through JSON, so that a record from a file and one just made compare alike (tuples are lists there).
+        # Through JSON, so that a record from a file and a new one compare equal (tuples become lists).
         options = {f"option {name}": value for name, value in json.loads(json.dumps(self.options)).items()}
         return fixed | versions | options
 
 
 def refuse_other_run(path: Path, run: RunRecord, names: Iterable[str]) -> RunRecord | None:
-    """Return the record that a folder holds, or None for a new one; refuse another run, and files of these names."""
+    """Return the record in a folder, or None for a new folder; refuse another run, and foreign files of these names."""
     if not (path / RUN_FILE).exists():
         refuse_foreign(path, RUN_FILE, names)
         return None
@@ -181,7 +181,7 @@ def refuse_other_run(path: Path, run: RunRecord, names: Iterable[str]) -> RunRec
 
 
 def read_record(path: Path) -> tuple[RunRecord, dict[str, Any]]:
-    """Read the record of the run in a folder, and all else that its `run.json` says."""
+    """Read the record of the run in a folder, and the whole content of its `run.json`."""
     if (written := read_json(path / RUN_FILE).get("format")) != FORMAT:
         raise RunFolderError(
             f"{path / RUN_FILE} is of format {written!r}; this headwater reads format {FORMAT}. Choose another folder."

@@ -1,9 +1,9 @@
-"""What every result shares: a table, a summary and a report of it, a plot, a folder on disk, and what made it.
+"""The base class of all results: a table, its summary and report, a plot, a folder on disk, and the run's record.
 
 A result is a frozen dataclass. `save` writes its data frames as parquet, its tensors as safetensors and everything else
-as `run.json`, with the size and SHA-256 of each file, and of itself; `load` reads them back. Tensors in parts
-(`headwater.runs.storage`) are files in a folder of their field's name, which carry their hash and are not read until
-they are requested.
+as `run.json`, with the size and SHA-256 of each file, and a hash of `run.json` itself; `load` reads them back. Tensors
+in parts (`headwater.runs.storage`) are files in a folder named after their field, which contain their hash and are read
+only on request.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 
 TENSORS = "tensors.safetensors"
 FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".pkl", ".pt", ".npz", ".safetensors")
-"""What a folder's name does not end in: who saves to such a name means a file."""
+"""Suffixes that a folder's name must not have: a caller who saves to such a name means a file."""
 DRAWINGS: Registry[type, Callable[..., Any]] = Registry("figure of a result", "headwater.figures")
-"""What draws a result, by its class: a function of the result, `ax`, and the options of the class's `plot`."""
+"""Drawing functions by class of result: each takes the result, `ax`, and the options of the class's `plot`."""
 INLINE = 256 * 2**10
-"""Characters of a page that a notebook shows unasked, as the last line of a cell."""
+"""Most characters of a page that a notebook displays automatically, as the last line of a cell."""
 VIEWS: Registry[type, Callable[..., View]] = Registry("view of a result", "headwater.views")
-"""What shows a result as a page, by its class; what has none of its own shows as `Result` does."""
+"""Functions that show a result as a page, by class; a class without one uses that of `Result`."""
 
 
 def _followed_by(method: Callable[..., Any], finish: Callable[[Any], Any]) -> Any:
-    """Return a method that gives what `finish` makes of its outcome."""
+    """Return a method that applies `finish` to the return value of `method`."""
 
     @functools.wraps(method)
     def finished(*args: Any, **options: Any) -> Any:
@@ -69,7 +69,7 @@ def _followed_by(method: Callable[..., Any], finish: Callable[[Any], Any]) -> An
 
 
 def _printable(sentences: list[str]) -> list[str]:
-    # A name that the caller gave may hold what no terminal prints.
+    # A name from the caller may contain unprintable characters.
     return [plain_text(sentence) for sentence in sentences]
 
 
@@ -79,11 +79,11 @@ def _known_columns(summary: pd.DataFrame) -> pd.DataFrame:
 
 @checked_calls
 class Result:
-    """Base of the result dataclasses: a `table`, a `run`, and what is said, drawn and kept of them.
+    """Base of the result dataclasses: a `table`, a `run`, and methods to report, draw and save them.
 
     `result["layer"]`, `len(result)` and `for row in result` read the table.
 
-    A result of one's own defines `summary` and `report`, and registers what draws it: `DRAWINGS.add(ItsClass)`.
+    Your own result class defines `summary` and `report`, and registers a drawing function: `DRAWINGS.add(ItsClass)`.
     """
 
     table: pd.DataFrame
@@ -91,52 +91,52 @@ class Result:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Classes of users too get their calls checked, and their reports made printable.
+        # Users' own classes also get checked calls and printable reports.
         checked_calls(cls)
         for name, finish in (("summary", _known_columns), ("report", _printable)):
             if name in vars(cls):
                 setattr(cls, name, _followed_by(getattr(cls, name), finish))
 
     def summary(self) -> pd.DataFrame:
-        """Return the few numbers that are worth a glance, one row for each thing that they are about.
+        """Return the main numbers, one row for each item that they describe.
 
-        Columns of which nothing is known, such as the interval of one prompt, are left out.
+        Columns without any value, such as the interval of a single prompt, are left out.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no summary().")
 
     def report(self) -> list[str]:
-        """Return what the numbers say, and what they do not, as plain sentences."""
+        """Return what the numbers show, and what they do not show, as plain sentences."""
         raise NotImplementedError(f"{type(self).__name__} defines no report().")
 
     def findings(self) -> dict[str, Any]:
-        """Return the numbers of the summary as JSON values, with the model: what the command line prints of a run."""
+        """Return the summary's numbers as JSON values, with the model, as the command line prints them."""
         return {"model": self.run.model, "summary": records_of(whole_summary(self))}
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the result's main figure on `ax`, or on a new figure; nothing is shown or written.
+        """Draw the result's main figure on `ax` or on a new figure, without showing or saving it.
 
         Args:
-            ax: where to draw; default: a new figure.
-            title: in place of the figure's own.
-            figsize: width and height of a new figure, in inches; default: what suits what is drawn.
+            ax: axes to draw on; default: a new figure.
+            title: replaces the figure's own title.
+            figsize: width and height of a new figure, in inches; default: chosen by the drawing function.
 
         Raises:
-            InputError: `DRAWINGS` has no figure of this class.
+            InputError: `DRAWINGS` has no figure for this class.
         """
         return self._drawn(ax, title, figsize)
 
     def _drawn(self, ax: Axes | None, title: str | None, figsize: Size | None, **options: object) -> Axes | Figure:
-        """Draw with what is registered for the result's class, or for the nearest that it inherits from."""
+        """Draw with the function registered for the result's class or its nearest base class."""
         return drawn_by(self, ax, title, figsize, **options)
 
     def view(self, **what: object) -> View:
-        """Return the result as one self-contained page, to look at in a notebook or to keep with `save_html`.
+        """Return the result as one self-contained page, to show in a notebook or to save with `save_html`.
 
         Args:
-            what: what the view of this class offers to choose.
+            what: options of this class's view.
 
         Raises:
-            InputError: it offers no such choice, or refuses the one made.
+            InputError: the view has no such option, or refuses its value.
         """
         return shown_by(self, what)
 
@@ -144,7 +144,7 @@ class Result:
         """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
 
         Raises:
-            InputError: see `view`; or the path cannot be one.
+            InputError: see `view`; or the path is not valid.
             RunFolderError: the file cannot be written.
         """
         return self.view(**what).save_html(path)
@@ -153,7 +153,7 @@ class Result:
         """Write the result into `folder`: a parquet file per table, `tensors.safetensors`, `run.json`.
 
         Raises:
-            RunFolderError: the folder holds another run, or files of others that would be overwritten.
+            RunFolderError: the folder contains another run, or foreign files that would be overwritten.
         """
         path = checked_path("folder", folder)
         if path.suffix in FILES:
@@ -168,19 +168,19 @@ class Result:
 
     @classmethod
     def load(cls: type[AnyResult], folder: str | Path) -> AnyResult:
-        """Read back a result that `save` or a run with `out=` wrote.
+        """Read a result that `save` or a run with `out=` wrote.
 
         Raises:
-            RunFolderError: the folder holds no finished run, or a run of another kind.
+            RunFolderError: the folder contains no finished run, or a result of another class.
         """
         return read_result(cls, checked_path("folder", folder))
 
     def digest(self) -> str:
-        """Name this result in the record of a run that starts from it: a hash of all but its own record."""
+        """Return a hash of everything but its own record, to identify this result in the record of a later run."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return digest([type(self).__name__, *(getattr(self, field.name) for field in fields if field.name != "run")])
 
-    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+    if not TYPE_CHECKING:  # a type checker would accept every name as existing
 
         def __getattr__(self, name: str) -> Any:
             kind = type(self).__name__
@@ -213,14 +213,14 @@ class Result:
         return table_html(self, self.table)
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str | bytes]:
-        """Return what a notebook shows as the last line of a cell: the view above the table, where it is small."""
+        """Return what a notebook shows as the last line of a cell: the view above the table, if the view is small."""
         if not self.is_explored:
             return {"text/plain": repr(self), "text/html": self._repr_html_()}
         return bundle_of(self)
 
     @property
     def is_explored(self) -> bool:
-        """Whether this class has a view of its own, beside the one that every result has."""
+        """Whether this class has its own view, besides the one that every result has."""
         return VIEWS.of_class(type(self)) is not VIEWS.of_class(Result)
 
 
@@ -228,7 +228,7 @@ AnyResult = TypeVar("AnyResult", bound=Result)
 
 
 def whole_summary(result: Result, **options: Any) -> pd.DataFrame:
-    """Return a summary with all its columns, for what reads them by name."""
+    """Return a summary with all its columns, for code that reads them by name."""
     whole: pd.DataFrame = inspect.unwrap(type(result).summary)(result, **options)
     return whole
 
@@ -236,7 +236,7 @@ def whole_summary(result: Result, **options: Any) -> pd.DataFrame:
 def drawn_by(
     result: object, ax: Axes | None, title: str | None, figsize: Size | None, **options: object
 ) -> Axes | Figure:
-    """Draw with what is registered for the class of a result, or for the nearest that it inherits from."""
+    """Draw with the function registered for the class of a result or its nearest base class."""
     if ax is not None and not hasattr(ax, "get_subplotspec"):
         raise InputError(
             f"ax={shown(ax)} is not a matplotlib axes: give one, as plt.subplots()[1] is, or leave it out for a new "
@@ -249,12 +249,12 @@ def drawn_by(
     finally:
         _ASKED.reset(token)
     if not hasattr(drawn, "savefig"):
-        drawn.savefig = drawn.figure.savefig  # plot().savefig(path) writes one panel as it writes several
+        drawn.savefig = drawn.figure.savefig  # so that plot().savefig(path) works for one panel as for several
     return apply_title_and_size(drawn, title, size)
 
 
 def shown_by(shown: Any, what: Mapping[str, object]) -> View:
-    """Return what the view registered for an object's class makes of it, with the options it offers."""
+    """Return the view of an object, by the view function registered for its class, with these options."""
     show = VIEWS.of_class(type(shown))
     known = list(inspect.signature(show).parameters)[1:]
     if unknown := [name for name in what if name not in known]:
@@ -265,9 +265,9 @@ def shown_by(shown: Any, what: Mapping[str, object]) -> View:
 
 
 def bundle_of(shown: Any) -> dict[str, str | bytes]:
-    """Return what a notebook shows of what has a view: it above the table, where its page is small.
+    """Return what a notebook shows of an object with a view: the view above the table, if its page is small.
 
-    Else the table, and why there is no more than that.
+    Otherwise the table, and the reason why the view is not shown.
     """
     table = shown._repr_html_()
     bundle: dict[str, str | bytes] = {"text/plain": repr(shown)}
@@ -286,21 +286,21 @@ def bundle_of(shown: Any) -> dict[str, str | bytes]:
 
 
 def table_html(shown: object, table: pd.DataFrame) -> str:
-    """Return what a notebook shows of a result: its one line, and the first rows and outer columns of its table."""
+    """Return what a notebook shows of a result: its repr, and the first rows and outer columns of its table."""
     return f"<p>{html.escape(repr(shown), quote=False)}</p><div>{table.head(8).to_html(max_cols=12, border=0)}</div>"
 
 
 def file_names(kind: type[Result]) -> set[str]:
-    """Return the names under which a result of a class may be written, beside `run.json`."""
+    """Return the file and folder names that a result of a class may use, besides `run.json`."""
     kinds = get_type_hints(kind)
     fields = [name for name in getattr(kind, "__dataclass_fields__", {}) if name != "run"]
     return {TENSORS, *(name if kinds[name] is Shards else f"{name}.parquet" for name in fields)}
 
 
 def write_result(path: Path, result: Result) -> None:
-    """Write every field of a result into `path`; `run.json` says first and last whether the folder is finished."""
+    """Write every field of a result into `path`; `run.json` is written first as unfinished, and last as finished."""
     if not (path / RUN_FILE).exists() or read_sealed(path / RUN_FILE).get("finished"):
-        # Unfinished first, finished last: a process killed in between leaves no folder that looks whole.
+        # Unfinished first, finished last: a process killed in between leaves no folder that looks complete.
         going = {"format": FORMAT, "run": dataclasses.asdict(result.run), "finished": False}
         write_sealed(path / RUN_FILE, going)
     plain: dict[str, Any] = {}
@@ -365,7 +365,7 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
 
 
 def _is_of(value: object, kind: Any) -> bool:
-    """Whether a value is of an annotated kind: a table, a tensor with its axes, a text, one of some, or lists."""
+    """Whether a value has an annotated type: a table, a tensor with its axes, a text, a literal, a union, or lists."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return any(_is_of(value, one) for one in inside)
@@ -377,7 +377,7 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _seal(file: Path) -> dict[str, Any]:
-    """Return the size of a file, and the hash of its bytes; of a part (`Shards`) its own seal, without reading it."""
+    """Return the size of a file and the hash of its bytes; for a part (`Shards`) its own seal, without reading it."""
     if NAME.fullmatch(file.name):
         return {"bytes": file.stat().st_size, "seal": seal_of(file)}
     with file.open("rb") as opened:
@@ -385,18 +385,18 @@ def _seal(file: Path) -> dict[str, Any]:
 
 
 def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[str, Any]:
-    """Return the seals of the files of a result, none of which has changed since the run wrote it."""
+    """Return the seals of a result's files, after checking that none changed since the run wrote it."""
     allowed = file_names(cls)
     if not isinstance(manifest, dict):
         why = "so it is not known whether its files are the ones the run wrote"
         raise _damaged(path, f"{RUN_FILE} has no manifest, {why}")
-    # A table that lies there beside the manifest would be read as if the run had written it.
+    # A table that is not in the manifest would be read as if the run had written it.
     unsealed = sorted(name for name in allowed - set(manifest) if (path / name).is_file())
     if unsealed:
         raise _damaged(path, f"{unsealed[0]} is not in its manifest")
     for name, seal in manifest.items():
         folder, _, part = name.partition("/")
-        # A manifest is a file that anyone may have written: its names must not lead out of the folder.
+        # Anyone may have written the manifest: its names must not point outside the folder.
         if (folder if part else name) not in allowed or (part and not NAME.fullmatch(part)):
             raise _damaged(path, f"its manifest names {name[:60]!r}, which is not a file of a {cls.__name__}")
         file = path / name
@@ -412,36 +412,36 @@ def _damaged(path: Path, what: str) -> RunFolderError:
 
 
 def _tuple(cell: object) -> object:
-    """Turn the array that parquet makes of a list-valued cell back into a tuple, also of tuples."""
+    """Convert the array that parquet returns for a list-valued cell back to a tuple, recursively."""
     return tuple(_tuple(item) for item in cell.tolist()) if isinstance(cell, np.ndarray) else cell
 
 
-# The few numbers of a result that are worth a glance: as JSON values, as a data frame, as words in a sentence.
+# The main numbers of a result: as JSON values, as a data frame, as words in a sentence.
 
 
 def rounded(value: float) -> float | None:
-    """Return a number as JSON has it, with four places; None where it was not measured."""
+    """Return a number for JSON, rounded to four decimal places; None if it was not measured."""
     return round(float(value), 4) if math.isfinite(value) else None
 
 
 def each_row(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of a table, by the names of its columns."""
+    """Return the rows of a table as dicts by column name."""
     return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
 
 
 def records_of(table: pd.DataFrame) -> list[dict[str, object]]:
-    """Return the rows of a table as JSON values; None where there is no value."""
+    """Return the rows of a table as JSON values; None for missing values."""
     return each_row(table.astype(object).where(table.notna(), None))
 
 
 def frame_of(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:
-    """Return findings as a data frame, a row each; NaN where there is no value."""
+    """Return findings as a data frame, one row each; NaN for missing values."""
     table = pd.DataFrame(list(rows))
     return table.where(table.notna(), np.nan).infer_objects()
 
 
 def with_interval(value: float, low: float = math.nan, high: float = math.nan, places: int = 2) -> str:
-    """Write a number with its interval, where it has one: "0.52 (0.41 to 0.60)"."""
+    """Format a number with its interval (if any): "0.52 (0.41 to 0.60)"."""
     if not math.isfinite(value):
         return "not measured"
     interval = f" ({low:.{places}f} to {high:.{places}f})" if math.isfinite(low) and math.isfinite(high) else ""
@@ -449,23 +449,23 @@ def with_interval(value: float, low: float = math.nan, high: float = math.nan, p
 
 
 def plain_text(text: str) -> str:
-    """Return text with what no terminal prints spelled out: line breaks, controls, what turns the writing direction."""
+    """Return text with unprintable characters escaped: line breaks, control characters, changes of text direction."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
-# What every figure of a result can be given, whatever it draws: another title, another size.
+# Options of every figure of a result: another title, another size.
 #
-# It is done to the figure that was drawn, so that what draws a result, also one of a user's own, need not know of it.
+# They are applied to the finished figure, so that drawing functions, also users' own, need not handle them.
 
 
 Size: TypeAlias = tuple[float, float]
 """Width and height, in inches."""
 LARGEST = 100.0
-"""Inches; the largest picture that can be written has 65,536 dots, at 300 an inch 218 inches."""
+"""Largest side in inches; the largest picture that can be written has 65,536 dots: 218 inches at 300 dots per inch."""
 
 
 def checked_size(figsize: object, ax: Axes | None) -> Size | None:
-    """Return the size of a new figure, if one was given."""
+    """Return the validated size of a new figure; None if none was passed."""
     if figsize is None:
         return None
     if ax is not None:
@@ -478,16 +478,16 @@ def checked_size(figsize: object, ax: Axes | None) -> Size | None:
 
 
 _ASKED: ContextVar[Size | None] = ContextVar("size", default=None)
-"""The size that the figure now drawn was given, if it was given one."""
+"""The size requested for the figure that is being drawn (if any)."""
 
 
 def requested_size() -> Size | None:
-    """Return the size that the figure now drawn was given."""
+    """Return the size requested for the figure that is being drawn (if any)."""
     return _ASKED.get()
 
 
 def apply_title_and_size(drawn: Axes | Figure, title: str | None, size: Size | None) -> Axes | Figure:
-    """Give what was drawn a title and a size of the caller's, and break lines that are longer than there is room."""
+    """Apply the caller's title and size to a drawn figure or axes, and wrap texts that are too long for their space."""
     if title is not None and not isinstance(title, str):
         raise InputError(f"title={shown(title)} must be a text.")
     whole = hasattr(drawn, "add_subplot")
@@ -501,7 +501,7 @@ def apply_title_and_size(drawn: Axes | Figure, title: str | None, size: Size | N
     if whole and figure.get_suptitle():
         _break(figure._suptitle, _share, figure, "width", 0.98)
     for ax in figure.axes if whole else [drawn, *_bars(drawn)]:
-        # The title where the next panel or the figure ends, labels where their axes do.
+        # Wrap titles at the next panel or the figure's edge, and labels at the ends of their axes.
         for place in _titles(ax):
             _break(place, _to_the_right, ax)
         _break(ax.xaxis.label, _around, ax)
@@ -514,7 +514,7 @@ def _bars(ax: Any) -> list[Any]:
 
 
 def _to_the_right(ax: Any) -> float:
-    """The pixels from the left end of axes to the next panel or the end of the figure."""
+    """Return the pixels from the left end of axes to the next panel or the edge of the figure."""
     box = ax.get_window_extent()
     level = [one.get_window_extent() for one in ax.figure.axes if one is not ax and one.get_subplotspec()]
     ends = [one.x0 for one in level if one.x0 > box.x1 and one.y0 < box.y1 and box.y0 < one.y1]
@@ -522,7 +522,7 @@ def _to_the_right(ax: Any) -> float:
 
 
 def _around(ax: Any) -> float:
-    """The pixels that a label below axes has: a little more than they are wide, as far as the figure reaches."""
+    """Return the pixels for a label below axes: a little more than their width, within the figure."""
     box, page = ax.get_window_extent(), ax.figure.bbox
     middle = (box.x0 + box.x1) / 2
     return float(min(1.15 * box.width, 1.96 * min(middle - page.x0, page.x1 - middle)))
@@ -533,21 +533,21 @@ def _share(of: Any, side: str, share: float) -> float:
 
 
 def _break(text: Any, room: Callable[..., float], *of: object) -> None:
-    """Let matplotlib break a text whenever it draws it, into lines of a length that depends on where it then is."""
+    """Let matplotlib wrap a text whenever it draws it, at a width that depends on where the text then is."""
     text.set_wrap(True)
-    # matplotlib wraps at the figure's edge alone, and would write a title over the next panel.
+    # matplotlib itself wraps only at the figure's edge, and would write a title over the next panel.
     text._get_wrap_line_width = partial(_narrowest, text, {}, room, *of)
 
 
 def _narrowest(text: Any, least: dict[tuple[float, ...], float], room: Callable[..., float], *of: object) -> float:
-    """The least room that a figure of the same size had: lines and layout do not change by turns."""
+    """Return the least space so far in a figure of the same size, so that wrapping and layout do not alternate."""
     size = tuple(text.figure.bbox.size)
     least[size] = min(room(*of), least.get(size, math.inf))
     return least[size]
 
 
 def _title(ax: Any, title: str) -> None:
-    """Put a title where the axes' own is, as far above them."""
+    """Replace the axes' own title (left, centre or right), at the same distance above them."""
     for place in _titles(ax):
         if place.get_text():
             place.set_text(title)
@@ -559,7 +559,7 @@ def _titles(ax: Any) -> tuple[Any, Any, Any]:
     return ax._left_title, ax.title, ax._right_title
 
 
-# A view of a result: a page of HTML that holds all that it shows, to look at in a notebook or to keep as a file.
+# A view of a result: a self-contained HTML page, to show in a notebook or to save as a file.
 
 
 FITTING = """(() => {
@@ -573,28 +573,28 @@ FITTING = """(() => {
   });
   if (window.google && google.colab) google.colab.output.setIframeHeight(0, true, { maxHeight: 20000 });
 })();"""
-"""Makes each frame of a document as high as the page in it says that it is; the page can do nothing else to it.
+"""Sets the height of each frame in a document to the height that its page reports; the page can change nothing else.
 
-VS Code runs a script of an output elsewhere than where it was written, so the frame is found by who sent the message.
-Colab shows an output in a frame of its own, which follows what is in it up to 1000 pixels unless more are asked for.
+VS Code does not run an output's script at its place in the document, so the frame is found by the message's sender.
+Colab shows an output in its own frame, which grows with its content up to 1000 pixels unless more are requested.
 """
 STACKED = "grid-area:1/1"
-"""Where a picture and a frame are in a grid: one over the other, and the grid as high as the higher of what is left."""
+"""Grid position of both picture and frame: one over the other; the grid is as high as the higher one that remains."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A page that reaches for nothing outside: no script, style or picture from elsewhere."""
+    """A self-contained page: it loads no script, style or picture from elsewhere."""
 
     page: str
     """The whole page, from its doctype on."""
     height: int = 560
-    """In pixels, of its frame in a notebook, until the page says how high it is."""
+    """Height in pixels of its frame in a notebook, until the page reports its own height."""
     picture: bytes | None = None
-    """A PNG of the figure: what is seen where a notebook shows no frames, or a document no HTML."""
+    """A PNG of the figure, for notebooks that show no frames and documents that show no HTML."""
 
     def save_html(self, path: str | Path) -> Path:
-        """Write the page into a file; folders on the way are made."""
+        """Write the page into a file; missing parent folders are created."""
         file = checked_path("path", path)
         make_folder(file.parent)
         write_atomically(file, lambda temporary: temporary.write_text(self.page, encoding="utf-8"))
@@ -602,7 +602,7 @@ class View:
 
     @property
     def title(self) -> str:
-        """What is over the page."""
+        """The title of the page."""
         found = re.search(r"<title>(.*?)</title>", self.page, re.DOTALL)
         return html.unescape(found[1]) if found else ""
 
@@ -610,9 +610,9 @@ class View:
         return f"View({len(self.page):,} characters of HTML)"
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame that can reach nothing of the notebook, over its picture.
+        """Return the page in a frame that cannot access the notebook, over its picture.
 
-        A notebook that is not trusted, or a site that shows notebooks, takes the frame out; the picture remains.
+        Untrusted notebooks, and sites that show notebooks, remove the frame; the picture remains.
         """
         below = ""
         if self.picture is not None:
@@ -623,8 +623,8 @@ class View:
         return f'<div style="display:grid;grid-template-columns:100%">{below}{frame}{fitting}</div>'
 
     def framed(self, look: str = "", title: str | None = None) -> str:
-        """Return the page in a frame, of a look and title, that can reach nothing of the document around it."""
-        page = self.page.replace("&", "&amp;").replace('"', "&quot;")  # all that a quoted attribute needs: a tenth less
+        """Return the page in a frame with a style and title; the frame cannot access the surrounding document."""
+        page = self.page.replace("&", "&amp;").replace('"', "&quot;")  # enough for a quoted attribute; saves a tenth
         return (
             f'<iframe sandbox="allow-scripts allow-downloads" title="{html.escape(title or self.title, quote=True)}" '
             f'srcdoc="{page}" '
@@ -632,44 +632,44 @@ class View:
         )
 
 
-# A claim, as a result: what was found of a set of cells, heads or edges, and the run that it was found in.
+# A claim about a set of cells, heads or edges, as a result: the findings, and the run that measured them.
 #
-# What is measured, and when a claim holds, is said in `headwater.stats.claims`; `Sweep.claim`, `Circuit.claim`,
-# `CircuitRuns.claim` and `hw.heads.claim` make them. A claim's record is that of the run which measured the set, with
-# what was claimed as one more option.
+# `headwater.stats.claims` defines what is measured and when a claim holds; `Sweep.claim`, `Circuit.claim`,
+# `CircuitRuns.claim` and `hw.heads.claim` make claims. A claim's record is the record of the run that measured the
+# set, with the claim as one more option.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Claim(Result):
-    """What was found of a claim."""
+    """The measured evidence for a claim, and whether the claim holds."""
 
     table: pd.DataFrame
     """One row: `effect, low, high, placebo, placebo_high, p_value, other_ablation, split_half, held_out, margin,
-    holds`; NaN where nothing was given to measure it by."""
+    holds`; NaN if the data to measure it were not passed."""
     what: str
-    """The set that it is about, in words."""
+    """The claim's set, in words."""
     sentences: list[str]
     """What was measured, and whether the claim holds."""
     notes: list[str]
-    """What weakens the claim, such as prompts that discovery and test share; its last sentence ends with them."""
+    """Weaknesses of the claim, such as prompts that discovery and test share; its last sentence ends with them."""
     run: RunRecord
-    """That of the run, with the option `claim`: what was claimed, and beside what."""
+    """The record of the run, with the option `claim`: what was claimed, and compared with what."""
 
     @classmethod
     def of(cls, judged: Judgement, run: RunRecord, asked: Mapping[str, object]) -> Claim:
-        """Return what was judged of a run, as a result; its record says what was claimed, and beside what."""
+        """Return a judgement of a run as a result; its record contains what was claimed, and compared with what."""
         given = {name: _identity(one) if isinstance(one, RunRecord) else one for name, one in asked.items()}
         record = replace(run, options=run.options | {"claim": describe(given | {"level": judged.level})})
         return cls(judged.table, judged.what, [judged.measured, judged.verdict], list(judged.notes), record)
 
     @property
     def holds(self) -> bool:
-        """Whether the claim holds; see the first lines of `headwater.stats.claims`."""
+        """Whether the claim holds; see the module docstring of `headwater.stats.claims`."""
         return bool(self.table["holds"].iloc[0])
 
     @property
     def sentence(self) -> str:
-        """All of the report in one line."""
+        """The whole report in one line."""
         return " ".join(self.sentences)
 
     def summary(self) -> pd.DataFrame:
@@ -681,7 +681,7 @@ class Claim(Result):
         return list(self.sentences)
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the effect with its interval above all that it is compared with, and the margin."""
+        """Draw the effect with its interval above everything it is compared with, and the margin."""
         return self._drawn(ax, title, figsize)
 
     def __repr__(self) -> str:
@@ -694,5 +694,5 @@ class Claim(Result):
 
 
 def _identity(run: RunRecord) -> dict[str, object]:
-    """Return what of another run's record tells it from others."""
+    """Return the parts of another run's record that identify it."""
     return {"fingerprint": run.fingerprint, "seed": run.seed, "options": run.options}

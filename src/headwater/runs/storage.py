@@ -1,12 +1,12 @@
-"""Files that are whole or absent: written under another name, forced to the disk, then renamed.
+"""Atomic file writes: a file is written under another name, flushed to the disk, then renamed.
 
 1. `write_atomically` writes a temporary file in the same folder, flushes it to the disk, renames it, and flushes the
    folder, so that neither a killed process nor a power cut leaves a half-written file under the real name.
-2. A disk that is full, or a folder that may not be written, is one clear error; the temporary file is removed.
-3. What is read again later carries a seal, the hash of its content: JSON of headwater's own under the key `sha256`,
-   named tensors in the header of their safetensors file. What does not fit its seal is refused.
-4. `one_writer` holds a folder for this thread. The operating system lets go of it when the process ends, however it
-   ends; a thread that was interrupted may take its own folder again.
+2. A full disk, or a folder without write permission, raises one clear error; the temporary file is removed.
+3. Files that are read again later carry a seal, the hash of their content: headwater's own JSON under the key `sha256`,
+   named tensors in the header of their safetensors file. A file that does not match its seal is refused.
+4. `one_writer` locks a folder for this thread. The operating system releases the lock when the process ends, however
+   it ends; an interrupted thread may lock its own folder again.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from headwater.runs.identity import hash_of_tensor, hashed
 
 LOCK = ".lock"
 SEAL = "sha256"
-"""The key of the hash, in JSON and in the header of a file of tensors."""
+"""The key of the hash, in JSON and in the header of a tensor file."""
 
 
 def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
     """Write under a temporary name, then rename: readers see the old file or the whole new one, also after a crash."""
-    # In the same folder, since a rename is atomic within one file system alone.
+    # In the same folder, since a rename is atomic only within one file system.
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(6)}.tmp")
     try:
         write(temporary)
         _flush(temporary)
         temporary.replace(file)
-        # The name is in the folder, which a power cut may lose although the file itself is on the disk.
+        # The name is stored in the folder: a power cut may lose it although the file itself is on the disk.
         _flush(file.parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -58,7 +58,7 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(file: Path, value: Mapping[str, object]) -> None:
-    """Write a JSON object atomically; a path that is not UTF-8 is written with the escapes of JSON."""
+    """Write a JSON object atomically; a path that is not valid UTF-8 is written with JSON escapes."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     write_atomically(file, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="backslashreplace"))
 
@@ -77,12 +77,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_sealed(file: Path, value: Mapping[str, object]) -> None:
-    """Write a JSON object atomically, with the hash of its content in it."""
+    """Write a JSON object atomically, including the hash of its content."""
     write_json(file, {**value, SEAL: _hash_of_json(value)})
 
 
 def read_sealed(file: Path) -> dict[str, Any]:
-    """Read a JSON object that `write_sealed` wrote."""
+    """Read a JSON object that `write_sealed` wrote, and check its hash."""
     value = read_json(file)
     if value.pop(SEAL, None) != _hash_of_json(value):
         raise RunFolderError(f"{file} was changed since headwater wrote it. Delete the folder and run again.")
@@ -94,17 +94,17 @@ def _hash_of_json(value: Mapping[str, object]) -> str:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: str = "") -> None:
-    """Write named tensors atomically, with what they are and the hash of their content."""
+    """Write named tensors atomically, with a description (`about`) and the hash of their content."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    # One entry: safetensors writes several in an order that differs from process to process.
+    # One entry, since safetensors writes several in an order that differs between processes.
     seal = {SEAL: f"{about} {_hash_of_tensors(contiguous)}"}
     write_atomically(file, lambda temporary: save_file(contiguous, temporary, seal))
 
 
 def read_tensors(file: Path, about: str | None = None) -> dict[str, Tensor]:
-    """Read what `write_tensors` wrote about this, or about anything (None).
+    """Read the tensors that `write_tensors` wrote with this description, or with any (None); check their hash.
 
-    The tensors lie in the mapped file and must not be written into.
+    The tensors are views of the mapped file and must not be modified.
     """
     tensors = load_tensors(file)
     written, _, content = seal_of(file).rpartition(" ")
@@ -116,13 +116,13 @@ def read_tensors(file: Path, about: str | None = None) -> dict[str, Tensor]:
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
-    """Read named tensors as they are; see `read_tensors`."""
+    """Read named tensors without checking their hash; see `read_tensors`."""
     with _readable(file):
         return load_file(file)
 
 
 def seal_of(file: Path) -> str:
-    """Return what a file of tensors says that it is, and the hash of its content, from its header alone."""
+    """Return a tensor file's description and the hash of its content, from its header alone."""
     with _readable(file), safe_open(file, "pt") as opened:
         return (opened.metadata() or {}).get(SEAL, "")
 
@@ -136,14 +136,14 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def _hash_of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    # Sorted, since safetensors keeps an order of its own.
+    # Sorted, since safetensors uses its own order.
     parts = (part for name in sorted(tensors) for part in (name.encode(), hash_of_tensor(tensors[name])))
     return hashed("tensors", *parts).hex()
 
 
 def refuse_foreign(path: Path, marker: str, names: Iterable[str]) -> None:
-    """Refuse to write files of these names into a folder that has one, and lacks the file that is headwater's own."""
-    # lexists: a dangling link of the user's would be overwritten, too.
+    """Raise RunFolderError if a folder contains one of these names but not `marker`, the file that headwater writes."""
+    # lexists: a user's dangling link would also be overwritten.
     found = next((path / name for name in names if os.path.lexists(path / name)), None)
     if found is not None and not (path / marker).exists():
         raise RunFolderError(
@@ -152,7 +152,7 @@ def refuse_foreign(path: Path, marker: str, names: Iterable[str]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it."""
+    """Create a folder and its parents."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -161,28 +161,28 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, or the link that is in its place and not what it leads to."""
-    # rmtree refuses links, and what they lead to is not ours to remove.
+    """Remove a folder; if it is a link, remove only the link, not its target."""
+    # rmtree refuses links, and their targets are not ours to remove.
     if path.is_symlink():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
 LEFTOVERS = (".*.tmp", ".tmp??????")
-"""Names of temporary files: those of `write_atomically`, and those that safetensors writes under before it renames."""
+"""Name patterns of temporary files: of `write_atomically`, and of safetensors, which also renames after writing."""
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of writers that were killed; only whoever holds the folder may."""
+    """Remove the temporary files of killed writers; only the holder of the folder's lock may call this."""
     for pattern in LEFTOVERS:
         for file in folder.glob(pattern):
             file.unlink(missing_ok=True)
 
 
 def one_writer(folder: Path) -> FileLock | None:
-    """Hold a folder for this thread until `release_writer`, or until the holder is forgotten; None if another has it.
+    """Lock a folder for this thread until `release_writer` or the lock is garbage-collected; None if another holds it.
 
-    The lock is the operating system's (`flock`), so one that a dead process held is free.
+    It is an operating system lock (`flock`), so the lock of a dead process is free.
     """
     lock = FileLock(folder / LOCK, is_singleton=True)
     try:
@@ -195,8 +195,8 @@ def one_writer(folder: Path) -> FileLock | None:
 
 
 def release_writer(lock: FileLock) -> None:
-    """Let a folder go and remove its lock file."""
-    # Before it is released: afterwards the file may be another writer's.
+    """Release a folder and remove its lock file."""
+    # Remove the file before releasing: afterwards it may be another writer's.
     Path(lock.lock_file).unlink(missing_ok=True)
     lock.release(force=True)
 
@@ -209,24 +209,24 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# Tensors in parts: what is too large to be kept is a row of files, read memory-mapped when it is requested.
+# Tensors in parts: data too large for memory is a sequence of files, memory-mapped on request.
 #
-# A part is named tensors. In memory the parts are lists of them; on disk each is a safetensors file of one folder, in
-# the order of the files' names. A run makes such files one by one (`Run.stored`), and the finished result takes them
-# over where they lie, by a link, so that nothing is written twice. Each carries the hash of its content, which is
-# checked when it is read for the first time.
+# A part is a dict of named tensors. In memory the parts are a list; on disk each is a safetensors file in one folder,
+# in the order of the file names. A run writes such files one by one (`Run.stored`), and the finished result takes them
+# over by hard links, so that nothing is written twice. Each file carries the hash of its content, which is checked at
+# the first read.
 
 
 NAME = re.compile(r"\d{6,}\.safetensors")
 
 
 def shard_name(number: int) -> str:
-    """Return the name of the file of a part."""
+    """Return the file name of a part."""
     return f"{number:06d}.safetensors"
 
 
 class Shards:
-    """Parts, each of named tensors: in memory, or files that are opened when a part is requested."""
+    """A sequence of parts, each a dict of named tensors: in memory, or in files that are opened on request."""
 
     def __init__(self, parts: Sequence[Mapping[str, Tensor]] = ()):
         self._parts = [dict(part) for part in parts]
@@ -236,20 +236,20 @@ class Shards:
 
     @classmethod
     def of_files(cls, files: Sequence[Path], pieces: Sequence[Path] = ()) -> Shards:
-        """Name the files of parts; until `write` makes them, parts lie in `pieces`, as this run wrote or read them."""
+        """Return parts in files; until `write` creates `files`, the parts are in `pieces` that this run checked."""
         made = cls()
-        # Pieces were hashed when this run wrote or read them, and are not read a second time for it.
+        # Pieces were hashed when this run wrote or read them, so they need no second check.
         made._files, made._pieces, made._checked = list(files), list(pieces), set(range(len(pieces)))
         return made
 
     @property
     def in_memory(self) -> bool:
-        """Whether the tensors are kept, and not read from files."""
+        """Whether the tensors are in memory rather than in files."""
         return not self._files
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the tensors take, or their files."""
+        """Size in bytes of the tensors, or of their files."""
         if self.in_memory:
             return sum(tensor.nbytes for part in self._parts for tensor in part.values())
         return sum(self._place(number).stat().st_size for number in range(len(self)))
@@ -261,7 +261,7 @@ class Shards:
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return a part; of a file, tensors that are read when they are looked at, and must not be written into."""
+        """Return a part; tensors of a file are memory-mapped and must not be modified."""
         if self.in_memory:
             return self._parts[number]
         read = load_tensors if number in self._checked else read_tensors
@@ -281,7 +281,7 @@ class Shards:
         return f"Shards({len(self)} parts, {self.nbytes / 2**20:,.1f} MiB{'' if self.in_memory else ' in files'})"
 
     def write(self, folder: Path) -> list[str]:
-        """Write the parts into a folder and return the names of their files; what is there already stays."""
+        """Write the parts into a folder and return the names of their files; files already in place are kept."""
         make_folder(folder)
         names = [shard_name(number) for number in range(len(self))]
         for number, name in enumerate(names):
@@ -290,7 +290,7 @@ class Shards:
             else:
                 self._copy(number, folder / name)
         for file in folder.iterdir():
-            # Parts of an earlier, longer result in the same folder.
+            # It belongs to an earlier, longer result in the same folder.
             if NAME.fullmatch(file.name) and file.name not in names:
                 file.unlink()
         return names
@@ -300,7 +300,7 @@ class Shards:
         source = piece if piece and piece.exists() else self._place(number)
         if target.exists() and source.samefile(target):
             return
-        # A link of this run's own piece only, which is removed soon; two results must not share a file.
+        # Link only this run's own piece, which is removed soon; two results must not share a file.
         put = _linked if source in self._pieces else shutil.copyfile
         write_atomically(target, lambda temporary: put(source, temporary))
 
@@ -310,7 +310,7 @@ class Shards:
 
 
 def _linked(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no links."""
+    """Hard-link a file to a second name, or copy it if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:
