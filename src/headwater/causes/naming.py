@@ -1,23 +1,23 @@
-"""Do weights predict the cause? Which head each way of naming names, and its share of the largest effect.
+"""Do weights predict the cause? Which head each criterion ("way") names, and its share of the largest effect.
 
-A way names the head with the largest value of what it knows, all of it of the first half of the items:
+A way names the head with the largest value of its criterion, which is computed only from the first half of the items:
 
-    weights and attention    margin × attention to the source                              (what is put to the test)
+    weights and attention    margin × attention to the source                              (the way under test)
     weights                  margin
     attention                attention to the source
     other relations' weights the margin for a relation of another family × attention; the mean over such relations
     other relations' effect  the mean share of the gap that a head moves in relations of other families, no weights
     shuffled targets         the margin with targets shuffled among the items × attention; the mean over the draws
-    effect                   the effect on the first half: what a cause that is known names, the ceiling
+    effect                   the effect on the first half: the ceiling, because it uses the measured cause
 
-The share of a head is its mean effect on the second half divided by the largest one there, so that 1 is the head that
-moves most; intervals are over sources. Three are baselines, which a claim about weights must beat: attention alone,
-other relations' weights, other relations' effect. Shuffled targets give p: with strength = (the named head's margin ×
-attention) × its share, p = (1 + draws with at least the strength of the targets as they are) / (1 + draws).
+The share of a head is its mean effect on the second half divided by the largest mean effect there, so that the head
+with the largest effect has share 1; intervals are over sources. Three ways are baselines that a claim about weights
+must beat: attention alone, other relations' weights, other relations' effect. Shuffled targets give p: with strength =
+(the named head's margin × attention) × its share, p = (1 + draws at least as strong as the true targets) / (1 + draws).
 
 Why this statistic: over all heads, rank correlation and AUC reward heads that matter for everything.
 
-Families: relations whose strongest head on the first half is the same are one family, one finding.
+Families: relations with the same strongest head on the first half are one family, and count as one finding.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +40,7 @@ from headwater.stats.resample import Bootstrap, interval
 #
 # difference    logit(t) - logit(f)
 # gap           difference of the clean prompt - difference of the corrupted one
-# effect        of a head: how much of the difference goes when its z at the last position is the corrupted run's
+# effect        of a head: loss of the difference when its z at the last position is the corrupted run's
 # share         mean effect / mean gap
 # attention     of a head from the last position to the source, mean over clean prompts
 
@@ -57,22 +57,22 @@ def both_sides(pairs: PairedPrompts) -> tuple[list[list[int]], list[list[int]]]:
 
 @dataclass(frozen=True)
 class HeadEffects:
-    """What single heads do on some pairs."""
+    """Effects of single heads on some pairs."""
 
     effect: Float[ndarray, "pair layer head"]
     gap: Float[ndarray, " pair"]
 
     @property
     def share(self) -> Float[ndarray, "layer head"]:
-        """Every head's mean effect, as a share of the mean gap."""
+        """Each head's mean effect, as a share of the mean gap."""
         return self.effect.mean(0) / self.gap.mean()
 
 
 def head_effects(model: HookedModel, pairs: PairedPrompts, heads: Collection[Head] | None = None) -> HeadEffects:
-    """Measure the effects of heads, all by default, exactly; those of the others are NaN.
+    """Measure the exact effects of heads (default: all); those of other heads are NaN.
 
-    Only the last token goes down the layers again, from its head on: of a model of 30 layers and 9 heads all heads of a
-    pair cost as much as reading about 135 tokens, less than an estimate by gradients and a check of its leaders.
+    Only the last token is rerun through the layers, from its head on. In a model of 30 layers and 9 heads, all heads of
+    a pair cost as much as reading about 135 tokens, less than a gradient estimate and a check of its leaders.
     """
     size = model.shape.n_layers, model.shape.n_heads
     chosen = sorted(np.ndindex(size) if heads is None else heads)
@@ -80,7 +80,7 @@ def head_effects(model: HookedModel, pairs: PairedPrompts, heads: Collection[Hea
     options = {"sets": sets, "values": "other run", "positions": "last", "metric": metric_of(pairs), "progress": False}
     table = ablate(model, *both_sides(pairs), **options).table  # type: ignore[arg-type]
     by_head = np.full((len(pairs), *size), np.nan)
-    # pivot sorts its columns as texts ("10" before "2"); they are put back in the order of the heads.
+    # pivot sorts its columns as strings ("10" before "2"), so they are put back in the order of the heads.
     by_head[:, *np.transpose(chosen)] = -table.pivot(index="example", columns="set", values="effect")[list(sets)]
     clean, corrupted = table.groupby("example")[["clean", "corrupted"]].first().to_numpy(dtype=float).T
     return HeadEffects(by_head, clean - corrupted)
@@ -89,7 +89,7 @@ def head_effects(model: HookedModel, pairs: PairedPrompts, heads: Collection[Hea
 def ablated(
     model: HookedModel, pairs: PairedPrompts, sets: Sequence[Sequence[Head]]
 ) -> tuple[Float[ndarray, "pair set"], float]:
-    """Return what the difference of each pair loses when heads write nothing at the last position, and its mean."""
+    """Return each pair's loss of the difference when heads are zeroed at the last position, and the mean difference."""
     named = {str(number): list(heads) for number, heads in enumerate(sets)}
     options = {"sets": named, "positions": "last", "metric": metric_of(pairs), "progress": False}
     table = ablate(model, pairs.clean.tolist(), **options).table  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def attention_to_source(model: HookedModel, pairs: PairedPrompts) -> Float[ndarr
 
 def strongest(values: Float[ndarray, "layer head"], n: int) -> list[Head]:
     """Return the n heads with the largest values, the largest first."""
-    # Stable: of equal values, such as those of heads that do nothing, the first layer's comes first everywhere.
+    # Stable, so that among equal values, such as those of heads without effect, the first layer comes first everywhere.
     flat = np.argsort(-values, axis=None, kind="stable")[:n]
     return [(int(i), int(j)) for i, j in zip(*np.unravel_index(flat, values.shape), strict=True)]
 
@@ -120,26 +120,26 @@ ByHead = Float[ndarray, "layer head"]
 
 @dataclass(frozen=True)
 class Choice:
-    """What is known of one relation from its first half, by head."""
+    """Values of one relation from its first half, by head."""
 
     relation: str
     margins: Float[ndarray, "draw layer head"]
-    """The margin, then those with shuffled targets, of items of the first half."""
+    """Row 0 is the margin, the further rows are margins with shuffled targets; for items of the first half."""
     attention: ByHead
     share: ByHead
     """The effect on the first half, as a share of the gap."""
 
     @property
     def family(self) -> Head:
-        """The head that names the relation's family: the one with the largest effect on the first half."""
+        """The head that identifies the relation's family: the one with the largest effect on the first half."""
         return strongest(self.share, 1)[0]
 
 
 def names_of(choice: Choice, others: Sequence[Choice]) -> dict[str, list[Head]]:
-    """Return the heads that each way names; several where it is a mean over relations or draws."""
-    # Targets are shuffled in the margins alone; attention is that of the run in every draw.
+    """Return the heads that each way names; several if the way is a mean over relations or draws."""
+    # Only the margins use shuffled targets; attention is that of the run in every draw.
     gated = choice.margins * choice.attention
-    # A relation of the same family names the same head, which cannot beat itself.
+    # A relation of the same family names the same head, and a head cannot beat itself.
     foreign = [other for other in others if other.family != choice.family]
     named = {
         NAMED: [strongest(gated[0], 1)[0]],
@@ -162,21 +162,21 @@ def judged(
     sources: Int[ndarray, " pair"],
     seed: int,
 ) -> tuple[pd.DataFrame, Float[ndarray, " draw"]]:
-    """Return what share of the largest effect the head of each way of naming (`names_of`) has, on the second half.
+    """Return the share of the largest effect of the head that each way (`names_of`) names, on the second half.
 
-    Effects are NaN of heads that are neither named nor may be strongest; a source is what its pair asks for.
+    Effects are NaN for heads that are neither named nor candidates for the strongest. `sources` is each pair's item.
 
     Returns:
-        A row per way: `way, layer, head` (absent where several are named), `heads` (how many different ones), `rank` of
+        A row per way: `way, layer, head` (absent if several are named), `heads` (number of different ones), `rank` of
         its effect (the median of several), `share, low, high`; `difference, difference_low, difference_high`, by how
         much the share of "weights and attention" is greater; `p_value`, of "weights and attention" against shuffled
-        targets. And the strength of the targets as they are, and of each draw of shuffled ones.
+        targets. Second, the strength for the true targets, and for each draw of shuffled targets.
     """
     n_heads = effects.shape[2]
     means = Bootstrap.of(sources.tolist(), seed=seed).mean(effects.reshape(len(effects), -1))  # draw × head
-    # The largest of each draw: in a resample another head may be the strongest.
+    # The largest within each bootstrap draw, because in a resample another head may be the strongest.
     largest = np.nanmax(means, 1, keepdims=True)
-    shares = means / np.where(largest > 0, largest, np.nan)  # where no head moves anything there is no share
+    shares = means / np.where(largest > 0, largest, np.nan)  # there is no share if no head has an effect
     # Heads that were not measured are weaker on the first half, and rank after those that were.
     rank = np.argsort(np.argsort(-means[0], kind="stable"), kind="stable") + 1  # NaN comes last
     of_way = {way: np.array([layer * n_heads + head for layer, head in some], dtype=int) for way, some in named.items()}
@@ -196,7 +196,7 @@ def judged(
         row |= {"share": share.value, "low": share.low, "high": share.high, "difference": ahead.value}
         rows.append(row | {"difference_low": ahead.low, "difference_high": ahead.high})
     table = pd.DataFrame(rows)
-    # The first draw is the relation as it is; so is the first of the names.
+    # Row 0 of the margins has the true targets; `named` has the same order.
     products = (choice.margins * choice.attention).reshape(len(choice.margins), -1).max(1)
     strength = products * shares[0, [*of_way[NAMED], *of_way["shuffled targets"]]]
     table["p_value"] = np.where(table["way"] == NAMED, shuffled_p(strength), np.nan)
@@ -204,5 +204,5 @@ def judged(
 
 
 def shuffled_p(strength: Float[ndarray, " draw"]) -> float:
-    """Return how probable the first strength is among those of shuffled targets, the others."""
+    """Return the fraction of strengths that are at least the first one, that of the true targets; it counts itself."""
     return float((strength >= strength[0]).mean())

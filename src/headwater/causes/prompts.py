@@ -1,14 +1,14 @@
 """Prompts that ask a model for a relation's targets, in two halves that share no source.
 
-1. The relation's sources are dealt into two halves at random. Everything that is chosen is chosen on the first half,
-   and every number that is reported is of the second.
-2. Each half is made into pairs of prompts that differ in the source alone: an item, and another one whose targets it
-   does not accept. The other's first target is the foil of the logit difference.
-3. Candidates for the prompt: the relation's own sentences (`templates.json`); four examples in front of the first of
-   them, or in front of "Input: {source} Output:"; and for a model with a chat template that sentence as the beginning
-   of the assistant's answer. Examples are items of the first half that no prompt asks for.
-4. On the first half, of at most eight pairs, the candidate with the largest mean logit difference of target and foil is
-   taken. Accuracy does not choose: a model may prefer a third word always, and yet know the two apart.
+1. The relation's sources are split at random into two halves. Every choice is made on the first half, and every
+   reported number is measured on the second.
+2. Each half becomes pairs of prompts that differ only in the source: an item, and another item that shares no accepted
+   target with it. The other item's first target is the foil of the logit difference.
+3. Candidates for the prompt: the relation's sentences (`templates.json`); four examples before the first of these
+   sentences, or before "Input: {source} Output:"; and, for a model with a chat template, that first sentence as the
+   beginning of the assistant's answer. Examples are items of the first half that no prompt asks for.
+4. The candidate with the largest mean logit difference of target and foil wins, on at most eight pairs of the first
+   half. Accuracy does not choose, because a model may always prefer a third word and still tell the two apart.
 """
 
 import json
@@ -39,7 +39,7 @@ GENERIC = "Input: {source} Output:"
 INSTRUCTION = "Complete the sentence with the right word."
 SHOTS = 4
 CHOSEN_ON = 8
-"""At most so many pairs of the first half."""
+"""Largest number of pairs of the first half."""
 FEWEST_PAIRS = 6
 HALVES = "first", "second"
 
@@ -56,33 +56,33 @@ class PairedPrompts:
     """The position of the source, the same in all prompts."""
     accepted: tuple[tuple[int, ...], ...]
     item: Int[Tensor, " pair"]
-    """Which item of the relation each clean prompt asks for."""
+    """The index in the relation of the item that each clean prompt asks for."""
 
     def __len__(self) -> int:
         return len(self.clean)
 
     def few(self, n: int) -> "PairedPrompts":
-        """Return the first pairs alone."""
+        """Return only the first pairs."""
         cut = {name: part[:n] for name, part in vars(self).items() if name != "source"}
         return replace(self, **cut)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RelationPrompts:
-    """What `relation_prompts` returns."""
+    """The result of `relation_prompts`."""
 
     tokens: TokenRelation
     template: str
-    """The chosen prompt, with `{source}` in it and the examples before it."""
+    """The chosen prompt, including its examples, with `{source}` in it."""
     kind: str
-    """What it is: "completion", "few-shot", "chat", or "given"."""
+    """Kind of the prompt: "completion", "few-shot", "chat", or "given"."""
     first: PairedPrompts
-    """Pairs to choose on."""
+    """Pairs for choices."""
     second: PairedPrompts
-    """Pairs to measure on."""
+    """Pairs for measurements."""
     templates: pd.DataFrame
-    """A row per candidate: `kind, template, pairs, difference, low, high, accuracy, chosen`: the logit difference of
-    target and foil on pairs of the first half, with its 95 % interval."""
+    """A row per candidate: `kind, template, pairs, difference, low, high, accuracy, chosen`; `difference` is the logit
+    difference of target and foil on pairs of the first half, with its 95 % interval."""
     table: pd.DataFrame = field(init=False)
     """A row per pair: `half, source, target, other_source, other_target`."""
 
@@ -119,10 +119,10 @@ def relation_prompts(
     Args:
         model: the model.
         relation: the name of a relation of headwater's suite, or a relation.
-        template: a text with one `{source}` after a space, after which the target comes, read as it is written; or
-            "auto": of the candidates the one with the largest logit difference of target and foil on the first half.
-        pairs: at most so many pairs in the second half; the first half has eight at most.
-        seed: of the halves, the pairs and the examples.
+        template: a text with one `{source}` after a space, used unchanged, after which the target comes; or "auto": the
+            candidate with the largest logit difference of target and foil on the first half.
+        pairs: largest number of pairs in the second half; the first half has at most eight.
+        seed: seed of the halves, the pairs and the examples.
 
     Raises:
         InputError: too few of the relation's words are one token for this model, or the template cannot be used.
@@ -139,7 +139,7 @@ def relation_prompts(
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A prompt that could ask for a relation's targets, and its pairs."""
+    """A candidate prompt for a relation's targets, and its pairs."""
 
     kind: str
     template: str
@@ -148,7 +148,7 @@ class Candidate:
 
 
 def candidates(model: HookedModel, tokens: TokenRelation, template: str, pairs: int, seed: int) -> list[Candidate]:
-    """Return the prompts that can be tried; see `relation_prompts`. The model is not run."""
+    """Return the candidate prompts; see `relation_prompts`. The model is not run."""
     halves, usable = halves_of(tokens, seed), []
     enough = len(halves[0]) >= SHOTS + FEWEST_PAIRS
     for kind, text in _templates(model, tokens, halves[0], template) if enough else ():
@@ -175,7 +175,7 @@ MEASURES = ["pairs", "difference", "low", "high", "accuracy"]
 
 
 def measured_candidates(model: HookedModel, tried: Sequence[Candidate]) -> Float[Tensor, "row column"]:
-    """Return `MEASURES` of each candidate, on the pairs of the first half."""
+    """Return `MEASURES` for each candidate, on the pairs of the first half."""
     rows = []
     for one in tried:
         difference, correct = differences(model, one.first)
@@ -187,7 +187,7 @@ def measured_candidates(model: HookedModel, tried: Sequence[Candidate]) -> Float
 def chosen_prompts(
     tokens: TokenRelation, tried: Sequence[Candidate], measured: Float[Tensor, "row column"]
 ) -> RelationPrompts:
-    """Take the candidate with the largest mean difference."""
+    """Return the prompts of the candidate with the largest mean difference."""
     best = int(measured[:, 1].argmax())
     templates = pd.DataFrame(measured.numpy(), columns=MEASURES).astype({"pairs": int})
     templates.insert(0, "kind", [candidate.kind for candidate in tried])
@@ -205,9 +205,9 @@ def mean_of(values: Float[ndarray, " pair"], sources: Sequence[int]) -> Interval
 def differences(
     model: HookedModel, pairs: PairedPrompts, *, corrupted: bool = False
 ) -> tuple[Float[ndarray, " pair"], ndarray]:
-    """Return logit(answer) - logit(foil) at the end of one side, and whether an accepted token is first."""
+    """Return logit(answer) - logit(foil) at the end of one side, and whether the top token is an accepted one."""
     prompts = pairs.corrupted if corrupted else pairs.clean
-    # What all prompts begin with, the examples, is run once.
+    # The prefix that all prompts share, such as the examples, is run once.
     logits = next_logits(model, model.tokenize(prompts)).float().cpu()
     rows = torch.arange(len(logits))
     first = logits.argmax(-1).tolist()
@@ -216,7 +216,7 @@ def differences(
 
 
 def halves_of(tokens: TokenRelation, seed: int) -> tuple[list[int], list[int]]:
-    """Deal the items into two halves: those of a source stay together, and each source counts once."""
+    """Split the items into two halves: the first item of each source, so that each source counts once."""
     # Reversed, so that of several items of a source the first one is kept.
     firsts = {int(source): item for item, source in reversed(list(enumerate(tokens.source)))}
     items = np.random.default_rng(seed).permutation(sorted(firsts.values())).tolist()
@@ -224,8 +224,8 @@ def halves_of(tokens: TokenRelation, seed: int) -> tuple[list[int], list[int]]:
 
 
 def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], n: int) -> PairedPrompts:
-    """Pair each item, n at most, with the next one, in a ring, that shares no accepted target with it."""
-    # The same number of tokens on both sides of the source as most have, so that the prompts of a pair align.
+    """Pair each of the first `n` items with the next one, in a ring, that shares no accepted target with it."""
+    # Only prompts with the most common number of tokens on both sides of the source, so that pairs align.
     places = list(zip(prompts.source.tolist(), prompts.batch.lengths.tolist(), strict=True))
     usual = Counter(places).most_common(1)[0][0]
     row_of = {item: row for row, item in enumerate(prompts.item.tolist()) if places[row] == usual}
@@ -233,7 +233,7 @@ def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], 
     both = []
     for place, item in enumerate(usable[:n]):
         others = usable[place + 1 :] + usable[:place]
-        # A foil that is accepted for the item, too, would make a right answer count against it.
+        # If a foil were accepted for the item too, a right answer would count against it.
         disjoint = (candidate for candidate in others if not set(tokens.targets[candidate]) & set(tokens.targets[item]))
         if (other := next(disjoint, None)) is not None:
             both.append((item, other))
@@ -248,7 +248,7 @@ def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], 
 def _templates(
     model: HookedModel, tokens: TokenRelation, items: Sequence[int], template: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of each prompt that is tried."""
+    """Yield kind and text of each candidate prompt."""
     if template != "auto":
         yield "given", checked_templates(template)[0]
         return
@@ -257,7 +257,7 @@ def _templates(
         yield "completion", sentence
     words = [tokens.words[item] for item in items[:SHOTS]]
     for sentence in (*sentences[:1], GENERIC):
-        # replace and not format: a sentence may hold other braces.
+        # replace and not format, because a sentence may contain other braces.
         examples = [f"{sentence.replace('{source}', source)} {targets[0]}\n" for source, targets in words]
         yield "few-shot", "".join(examples) + sentence
     if sentences:
@@ -268,5 +268,5 @@ def _templates(
 
 @cache
 def _own_templates() -> dict[str, list[str]]:
-    """The sentences that are tried for the relations of headwater's suite."""
+    """Return the candidate sentences for the relations of headwater's suite."""
     return dict(json.loads((files("headwater.causes") / "templates.json").read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""What `hw.evidence` returns: of several relations a row each (`EvidenceSuite`), of one everything (`Evidence`)."""
+"""The results of `hw.evidence`: a row per relation for several (`EvidenceSuite`), all details for one (`Evidence`)."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ COLUMNS += ["reason", "family"]
 
 
 def holds(row: Mapping[Any, Any], ways: pd.DataFrame) -> bool:
-    """Whether a relation's weights name its cause: p at most 5 %, and a share greater than that of each baseline."""
+    """Return whether a relation's weights name its cause: p at most 5 %, and a share above that of each baseline."""
     beside = ways[ways["way"].isin(BASELINES)].dropna(subset=["share"])
-    # A baseline that could not be measured is not beaten.
+    # A baseline that could not be measured does not count as beaten.
     return bool(row["p_value"] <= LARGEST_P and len(beside) == len(BASELINES) and (beside["difference_low"] > 0).all())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EvidenceSuite(Result):
-    """What `hw.evidence` returns of several relations."""
+    """The result of `hw.evidence` for several relations."""
 
     table: pd.DataFrame
     """A row per relation: `relation, category, items` (of single tokens), `prompt` (kind), `pairs`, `gap, gap_low,
     gap_high` (logits), `accuracy`, `can`, `reason` (why not), `family` (its strongest head on the first half), `layer,
-    head` (that margin × attention name), `rank`, `share, low, high` (of the largest effect, on the second half),
+    head` (named by margin × attention), `rank`, `share, low, high` (of the largest effect, on the second half),
     `p_value` (shuffled targets), and `holds`: p is at most 5 % and the share is greater than each baseline's."""
     ways: pd.DataFrame
     """A row per relation and way of naming a head; see `headwater.causes.naming.judged`."""
     strength: Float[Tensor, "relation draw"]
-    """Of the targets as they are, and of each draw of shuffled ones; see `headwater.causes.naming`."""
+    """Column 0: for the true targets; other columns: for each draw of shuffled ones; see `headwater.causes.naming`."""
     run: RunRecord
 
     @classmethod
     def of(
         cls, rows: Sequence[dict[str, Any]], ways: Sequence[pd.DataFrame], strength: Tensor, run: RunRecord
     ) -> EvidenceSuite:
-        """Put the relations' rows and ways together."""
+        """Assemble the result from the relations' rows and ways."""
         columns = ["relation", "way", "layer", "head", "heads", "rank", "share", "low", "high", "difference"]
         columns += ["difference_low", "difference_high", "p_value"]
         every = pd.concat(ways, ignore_index=True)[columns] if ways else pd.DataFrame(columns=columns)
@@ -77,7 +77,7 @@ class EvidenceSuite(Result):
         """Return a row per family: relations with the same strongest head are one finding.
 
         `family, relations, named`: how many of them name their strongest head; `share`, the mean share of the largest
-        effect; the same of each other way, in a column of its name; `p_value` of the mean strength against shuffled
+        effect; the same for each other way, in a column with its name; `p_value` of the mean strength against shuffled
         targets, `q_value` over families; largest families first.
         """
         rows = []
@@ -98,8 +98,8 @@ class EvidenceSuite(Result):
     def compared(self, seed: int = 0) -> pd.DataFrame:
         """Return by how much weights and attention name better than each other way: a mean over families.
 
-        `way, share` (a mean over families of the mean over their relations), `difference, low, high`: of the share of
-        weights and attention, with a bootstrap interval over families.
+        `way, share` (a mean over families of the mean over their relations), `difference, low, high`: the share of
+        weights and attention minus that share, with a bootstrap interval over families.
         """
         summary, seed = whole_summary(self), checked_seed(seed)
         draws, rows = Bootstrap.of(range(len(summary)), seed=seed), []
@@ -109,7 +109,7 @@ class EvidenceSuite(Result):
         return pd.DataFrame(rows, columns=["way", "share", "difference", "low", "high"])
 
     def report(self) -> list[str]:
-        """Return in how many relations and families weights name the cause, beside the baselines."""
+        """Return in how many relations and families the weights name the cause, beside the baselines."""
         sentences = [
             f"{self.run.model} can do {len(self.measured)} of {len(self.table)} relations: there the gap of the logit "
             "difference between two sources is above 0 (95 % interval)."
@@ -147,23 +147,24 @@ class EvidenceSuite(Result):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evidence(Result):
-    """What `hw.evidence` returns of one relation."""
+    """The result of `hw.evidence` for one relation."""
 
     table: pd.DataFrame
-    """A row per head, the largest product first: `layer, head`; of the weights `score, excess, q_value` (as
+    """A row per head, the largest product first: `layer, head`; from the weights `score, excess, q_value` (as in
     `classify_heads`), `margin` (logits, first half); `attention` from the last position to the source (first half);
-    `product` of the two; `first_half`, the share of the gap that it moves there, and `effect, low, high`, that share on
-    the second half; `direct`, the share of the gap that it writes into the logits itself (second half)."""
+    `product` of margin and attention; `first_half`, the share of the gap that it moves there, and `effect, low, high`,
+    this share on the second half; `direct`, the share of the gap that it writes directly into the logits (second half).
+    """
     can: pd.DataFrame
-    """One row: whether the model can do the relation; the row of `EvidenceSuite.table`."""
+    """One row: whether the model can do the relation, as in `EvidenceSuite.table`."""
     templates: pd.DataFrame
-    """The prompts that were tried; see `RelationPrompts`."""
+    """The candidate prompts; see `RelationPrompts`."""
     when: pd.DataFrame
-    """A row per role ("source", "last") and layer: `share, low, high` of the gap that its residual stream carries."""
+    """A row per role ("source", "last") and layer: `share, low, high` of the gap that the residual stream carries."""
     ways: pd.DataFrame
     """A row per way of naming a head; see `headwater.causes.naming.judged`."""
     cost: pd.DataFrame
-    """What ablation costs: `heads` (names), `what` ("named", "named together", "largest effect", "random", "named
+    """Cost of ablation: `heads` (names), `what` ("named", "named together", "largest effect", "random", "named
     together, on RELATION"), `cost` in logits of the difference, `low, high`, `share` of the difference."""
     run: RunRecord
 
@@ -174,14 +175,14 @@ class Evidence(Result):
 
     @property
     def is_measured(self) -> bool:
-        """Whether the model can do the relation, so that there is something to say."""
+        """Whether the model can do the relation, so that results exist."""
         return bool(self.can["can"].iloc[0])
 
     def way(self, name: str) -> dict[str, Any]:
-        """Return the row of `ways` of that name.
+        """Return the row of `ways` with the given name.
 
         Raises:
-            InputError: there is no such way, or the model cannot do the relation.
+            InputError: the way is unknown, or the model cannot do the relation.
         """
         checked_name("name", name, WAYS)
         if not self.is_measured:
@@ -195,13 +196,13 @@ class Evidence(Result):
 
     @property
     def passes(self) -> int | None:
-        """The first layer before which the last position carries half of the gap; None where none does."""
+        """The first layer before which the last position carries half of the gap; None if there is none."""
         last = self.when[(self.when["role"] == "last") & (self.when["share"] >= 0.5)]
         return None if last.empty else int(last["layer"].min())
 
     @property
     def verdict(self) -> str:
-        """What agrees and what does not, as a sentence."""
+        """A sentence on whether the weights name the cause, and if not, why."""
         if not self.is_measured:
             return f"{self.relation} was not measured on {self.run.model}: {self.can['reason'].iloc[0]}."
         ours, head = self.way(NAMED), _head(self.way(NAMED))
@@ -223,7 +224,7 @@ class Evidence(Result):
         )
 
     def report(self) -> list[str]:
-        """Return what weights, attention, patching, attribution and ablation say of this relation's heads."""
+        """Return the results of weights, attention, patching, attribution and ablation for this relation's heads."""
         if not self.is_measured:
             return [self.verdict]
         can = self.can.iloc[0]

@@ -1,18 +1,18 @@
-"""From weights to a cause: does what a head's parameters say it can write predict which head carries it in the run?
+"""From weights to a cause: do a head's parameters predict which head carries a relation in the running model?
 
 For each relation, on items split once by source (`prompts`):
 
 1. weights     the margin of every head, on the first half: how far its OV map puts a source's target above the other
                targets (`heads.classify`); and the same with shuffled targets.
-2. ability     the gap of the logit difference on the second half. Where its interval is not above 0 the model does not
+2. ability     the gap of the logit difference on the second half. If its interval is not above 0, the model does not
                tell the targets apart, and nothing more is measured.
 3. attention   each head's attention from the last position to the source, on the first half.
-4. effect      the exact effect of each head's z at the last position, on both halves; on the second half of a suite
-               that of the strongest ones on the first half and of all that step 5 names.
-5. test        margin × attention names one head. Is it the one that moves most, and what share of the largest effect
-               has it, beside three baselines, shuffled targets and a ceiling (`naming`)?
+4. effect      the exact effect of each head's z at the last position, on both halves; for a suite, on the second half
+               only for the strongest heads of the first half and all heads that step 5 names.
+5. test        margin × attention names one head. Is it the head with the largest effect, and what share of the largest
+               effect does it have, beside three baselines, shuffled targets and a ceiling (`naming`)?
 
-For one relation also: when the answer passes to the last position, who writes it, what ablation costs.
+For a single relation also: when the answer passes to the last position, who writes it, what ablation costs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,9 +71,9 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.stats.resample import Bootstrap, interval
 
 LEADERS = 30
-"""Of a suite, so many heads are measured on the second half, the strongest on the first, beside all that are named."""
+"""In a suite, number of strongest heads of the first half that are measured on the second, besides all named heads."""
 OTHERS = 8
-"""So many further relations, for the baselines, where one alone is requested."""
+"""If one relation is requested: number of further relations, for the baselines."""
 MOST_DRAWS = 10_000
 
 
@@ -90,25 +90,25 @@ def evidence(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> Evidence | EvidenceSuite:
-    """Say which head a relation's weights name, and whether that head carries the answer in the running model.
+    """Test whether the head that a relation's weights name carries the answer in the running model.
 
     Args:
         model: the model.
-        relations: the name of one relation, or a relation: everything about it (`Evidence`). Several, or by default the
-            whole suite: a row for each (`EvidenceSuite`).
-        template: what asks for a target; see `relation_prompts`.
-        embedding: what heads from layer 1 on read; see `classify_heads`.
-        pairs: at most so many pairs of prompts in the second half of a relation; the first half has eight at most.
-        draws: how often targets are shuffled, and how many random sets of heads are ablated.
-        seed: of the halves, pairs, examples, draws and intervals.
-        progress: show bars.
-        out: a folder for the result. It keeps finished relations: an interrupted call, repeated, goes on from there.
+        relations: the name of one relation, or a relation: all details about it (`Evidence`). Several, or by default
+            the whole suite: a row for each (`EvidenceSuite`).
+        template: the prompt that asks for a target; see `relation_prompts`.
+        embedding: the embedding that heads from layer 1 on read; see `classify_heads`.
+        pairs: largest number of prompt pairs in the second half of a relation; the first half has at most eight.
+        draws: number of times targets are shuffled, and number of random sets of heads that are ablated.
+        seed: seed of the halves, pairs, examples, draws and intervals.
+        progress: show progress bars.
+        out: a folder for the result. It stores finished relations, so that an interrupted call can be resumed.
 
     Raises:
-        InputError: there is no such relation, too few of its words are one token for this model, or an option cannot
-            be used.
+        InputError: the relation is unknown, too few of its words are one token for this model, or an option cannot be
+            used.
         ModelError: the model's weights cannot be read.
-        RunFolderError: `out` holds another run.
+        RunFolderError: `out` contains another run.
     """
     check_model(model)
     checked_scoring(None, 0.15, embedding)
@@ -117,7 +117,7 @@ def evidence(
     pairs, seed = checked_count("pairs", pairs, least=FEWEST_PAIRS), checked_seed(seed)
     draws = checked_count("draws", draws, most=MOST_DRAWS)
     loaded = load_relations(relations)
-    # A list of one relation is a suite: what a call returns follows from its argument's kind, not from its length.
+    # A list of one relation is a suite, so that the result's type depends on the argument's type, not on its length.
     single = len(loaded) == 1 and not isinstance(relations, list | tuple)
     tokenized = list(tokenize_relations(loaded, model.tokenizer))
     if single:
@@ -144,7 +144,7 @@ def _ids(tokens: TokenRelation) -> set[int]:
 
 
 def unrelated(tokens: TokenRelation, suite: Sequence[TokenRelation], seed: int) -> list[TokenRelation]:
-    """Return relations that share hardly a word with this one, drawn at random: at most a tenth of its tokens."""
+    """Return random relations that share at most a tenth of this relation's tokens."""
     ids = _ids(tokens)
     others = [other for other in suite if other.usable and other.relation.name != tokens.relation.name]
     far = [other for other in others if len(ids & _ids(other)) <= len(ids) / 10]
@@ -155,7 +155,7 @@ def unrelated(tokens: TokenRelation, suite: Sequence[TokenRelation], seed: int) 
 def _measure(
     model: HookedModel, tokenized: Sequence[TokenRelation], n: int, options: Mapping[str, Any], seed: int, run: Run
 ) -> Evidence | EvidenceSuite:
-    """Do what the first lines of this file say; the first `n` relations are those requested."""
+    """Run the steps in the docstring of this file; the first `n` relations are the requested ones."""
     tried, reasons = {}, dict[int, str]()
     for number, tokens in enumerate(tokenized):
         template = options["template"] if number < n else "auto"
@@ -166,7 +166,7 @@ def _measure(
     _say_how_long(model, tokenized[:n], tried, options["pairs"], run.progress)
     results = dict[int, dict[str, Tensor]]()
     for stage, some in (("choose", [i for i in tried if i < n]), ("others", [i for i in tried if i >= n])):
-        # Others are compared with a relation that the model can do: without one they would be measured for nothing.
+        # The other relations serve only as comparison, so they are skipped unless the model can do a requested one.
         if not some or (stage == "others" and not any("share" in piece for piece in results.values())):
             continue
         with run.bar("Gaps, attention, effects", "relation", len(some)) as bar:
@@ -197,7 +197,7 @@ def _measure(
     suite = EvidenceSuite.of(rows, ways, strength, run.record)
     if not single:
         return suite
-    if 0 not in choices:  # no prompts can be made, or the model cannot do it
+    if 0 not in choices:  # no prompts can be built, or the model cannot do the relation
         templates = prompts[0].templates if 0 in prompts else pd.DataFrame()
         empty = {"when": pd.DataFrame(columns=WHEN), "cost": pd.DataFrame(columns=COST)}
         return Evidence(pd.DataFrame(columns=BY_HEAD), suite.table, templates, ways=suite.ways, run=suite.run, **empty)
@@ -212,17 +212,17 @@ def _say_how_long(
     pairs: int,
     progress: bool,
 ) -> None:
-    """Say how long it takes, if that is over a minute, from the tokens that are run."""
+    """Report how long it takes if it is over a minute, from the number of tokens that are run."""
     heads, tokens, n = model.shape.n_layers * model.shape.n_heads, 0, len(requested)
     for i, some in tried.items():
         tokens += sum(candidate.first.clean.numel() for candidate in some)
         first, second = (max(some, key=lambda candidate: getattr(candidate, half).clean.numel()) for half in HALVES)
         tokens += first.first.clean.numel() + 2 * second.second.clean.numel()  # attention; the gap, both sides
         moved = [(first.first, heads)]
-        if i < n:  # what a relation is compared with is not measured on the second half
+        if i < n:  # comparison relations are not measured on the second half
             moved.append((second.second, heads if n == 1 else min(heads, 2 * LEADERS)))
         for pairs_of, count in moved:
-            # Both sides; and of each head a token through half the layers.
+            # Both sides; and for each head one token through half of the layers.
             tokens += 2 * pairs_of.clean.numel() + len(pairs_of) * count // 2
     subject = f"{requested[0].relation.name} and what it is compared with"
     what = f"{len(tried):,} relations" if n > 1 else subject
@@ -232,14 +232,14 @@ def _say_how_long(
 
 
 def _of_relation(model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate]) -> dict[str, Tensor]:
-    """Choose the prompt; and where the model can do the relation, measure attention and effects, first half."""
+    """Choose the prompt; if the model can do the relation, measure attention and effects on the first half."""
     measured = measured_candidates(model, tried)
     prompts = chosen_prompts(tokens, tried, measured)
     second = prompts.second
     clean, correct = differences(model, second)
     gap = clean - differences(model, second, corrupted=True)[0]
     result = {"candidates": measured, "correct": torch.from_numpy(correct), "gap": torch.from_numpy(gap)}
-    # `not ... > 0`, so that an interval of NaN does not count as a sign of an effect either.
+    # `not ... > 0`, so that an interval of NaN does not count as an effect.
     if not mean_of(gap, second.item.tolist()).low > 0:
         return result
     result["share"] = torch.from_numpy(head_effects(model, prompts.first).share)
@@ -255,7 +255,7 @@ def _choices(
     seed: int,
     run: Run,
 ) -> dict[int, Choice]:
-    """Return what each relation that the model can do is chosen by; margins are of its first half's items."""
+    """Return the first-half values of each relation that the model can do; margins are over its first half's items."""
     can = [i for i, piece in results.items() if "share" in piece]
     if not can:
         return {}
@@ -265,7 +265,7 @@ def _choices(
         targets = tuple(tokens.targets[item] for item in items)
         halves.append(replace(tokens, source=tokens.source[items], targets=targets, words=()))
         drawn = [generator.permutation(len(items)) for _ in range(options["draws"])]
-        # The same orders at every layer, so that a draw is one shuffled relation and has one named head.
+        # The same permutations at every layer, so that a draw is one shuffled relation and names one head.
         orders.append(torch.from_numpy(np.stack(drawn)))
     weights, scoring = weights_of(model), {"embedding": options["embedding"], "norm_gain": False}
     with run.bar("Margins of the weights", "layer", weights.shape.n_layers) as bar:
@@ -292,7 +292,7 @@ def _row(
     family: Head | None,
     reason: str,
 ) -> dict[str, Any]:
-    """The part of a relation's row that says whether the model can do it."""
+    """Return the part of a relation's row that reports whether the model can do it."""
     relation = tokens.relation
     row: dict[str, Any] = {"relation": relation.name, "category": relation.category, "items": len(tokens.targets)}
     if prompts is None or result is None:
@@ -307,15 +307,15 @@ def _row(
     return row | {"can": True, "reason": "", "family": f"{family[0]}.{family[1]}"}
 
 
-# Everything about one relation: a row per head, when the answer passes to the end, what ablation costs.
+# All details about one relation: a row per head, when the answer passes to the end, what ablation costs.
 
 
 TOGETHER = 3
-"""So many heads, the first by margin × attention, are ablated together."""
+"""Number of heads, the first by margin × attention, that are ablated together."""
 FEW = 8
-"""Pairs that costs, positions and direct writing are measured on."""
+"""Number of pairs for costs, positions and direct effects."""
 CONTROLS = 2
-"""Other relations that the same heads are ablated on."""
+"""Number of other relations on which the same heads are ablated."""
 WHEN = ["role", "layer", "share", "low", "high"]
 COST = ["what", "heads", "cost", "low", "high", "share"]
 BY_HEAD = ["layer", "head", "score", "excess", "q_value", "margin", "attention", "product", "first_half", "effect"]
@@ -333,7 +333,7 @@ def one_relation(
     seed: int,
     run: Run,
 ) -> Evidence:
-    """Return everything about the first relation of a suite; `others` are the controls of ablation."""
+    """Return all details about the first relation of a suite; `others` are the controls of ablation."""
     pairs = prompts.second
     gap = result["gap"].numpy()
     heads = _by_head(model, prompts, choice, result["effects"].numpy(), gap, options)
@@ -361,7 +361,7 @@ def _by_head(
     gap: Float[ndarray, " pair"],
     options: Mapping[str, Any],
 ) -> pd.DataFrame:
-    """A row per head, the largest product of margin and attention first."""
+    """Return a row per head, the largest product of margin and attention first."""
     layer, head = (index.ravel() for index in np.indices(choice.attention.shape))
     frame = pd.DataFrame({"layer": layer, "head": head, "margin": choice.margins[0].ravel()})
     frame["attention"] = choice.attention.ravel()
@@ -372,7 +372,7 @@ def _by_head(
     if prompts.tokens.usable:
         given = {"relations": prompts.relation, "embedding": options["embedding"], "every_excess": True}
         scores = classify_heads(model, **given, progress=False).table[["layer", "head", "score", "excess", "q_value"]]
-        # Relations of which too few words are single tokens have margins and no score.
+        # Relations with too few single-token words have margins but no score.
         frame = frame.merge(scores, on=["layer", "head"])
     few, written = prompts.second.few(FEW), []
     tokens = few.answer.tolist(), few.foil.tolist()
@@ -381,15 +381,15 @@ def _by_head(
             found = direct_logit_attribution(model, side, tokens=tokens, progress=False).table
             of_heads = found[found["component"] == "head"].groupby(["layer", "head"])["contribution"].sum()
             written.append(of_heads.to_numpy(dtype=float))
-        # The difference of both sides: what a head writes for the answer whatever the source is cancels.
+        # The difference of both sides cancels what a head writes for the answer whatever the source is.
         frame["direct"] = (written[0] - written[1]) / gap[:FEW].sum()
-    except ModelError:  # its logits are not that simple
+    except ModelError:  # the logits are not a sum of direct contributions
         frame["direct"] = np.nan
     return frame.reindex(columns=BY_HEAD).sort_values("product", ascending=False, ignore_index=True)
 
 
 def _when(model: HookedModel, pairs: PairedPrompts, gap: float) -> pd.DataFrame:
-    """The share of the gap that the residual stream carries at the source and the last position, by layer."""
+    """Return the share of the gap that the residual stream carries at the source and the last position, by layer."""
     options = {"sites": "resid_pre", "positions": {"source": pairs.source, "last": "last"}, "direction": "noise"}
     sweep = patch(model, *both_sides(pairs), **options, metric=metric_of(pairs), progress=False)  # type: ignore[arg-type]
     rows = []
@@ -402,10 +402,10 @@ def _when(model: HookedModel, pairs: PairedPrompts, gap: float) -> pd.DataFrame:
 def _cost(
     model: HookedModel, pairs: PairedPrompts, named: list[Head], strongest_head: Head, draws: int, seed: int
 ) -> list[dict[str, Any]]:
-    """What the logit difference loses when heads write nothing at the last position, beside random ones."""
+    """Return the loss of the logit difference when heads are zeroed at the last position, beside random heads."""
     sets = [*(("named", [head]) for head in named), ("named together", named), ("largest effect", [strongest_head])]
     random = [list(heads) for heads in matched_sets(model, named, draws, seed)]
-    # Named and random sets in one call, so that all share one recorded run.
+    # Named and random sets in one call, so that they share one recorded run.
     lost, difference = ablated(model, pairs, [*(heads for _, heads in sets), *random])
     each = zip(sets, lost.T, strict=False)
     rows = [_ablation_row(what, heads, loss, pairs, difference) for (what, heads), loss in each]

@@ -1,23 +1,22 @@
-"""The two runs of one example, and by how much each sender's output differs from what it is exchanged for.
+"""The two runs of one example, and the difference between each sender's output and its replacement.
 
     Δ_s = s(other run) - s(base run)
 
-The base run is the one whose receivers are given other inputs. In place of the other run there may be zeros, means, or
-another prompt's run. Before the first position at which the prompts differ all Δ of the other run are 0, and
-nothing is recomputed.
+In the base run, receivers get changed inputs. The other run can be replaced by zeros, means, or another prompt's run.
+Before the first position at which the prompts differ, all Δ of the other run are 0 and nothing is recomputed.
 
-What each head of a layer adds to the residual stream, given the heads' outputs z.
+Each head of a layer adds a share to the residual stream, computed from the heads' outputs z:
 
-    share_h = z_h W_O^h                                             where attention's output is added as it is
+    share_h = z_h W_O^h                                             where attention's output is added unchanged
     share_h = gain · centred(z_h W_O^h) / scale(Σ z W_O + b_O)      where a norm comes after attention (Gemma)
 
-times the model's own factor of what blocks add, where it has one (Granite). The scale is that of the run whose z these
-are, so that the shares of the heads, with what the biases give, sum to what attention adds.
+times the model's residual multiplier, if it has one (Granite). The scale is computed from the same run as z, so that
+the shares of the heads, plus the contribution of the biases, sum to what attention adds.
 
-A mean is over what a sender adds in the runs of a data set, as `headwater.patching.replacements` takes it; `resample`
-is what it adds in the run of another prompt of the data set.
+A mean is over what a sender adds in the runs of a data set, as in `headwater.patching.replacements`; `resample` is what
+it adds in the run of another prompt of the data set.
 
-That the shares sum to what attention adds is checked in every run.
+Every run checks that the shares sum to what attention adds.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from headwater.patching.runners import CannotStepError, WalkRunner
 
 
 class HeadShares:
-    """The shares of the heads of one layer; the model's weights are opened once for all layers."""
+    """The shares of the heads of one layer; the model's weights are loaded once for all layers."""
 
     def __init__(self, model: HookedModel, layer: int, weights: LoadedWeights):
         self.weight, bias = weights.attention_out(layer)
@@ -60,18 +59,18 @@ class HeadShares:
         self.norm = attention_post_norm(model, layer)
 
     def outputs(self, z: Float[Tensor, "*row head d_head"]) -> Float[Tensor, "*row head d_model"]:
-        """Return z W_O of each head: what it adds where no norm follows attention."""
+        """Return z W_O of each head: what it adds if no norm follows attention."""
         return self.scale * torch.einsum("...hk,hkd->...hd", z.to(self.weight), self.weight)
 
     def of(self, outputs: Float[Tensor, "*row head d_model"]) -> Float[Tensor, "*row head d_model"]:
-        """Return what each head adds, from the outputs of all heads."""
+        """Return what each head adds, computed from the outputs of all heads."""
         if self.norm is None:
             return outputs
-        # Under the scale of this run's sum: shares under scales of their own would not add up.
+        # All heads use the scale of this run's sum: shares with separate scales would not add up.
         return self.norm.share((outputs.sum(-2) + self.bias)[..., None, :], outputs)
 
     def of_bias(self, outputs: Float[Tensor, "*row head d_model"]) -> Float[Tensor, "*#row d_model"]:
-        """Return what the biases add, from the outputs of all heads."""
+        """Return what the biases add, computed from the outputs of all heads."""
         if self.norm is None:
             return self.bias
         written = outputs.sum(-2) + self.bias
@@ -80,26 +79,27 @@ class HeadShares:
 
 
 RECORDED: Sequence[str] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
-"""The sites that are recorded of a run, at every layer."""
+"""The sites that are recorded in a run, at every layer."""
 TOLERANCE = 1e-3
-"""What the outputs of a layer's heads may leave out of what attention adds, as a part of it, in float32."""
+"""Largest allowed gap between the sum of the heads' shares and what attention adds, relative to it, in float32."""
 KINDS = get_args(ValueName)
-"""What senders' outputs may be exchanged for."""
+"""Kinds of values that can replace senders' outputs."""
 Recorded: TypeAlias = Callable[[str, int], Tensor]
-"""The activation of a run at a site of a layer, `position ...`."""
+"""Maps a site and a layer to the activation in a run, `position ...`."""
 Left: TypeAlias = tuple[int, Tensor, float]
-"""A layer, what its heads leave out as a part of what its attention adds, and how much that may be."""
+"""A layer, the gap between its heads' shares and what its attention adds (relative to it), and the largest allowed gap.
+"""
 
 
 def hook_names(graph: Graph) -> list[str]:
-    """Name all that is recorded of a run."""
+    """Return the hook names of everything that is recorded in a run."""
     return [SITES[site].hook_name(layer) for layer in range(graph.n_layers) for site in RECORDED]
 
 
 def written(
     model: HookedModel, graph: Graph, weights: LoadedWeights, run: Recorded, base: Recorded | None = None
 ) -> Iterator[Float[Tensor, "sender position d_model"]]:
-    """Yield what each sender adds in a run, less what it adds in a base run if one is given, some senders at a time."""
+    """Yield what each sender adds in a run (minus what it adds in the base run, if given), a few senders at a time."""
     remainders = list[Left]()
 
     def added(site: str, layer: int) -> Tensor:
@@ -112,14 +112,14 @@ def written(
             yield _by_heads(shares, run, layer, remainders)
         elif shares.norm is None:  # shares are linear in z
             before = base("attn_out", layer)
-            # One product of the difference with W_O in place of one for each run (NOTES.md, EAP).
+            # One product of the difference with W_O instead of one per run (NOTES.md, EAP).
             outputs = shares.outputs(added("z", layer))
             remainders.append((layer, *_sizes(outputs.sum(1) - added("attn_out", layer).to(outputs), before)))
             yield outputs.movedim(1, 0).to(before)
         else:
             yield _by_heads(shares, run, layer, remainders) - _by_heads(shares, base, layer, remainders)
         yield added("mlp_out", layer)[None]
-    # All layers are looked at in one copy.
+    # One copy to the host checks all layers.
     parts = torch.stack([part.double().to(remainders[0][1].device) for _, part, _ in remainders]).tolist()
     for part, (layer, _, allowed) in zip(parts, remainders, strict=True):
         if not part <= allowed:
@@ -139,13 +139,13 @@ def _by_heads(
 
 
 def _sizes(left: Tensor, added: Tensor) -> tuple[Tensor, float]:
-    """Return how large what is left out is, as a part of what attention adds, and how large it may be."""
-    # Left on the device: all layers are looked at together at the end.
+    """Return the size of the gap, relative to what attention adds, and the largest allowed size."""
+    # Stays on the device: all layers are checked together at the end.
     return left.abs().max() / added.abs().max().clamp_min(1e-9), max(TOLERANCE, 16 * torch.finfo(added.dtype).eps)
 
 
 def refuse_other_kinds(source: Replacement) -> None:
-    """Refuse values that are made of one activation at one site, which a sender's output is not."""
+    """Refuse values that are defined only for an activation at one site, because a sender's output is not one."""
     if source.inputs.kind not in KINDS:
         raise InputError(
             f"values={source.inputs.kind!r} is not defined for what a sender adds; it may be {', '.join(KINDS)}."
@@ -153,13 +153,13 @@ def refuse_other_kinds(source: Replacement) -> None:
 
 
 class Exchanged:
-    """What senders' outputs are exchanged for, where it is not the other prompt's run: a kind of values."""
+    """The replacements of senders' outputs when they come from a kind of values and not from the other prompt's run."""
 
     def __init__(self, model: HookedModel, graph: Graph, source: Replacement, weights: LoadedWeights):
         self.model, self.source, self.graph, self._weights = model, source, graph, weights
 
     def of(self, example: int, length: int) -> Float[Tensor, "sender position d_model"]:
-        """Return what represents each sender's output in a prompt of some length."""
+        """Return the replacement of each sender's output in a prompt of the given length."""
         if isinstance(self.source, Zero):
             size = (len(self.graph.senders), length, self.model.shape.d_model)
             return torch.zeros(size, dtype=self.model.dtype, device=self.model.device)
@@ -169,12 +169,12 @@ class Exchanged:
 
     @cached_property
     def _mean(self) -> Float[Tensor, "sender position d_model"]:
-        """Return the mean over the data set; one position where it is one over tokens."""
+        """Return the mean over the data set; a single position if the mean is over tokens."""
         assert isinstance(self.source, Mean)
         by_position, total, count = self.source.mean_over == "examples", torch.zeros(()), 0
         for prompt in self.source.pool:
             outputs = self._run(prompt).double()
-            # float64: a sum of many prompts in bfloat16 stops growing.
+            # float64, because a sum over many prompts stops growing in bfloat16.
             total = total + (outputs if by_position else outputs[:, 1:].sum(1, keepdim=True))
             count += 1 if by_position else len(prompt) - 1
         return (total / count).to(self.model.dtype)
@@ -187,13 +187,13 @@ class Exchanged:
 
 
 READ = ("q", "k", "v", "mlp_in")
-"""Where the gradients at receivers are taken. A HookedTransformer has no hook at `mlp_in`."""
+"""Sites of the gradients at receivers. A HookedTransformer has no hook at `mlp_in`."""
 WRITTEN = ("z", "attn_out", "mlp_out")
-"""Where the gradients at what they write are taken."""
+"""Sites of the gradients at the outputs of receivers."""
 
 
 def sloped_names(model: HookedModel) -> list[str]:
-    """Name all places where gradients are taken, by hook name; the first comes before the others."""
+    """Return the hook names of all sites where gradients are taken; the first comes before the others in the model."""
     n_layers = model.shape.n_layers
     names = [hook_name("resid_pre", layer) for layer in range(n_layers)]
     read = READ if hook_name("mlp_in") in model.raw.hook_dict else READ[:-1]
@@ -203,19 +203,19 @@ def sloped_names(model: HookedModel) -> list[str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the senders' outputs are exchanged: everywhere, or at some positions."""
+    """Where the senders' outputs are replaced: everywhere, or at some positions."""
 
     start: int
-    """From this position on the runs are recomputed."""
+    """The runs are recomputed from this position on."""
     at: tuple[int, ...] | None = None
-    """The positions; None for all."""
+    """The positions; None for all positions."""
 
 
 class BothRuns:
     """An example's two runs. Use inside `torch.no_grad()` and the model's lock.
 
-    `exchanged` represents the other run where that is not a run of the other prompt; `sloped` says that gradients in
-    the base run will be taken, at `sloped_names`.
+    `exchanged` replaces the run of the other prompt, if given; `sloped` means that gradients in the base run will be
+    taken, at `sloped_names`.
 
     Raises:
         ModelError: the model's blocks cannot be stepped through, or heads do not add up to what attention adds.
@@ -232,43 +232,43 @@ class BothRuns:
     ):
         self.exchanged, self.graph = exchanged, graph
         self.plan, self.example, self.model, self.weights = plan, example, plan.model, weights
-        # Where later tokens are read every position changes: there is no beginning to keep.
+        # If attention reads later tokens, every position changes and no prefix can be kept.
         if self.model.looks_ahead:
             raise ModelError(f"The edges of {self.model.name} cannot be computed: its attention reads later tokens.")
         if sloped:
             refuse_without_gradients(self.model)
         try:
             sloped_sites = sloped_names(self.model) if sloped else ()
-            # A tensor made in inference mode can never be part of a graph.
+            # A tensor created in inference mode can never be part of an autograd graph.
             with torch.inference_mode(False) if sloped else contextlib.nullcontext():
                 self.wave = WalkRunner(plan, range(example, example + 1), hook_names(self.graph), sloped_sites)
         except CannotStepError as error:
             raise ModelError(f"The edges of {plan.model.name} cannot be computed, because {error}.") from None
-        # The base run is row 0 of `wave`, the other row 1. Positions `kept` are read; `stop` is after the last of them.
+        # The base run is row 0 of `wave`, the other run row 1. Metrics read the positions `kept`; `stop` is after them.
         self.kept = plan.positions[example]
         self.stop = self.kept[-1] + 1
-        self.first = 0  # at which senders differ from what they are exchanged for
+        self.first = 0  # first position at which senders differ from their replacements
         if exchanged is None:
             assert plan.pair.other is not None
             base, other = plan.pair.base[example], plan.pair.other[example]
             short = original_length(self.model.rotary_by_length)
-            # Where one prompt alone is longer than that, equal tokens are turned otherwise.
+            # If only one prompt is longer than this, the rotary embedding rotates equal tokens differently.
             if (len(base) > short) == (len(other) > short):
                 self.first = first_difference(base, other)
-        # Metrics read rows: a position that is read lies in them also where it comes before the first difference.
+        # Metrics read recomputed rows, so these include every position read, even one before the first difference.
         self.start = min(self.first, self.kept[0])
         self.changes = self._changes()
 
     def base(self, site: str, layer: int) -> Tensor:
-        """Return an activation of the base run, `position ...`."""
+        """Return an activation of the base run, shape `position ...`."""
         return self.wave.recording.activations[SITES[site].hook_name(layer)][0]
 
     def other(self, site: str, layer: int) -> Tensor:
-        """Return an activation of the other run, `position ...`."""
+        """Return an activation of the other run, shape `position ...`."""
         return self.wave.recording.activations[SITES[site].hook_name(layer)][1]
 
     def changes_at(self, place: Place) -> Float[Tensor, "sender position d_model"]:
-        """Return Δ from the first recomputed position of a place on; 0 but at its positions, where it names some."""
+        """Return Δ from the first recomputed position of a place on; 0 outside its positions, if it lists any."""
         changes = self.changes[:, place.start - self.start :]
         if place.at is None:
             return changes
@@ -290,7 +290,7 @@ class BothRuns:
             return outside[:, changing] - torch.cat([*written(self.model, self.graph, self.weights, base)])
         size = len(self.graph.senders), self.stop - self.start, self.model.shape.d_model
         changes, first = self.base("resid_pre", 0).new_empty(size), 0
-        # Filled as layers come: joined at the end, the largest tensor would be in memory twice.
+        # Filled layer by layer: concatenating at the end would hold the largest tensor in memory twice.
         for some in written(self.model, self.graph, self.weights, other, base):
             changes[first : first + len(some)] = some
             first += len(some)

@@ -1,8 +1,9 @@
-"""A circuit: a set of edges of a model's graph, with the operations of sets, and random circuits of the same shape.
+"""A circuit: a set of edges of a model's graph, with set operations, and random circuits of the same shape.
 
 A random circuit (a placebo) has as many edges as the circuit itself between each kind of sender in each layer and each
-kind of receiver in each layer, drawn from all edges there. Where a model is small there are few, and the two share
-many: `overlap` says how many. Unmatched random edges would be too easy to beat: hardly any of them lie on a path.
+kind of receiver in each layer, drawn from all edges there. In a small model there are few such edges, so a placebo
+shares many with the circuit: `overlap` measures this. Unmatched random edges would be too easy to beat, because hardly
+any of them lie on a path.
 """
 
 from __future__ import annotations
@@ -56,40 +57,39 @@ if TYPE_CHECKING:
 
 METADATA = b"headwater circuit"
 REDRAWS = 20
-"""How often a placebo that came out as the circuit itself is drawn again."""
+"""How many times a placebo that equals the circuit itself is drawn again."""
 CLAIMS: Registry[str, Callable[..., Claim]] = Registry("claim", "headwater.circuits.circuit_runs")
-"""What judges a circuit."""
+"""Functions that judge a circuit."""
 Prompts = tuple[tuple[int, ...], ...]
 
 
 @checked_calls
 @dataclass(frozen=True, eq=False, repr=False)
 class Circuit:
-    """A set of edges of a graph. `|`, `&`, `-`, `~` and `==` are those of sets; `name in circuit`, `len(circuit)`."""
+    """A set of edges of a graph, with the operations `|`, `&`, `-`, `~`, `==`, `name in circuit`, `len(circuit)`."""
 
     graph: Graph
     edges: Indices
-    """The numbers of its edges in the graph, ascending."""
+    """The indices of its edges in the graph, ascending."""
     effects: NDArray[np.float64]
-    """The effect by which each was chosen, its sign kept; NaN where none is known."""
+    """The signed effect by which each edge was chosen; NaN if unknown."""
     seen: Prompts = ()
-    """The (clean) prompts that its choice rests on, as token ids; empty where none is known."""
+    """The (clean) prompts on which the circuit was chosen, as token ids; empty if unknown."""
     model: str = ""
-    """The name of the model it was found in; empty where none is known. Circuits of equal edges are equal all the same.
-    """
+    """Name of the model it was found in; empty if unknown. Circuits with the same edges are equal regardless of it."""
 
     @classmethod
     def of(cls, edges: Any, model: HookedModel | Graph) -> Circuit:
-        """Return the circuit of some edges by name.
+        """Return the circuit of the edges with the given names.
 
         Args:
             edges: names such as "head 9.9 -> q 10.7" or "embed -> logits", with nodes by any name of
-                `headwater.models.part_names`, as "9.9 -> 10.7.q"; "head 9 -> mlp" names all from any head of layer 9 to
-                any MLP. None of them is the empty circuit; its complement, `~`, has all edges.
-            model: whose, or its graph.
+                `headwater.models.part_names`, as "9.9 -> 10.7.q"; "head 9 -> mlp" names all edges from any head of
+                layer 9 to any MLP. An empty list is the empty circuit; its complement, `~`, has all edges.
+            model: the model, or its graph.
 
         Raises:
-            InputError: a name is not that of an edge.
+            InputError: a name is not the name of an edge.
         """
         graph = graph_of(model)
         if isinstance(edges, str):
@@ -110,42 +110,43 @@ class Circuit:
     def table(self) -> pd.DataFrame:
         """A row per edge: `edge, sender, sender_layer, sender_head, receiver, receiver_layer, receiver_head, effect`.
 
-        Numbers that do not apply are `<NA>`; an effect that is not known is NaN.
+        Numbers that do not apply are `<NA>`; an unknown effect is NaN.
         """
         return pd.DataFrame({"edge": self.names} | self.graph.columns(self.edges) | {"effect": self.effects})
 
     @cached_property
     def on_a_path(self) -> Circuit:
-        """Those of its edges that lie on a path of its edges from the embedding to the logits."""
+        """The circuit of those edges that lie on a path of its edges from the embedding to the logits."""
         return self._kept(on_a_path(self.graph, self.edges))
 
     def overlap(self, other: Circuit) -> float:
-        """Return which part of this circuit's edges another has too; 1 where this one has none.
+        """Return the fraction of this circuit's edges that another circuit also has; 1 if this circuit is empty.
 
         Raises:
-            InputError: the other is not a circuit, or one of another graph.
+            InputError: `other` is not a circuit, or is a circuit of another graph.
         """
         return float(np.isin(self.edges, self._same(other).edges).mean()) if len(self.edges) else 1.0
 
     def placebos(self, n: int = 30, seed: int = 0) -> list[Circuit]:
-        """Draw random circuits of the same shape: as many edges between each kind and layer of sender and of receiver.
+        """Draw random circuits of the same shape: the same number of edges in each stratum.
 
-        None is the circuit itself, unless there is no other. `circuit.overlap(placebo)` says what the two share.
+        A stratum is a kind and layer of sender with a kind and layer of receiver. No placebo equals the circuit itself,
+        unless no other is possible. `circuit.overlap(placebo)` returns the overlap.
 
         Args:
-            n: how many.
-            seed: of the draws.
+            n: number of placebos.
+            seed: seed of the draws.
         """
         n, generator = checked_repeats("n", n), np.random.default_rng(checked_seed(seed))
         strata, counts = np.unique(self.graph.stratum[self.edges], return_counts=True)
         pools = [(np.flatnonzero(self.graph.stratum == s), int(k)) for s, k in zip(strata, counts, strict=True)]
-        # A circuit that fills all its strata has no other of its shape: then it is drawn itself.
+        # If a circuit fills all its strata, no other circuit has its shape, and the placebo is the circuit itself.
         spare = any(len(pool) > count for pool, count in pools)
         drawn = [_drawn(pools, generator, self.edges if spare else None) for _ in range(n)]
         return [circuit_from_edges(self.graph, edges, model=self.model) for edges in drawn]
 
     def save(self, path: str | Path) -> Path:
-        """Write the edges into one parquet file, with the graph and the prompts of their choice.
+        """Write the edges into one parquet file, with the graph and the prompts on which they were chosen.
 
         Raises:
             RunFolderError: the file cannot be written.
@@ -160,10 +161,10 @@ class Circuit:
 
     @classmethod
     def load(cls, path: str | Path) -> Circuit:
-        """Read what `save` wrote.
+        """Read a circuit that `save` wrote.
 
         Raises:
-            RunFolderError: the file is none of these, or damaged.
+            RunFolderError: the file is not a saved circuit, or is damaged.
         """
         file = checked_path("path", path)
         try:
@@ -198,27 +199,27 @@ class Circuit:
         batch_size: int | None = None,
         progress: bool = True,
     ) -> Claim:
-        """Judge whether the circuit alone does something, on prompts that did not choose it.
+        """Judge whether the circuit alone has an effect, on prompts that were not used to choose it.
 
         Args:
             model: the model.
-            clean: the held-out prompts, or a table of pairs. Those that chose the circuit do not count as held out,
-                which the claim says.
+            clean: the held-out prompts, or a table of pairs. Prompts on which the circuit was chosen do not count
+                as held out, and the claim reports this.
             corrupted: the other prompt of each pair.
             metric: one metric; see `hw.run_circuits`.
-            other: the other ablation: what the edges outside carry in a second run, `mean`, `zero` or `resample` over
-                the clean prompts; None for none.
-            placebos: how many random circuits of the same shape.
-            margin: how large an effect has to be to matter, in units of the metric; default: the 95 % quantile of the
-                random circuits' sizes.
-            level: of the interval.
-            seed: of the random circuits, the bootstrap and the halves.
-            batch_size: circuits at once.
+            other: a second ablation: what the edges outside the circuit carry in a second run, `mean`, `zero` or
+                `resample` over the clean prompts; None for no second run.
+            placebos: number of random circuits of the same shape.
+            margin: smallest effect that matters, in units of the metric; default: the 95 % quantile of the sizes of the
+                random circuits' effects.
+            level: level of the interval.
+            seed: seed of the random circuits, the bootstrap and the halves.
+            batch_size: number of circuits per batch.
             progress: show progress bars.
 
         Returns:
-            A `Claim`, as `Sweep.claim` gives it. The effect is the metric of the circuit alone less that of the empty
-            one.
+            A `Claim`, as `Sweep.claim` returns it. The effect is the metric of the circuit alone minus the metric of
+            the empty circuit.
 
         Raises:
             InputError: an option or prompt cannot be used.
@@ -231,45 +232,45 @@ class Circuit:
         """Draw the circuit: its nodes by layer, its edges with the sign and size of their effects.
 
         Args:
-            ax: where to draw; default: a new figure.
-            title: in place of the figure's own.
-            figsize: width and height of a new figure, in inches; default: what suits what is drawn.
+            ax: the axes to draw on; default: a new figure.
+            title: replaces the figure's default title.
+            figsize: width and height of a new figure, in inches; default: chosen to fit the content.
 
         Raises:
-            InputError: there is no figure of a circuit.
+            InputError: the circuit has no figure.
         """
         return drawn_by(self, ax, title, figsize)
 
     def strongest(self, n: int) -> Circuit:
-        """Return the circuit of the edges whose effects are largest in size; edges without one come last.
+        """Return the circuit of the edges with the largest absolute effects; edges without an effect come last.
 
         Args:
-            n: how many edges.
+            n: number of edges.
 
         Raises:
-            InputError: there are not so many.
+            InputError: the circuit has fewer edges.
         """
         most = strength_order(self.effects)[: checked_count("n", n, most=len(self))]
         return self._kept(np.isin(np.arange(len(self)), most))
 
     def view(self, **what: Any) -> View:
-        """Return the circuit as a page to look into: layers upward, with a slider for the strongest edges.
+        """Return the circuit as an interactive page: layers upward, with a slider for the strongest edges.
 
         Args:
-            what: `n`, how many edges the slider reaches (up to 200 by default); `edges`, what `hw.edges` found, for
-                the interval and placebo of each effect, and `metric`, on which; `runs`, of `hw.run_circuits`, for how
-                faithful the strongest edges are alone (`circuit.strongest(n)` of several sizes).
+            what: `n`, the largest number of edges of the slider (at most 200 by default); `edges`, a result of
+                `hw.edges`, for the interval and placebo of each effect, and `metric`, its metric; `runs`, a result of
+                `hw.run_circuits`, for the faithfulness of `circuit.strongest(n)` alone, at several sizes.
 
         Raises:
-            InputError: the circuit is empty, an option does not exist, or `edges` or `runs` are not of these edges.
+            InputError: the circuit is empty, an option is unknown, or `edges` or `runs` are about other edges.
         """
         return shown_by(self, what)
 
     def save_html(self, path: str | Path, **what: Any) -> Path:
-        """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
+        """Write the view into one self-contained HTML file; see `view` for `what`.
 
         Raises:
-            InputError: see `view`; or the path cannot be one.
+            InputError: see `view`; or the path is not valid.
             RunFolderError: the file cannot be written.
         """
         return self.view(**what).save_html(path)
@@ -322,7 +323,7 @@ class Circuit:
         return replace(self, edges=self.edges[which], effects=self.effects[which])
 
     def _same(self, other: object) -> Circuit:
-        """Refuse what is not a circuit of this graph."""
+        """Return the other circuit; refuse anything that is not a circuit of this graph."""
         circuit = checked_kind("circuit", other, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
         if circuit.graph != self.graph:
             graphs = ", and ".join(map(describe_graph, (self.graph, circuit.graph)))
@@ -331,7 +332,7 @@ class Circuit:
 
     def _joined(self, other: Circuit, how: Callable[[Indices, Indices], Any]) -> Circuit:
         other = self._same(other)
-        # This circuit's effects win: where both know an edge they may be of other prompts.
+        # This circuit's effects win: if both have an effect for an edge, the two may come from different prompts.
         known = other._effect_of | {edge: effect for edge, effect in self._effect_of.items() if not np.isnan(effect)}
         model = self.model if other.model in ("", self.model) else "" if self.model else other.model
         seen = tuple(dict.fromkeys((*self.seen, *other.seen)))
@@ -339,7 +340,7 @@ class Circuit:
 
 
 def strength_order(effects: NDArray[np.float64]) -> Indices:
-    """Return the order of effects, the largest in size first and those that are not known last."""
+    """Return the order of effects: largest absolute value first, unknown ones last."""
     return np.argsort(-np.nan_to_num(np.abs(effects), nan=-1.0), kind="stable")
 
 
@@ -350,14 +351,14 @@ def circuit_from_edges(
     seen: Prompts = (),
     model: str = "",
 ) -> Circuit:
-    """Return the circuit of some edges by number, with such effects as are known."""
+    """Return the circuit of the edges with the given indices, with those effects that are known."""
     numbers = np.array(sorted({int(edge) for edge in edges}), dtype=np.int64)
     known = [np.nan if effects is None else effects.get(int(edge), np.nan) for edge in numbers]
     return Circuit(graph, numbers, np.array(known, dtype=np.float64), seen, model)
 
 
 def graph_of(model: Any) -> Graph:
-    """Return the graph of a model, or the graph that was given."""
+    """Return the graph of a model, or the graph itself if one was passed."""
     if isinstance(model, Graph):
         return model
     check_model(model)
@@ -365,18 +366,18 @@ def graph_of(model: Any) -> Graph:
 
 
 def model_name(model: HookedModel | Graph) -> str:
-    """Return the name of a model; nothing, of a graph."""
+    """Return the name of a model, or an empty string for a graph."""
     return "" if isinstance(model, Graph) else model.name
 
 
 def describe_graph(graph: Graph) -> str:
-    """Say in a few words which graph it is."""
+    """Describe the graph in a few words."""
     grouped = f" on {graph.n_kv_heads} key-value heads" * (graph.n_kv_heads != graph.n_heads)
     return f"{graph.n_layers} layers of {graph.n_heads} heads{grouped}{', parallel blocks' * graph.parallel}"
 
 
 def checked_circuits(circuits: Any, graph: Graph) -> dict[str, Circuit]:
-    """Return circuits by name: those of a mapping by theirs, others as "circuit 0", "circuit 1", ..."""
+    """Return circuits by name: a mapping keeps its names, other circuits become "circuit 0", "circuit 1", ..."""
     if isinstance(circuits, Circuit):
         circuits = [circuits]
     if not isinstance(circuits, dict):
@@ -397,45 +398,45 @@ def checked_circuits(circuits: Any, graph: Graph) -> dict[str, Circuit]:
 
 
 def _drawn(pools: list[tuple[Indices, int]], generator: np.random.Generator, besides: Indices | None) -> Indices:
-    """Draw so many edges from each pool; not the same ones as `besides`, if that can be."""
+    """Draw the given number of edges from each pool; avoid the exact set `besides` if possible."""
     for _ in range(REDRAWS):
         parts = [generator.choice(pool, count, replace=False) for pool, count in pools]
         edges = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
         if besides is None or not np.array_equal(edges, besides):
             return edges
-    for i, (pool, count) in enumerate(pools):  # one pool larger than its part: exchange one edge of it
+    for i, (pool, count) in enumerate(pools):  # find a pool with spare edges, and exchange one of its edges
         if len(pool) > count:
             parts[i] = np.append(parts[i][1:], generator.choice(np.setdiff1d(pool, parts[i])))
             break
     return np.sort(np.concatenate(parts))
 
 
-# Circuits in the files of EAP-IG (Hanna et al. 2024): `.json` and `.pt`, an edge by name with score and membership.
+# Circuit files of EAP-IG (Hanna et al. 2024): `.json` and `.pt`, each edge by name with score and membership.
 #
 # input -> embed    a0.h1 -> head 0.1    m3 -> mlp 3    a0.h1<q> -> q 0.1    logits
 #
-# These graphs have a k and a v for each query head. Where several query heads share a key-value head, the weights have
-# one edge: it is read if all heads of the group agree on it (or, with `groups="any"`, if one of them has it; with
-# "all", if all of them do), its score being their sum, and written to each of them, the score in equal parts. Files of
-# its first layout (a node is a word, true or false) are read as well. A graph of single neurons is none of edges: a
-# file that keeps a part of a node's neurons is refused.
+# EAP-IG graphs have a k and a v for each query head. If several query heads share a key-value head, the graph here has
+# one edge. Reading: the edge is in the circuit if all heads of the group agree on it (with `groups="any"`, if one of
+# them has it; with "all", if all of them do), and its score is the sum of their scores. Writing: each of them gets the
+# edge and an equal part of the score. Files of EAP-IG's first layout (a node is true or false) can be read, too. A
+# graph of single neurons is not a graph of edges: a file that keeps only some of a node's neurons is refused.
 
 
 @checked_call
 def read_graph_file(
     path: str | Path, model: HookedModel | Graph, *, groups: Literal["any", "all"] | None = None
 ) -> Circuit:
-    """Read the circuit of an EAP-IG graph: the edges that are in it, with their scores as effects.
+    """Read the circuit of an EAP-IG graph: its edges, with their scores as effects.
 
     Args:
         path: a `.json` or `.pt` file that EAP-IG's `Graph.to_json` or `to_pt` wrote.
-        model: whose circuit it is.
-        groups: what to do with an edge to a key-value head that some of its query heads have and others have not: take
-            it ("any"), or leave it out ("all"); by default such a file is refused.
+        model: the model of the circuit.
+        groups: how to treat an edge to a key-value head that only some of its query heads have: include it ("any") or
+            exclude it ("all"); by default such a file is refused.
 
     Raises:
-        InputError: the file is none of these, is of a model of another size or of single neurons, or heads that share a
-            key-value head disagree on an edge to it.
+        InputError: the file is not such a graph, is of a model of another size or of single neurons, or heads that
+            share a key-value head disagree on an edge to it.
     """
     file, graph = checked_path("path", path), graph_of(model)
     if groups is not None:
@@ -466,7 +467,7 @@ def read_graph_file(
     inside_of: dict[int, set[bool]] = {}
     for name, score, inside in read:
         edge = graph.edge_named(name)
-        # EAP-IG has an edge for each query head of a group: the one edge here carries all of their effects.
+        # EAP-IG has an edge for each query head of a group; the single edge here carries the sum of their effects.
         scores[edge] = scores.get(edge, 0.0) + score
         inside_of.setdefault(edge, set()).add(inside)
     torn = [edge for edge, inside in inside_of.items() if len(inside) > 1]
@@ -485,12 +486,12 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
     """Write a circuit as a graph that EAP-IG's `Graph.from_json` or `from_pt` reads.
 
     Args:
-        circuit: the circuit; effects become scores, 0 where none is known.
+        circuit: the circuit; effects become scores, 0 if unknown.
         path: a `.json` or `.pt` file.
         d_model: the width of the model, which these files record.
 
     Raises:
-        InputError: the path ends otherwise.
+        InputError: the path has another suffix.
         RunFolderError: the file cannot be written.
     """
     circuit = checked_kind("circuit", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
@@ -510,7 +511,7 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
     for column, (target, (receiver, parts)) in enumerate(targets.items()):
         for sender in range(int(graph.reach[receiver])):
             edge = graph.edge(sender, receiver)
-            # Divided among the query heads, so that reading it back adds up to the effect.
+            # Divided among the query heads, so that reading the file back sums to the effect.
             score, is_in = scores[edge] / parts, bool(inside[edge])
             edges[f"{sources[sender]}->{target}"] = {"score": score, "in_graph": is_in}
             by_name[sender, column], members[sender, column] = score, is_in
@@ -536,7 +537,7 @@ def _of_json(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, ob
 
 
 def _number(edge: str, score: object) -> float:
-    """Return the score of an edge; 0 where the file has none."""
+    """Return the score of an edge; 0 if the file has none."""
     found = score if isinstance(score, int | float) and not isinstance(score, bool) else math.nan
     if score is not None and not abs(found) < float("inf"):
         raise ValueError(f"the score of {edge} is {shown(score)}")
@@ -544,7 +545,7 @@ def _number(edge: str, score: object) -> float:
 
 
 def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, object]]]:
-    # weights_only: a pickle from elsewhere could run code.
+    # weights_only, because a pickle from elsewhere could run code.
     content = torch.load(file, weights_only=True, map_location="cpu")
     _refuse_neurons([content["neurons_in_graph"]] if content.get("neurons_in_graph") is not None else [])
     inside, scores = content["edges_in_graph"], content["edges_scores"].double()
@@ -553,7 +554,7 @@ def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, obje
     sources, targets = content["src_nodes"], content["dst_nodes"]
     places = inside.nonzero().tolist()
     members = ((f"{sources[i]}->{targets[j]}", float(scores[i, j]), True) for i, j in places)
-    # Of the others only pairs of a source and a k or v there can be have to agree.
+    # Among non-members, only possible pairs of a source and a k or v have to agree.
     parts = [read_part(name) for name in sources]
     layers = torch.tensor([-1 if part is None or part.layer is None else part.layer for part in parts])
     read = torch.tensor([int(name[1:].split(".")[0]) if name.endswith(("<k>", "<v>")) else -1 for name in targets])
@@ -569,7 +570,7 @@ def _refuse_neurons(kept: list[Any]) -> None:
 
 
 def _names(graph: Graph) -> tuple[list[str], dict[str, tuple[int, int]]]:
-    """EAP-IG's names of senders, and by its names of receivers the receiver and how many such represent it."""
+    """Return EAP-IG's names of senders, and by its names of receivers our receiver and how many names share it."""
     group, heads = graph.n_heads // graph.n_kv_heads, range(graph.n_heads)
     sources, targets = ["input"], {}
     names = {name: number for number, name in enumerate(graph.receivers.names())}

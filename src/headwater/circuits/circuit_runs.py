@@ -1,7 +1,7 @@
-"""Circuits alone: what a model does when only the edges of a circuit carry what the clean prompt says.
+"""Circuits alone: what a model does when only the edges of a circuit carry information from the clean prompt.
 
-All circuits of a pair go in one batched walk (`headwater.circuits.circuit_walk`), random circuits of the same shape
-beside them (`Circuit.placebos`). What is made of the numbers comes last.
+All circuits of a pair run in one batched walk (`headwater.circuits.circuit_walk`), together with random circuits of the
+same shape (`Circuit.placebos`). The statistics of the results come last in this file.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ MOST_PLACEBOS = 1000
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CircuitRuns(ByMetric, Result):
-    """What `hw.run_circuits` found."""
+    """The result of `hw.run_circuits`."""
 
     table: pd.DataFrame
-    """A row per example, circuit or placebo of one, and metric: `example, circuit, edges, edges_on_a_path, metric,
-    value, clean, corrupted, faithfulness, placebo`. `value` is the metric when the circuit runs alone, `clean` that of
-    the clean run, `corrupted` that of the empty circuit; `faithfulness` is NaN where these two differ by no more than
-    rounding; `placebo` counts the random circuits like this one, `<NA>` for the circuit itself."""
+    """A row per example, circuit or placebo, and metric: `example, circuit, edges, edges_on_a_path, metric, value,
+    clean, corrupted, faithfulness, placebo`. `value` is the metric when the circuit runs alone, `clean` the metric of
+    the clean run, `corrupted` the metric of the empty circuit; `faithfulness` is NaN where `clean` and `corrupted`
+    differ by no more than rounding; `placebo` numbers the random circuits of a circuit, `<NA>` for the circuit itself.
+    """
     run: RunRecord
     shapes: pd.DataFrame
-    """A row per circuit and placebo: `circuit, placebo, overlap` (the part of its edges that a placebo has)."""
+    """A row per circuit and placebo: `circuit, placebo, overlap` (fraction of the circuit's edges in the placebo)."""
     members: pd.DataFrame
-    """A row per edge of each circuit: `circuit, edge` (its number in the graph)."""
+    """A row per edge of each circuit: `circuit, edge` (its index in the graph)."""
     sizes: Sequence[int]
-    """Layers, query heads, key-value heads, and 1 where blocks are parallel."""
+    """Number of layers, query heads and key-value heads, and 1 if blocks are parallel."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", tuple(self.sizes))
 
     @property
     def circuits(self) -> dict[str, Circuit]:
-        """The circuits, by name, with the prompts that chose each; effects are not kept."""
+        """The circuits, by name, with the prompts on which each was chosen; effects are not stored."""
         graph, chosen_on = Graph.of_sizes(self.sizes), self.run.options.get("discovery", {})
         circuits = {}
         for name in self.table["circuit"].unique():
@@ -74,19 +75,19 @@ class CircuitRuns(ByMetric, Result):
         """Summarize each circuit over prompts.
 
         Args:
-            level: of the interval.
-            seed: of the bootstrap.
+            level: level of the interval.
+            seed: seed of the bootstrap.
 
         Returns:
             A row per circuit and metric: `circuit, metric, edges, edges_on_a_path, examples, value, faithfulness, low,
             high, placebo, placebo_high, overlap, p_value`. Faithfulness is the ratio of the means over prompts, with
             its bootstrap interval; `placebo` is the mean of the random circuits, `placebo_high` their 95 % quantile,
-            `overlap` the part of the circuit's edges that they have on average, p the rank of the circuit among them.
+            `overlap` the mean fraction of the circuit's edges that they have, p the rank of the circuit among them.
         """
         return summarized(self.table, self.shapes, level, seed)
 
     def report(self) -> list[str]:
-        """Return how faithful each circuit is, beside its placebos, and what cannot be told."""
+        """Return the faithfulness of each circuit beside its placebos, and the limits of the result."""
         sentences = []
         for row in whole_summary(self).head(8).to_dict("records"):
             sentence = (
@@ -110,28 +111,28 @@ class CircuitRuns(ByMetric, Result):
         level: float = 0.95,
         seed: int = 0,
     ) -> Claim:
-        """Judge whether a circuit alone does something, beside random ones, other values, halves, and held-out prompts.
+        """Judge whether a circuit alone has an effect, against random circuits, other values, halves, held-out prompts.
 
-        The effect on a prompt is the metric of the circuit alone less that of the empty one.
+        The effect on a prompt is the metric of the circuit alone minus the metric of the empty circuit.
 
         Args:
-            circuit: its name, where there are several.
-            metric: of which metric, where there are several.
+            circuit: name of the circuit, if there are several.
+            metric: name of the metric, if there are several.
             other: the same circuits run with another kind of values.
-            margin: how large an effect has to be to matter; default: the 95 % quantile of the random circuits' sizes.
-            level: of the interval.
-            seed: of the bootstrap and the halves.
+            margin: smallest effect that matters; default: the 95 % quantile of the sizes of the placebos' effects.
+            level: level of the interval.
+            seed: seed of the bootstrap and the halves.
 
         Returns:
-            A `Claim`, as `Sweep.claim` gives it: `held_out` is of the prompts on which the circuit was not chosen, NaN
-            where nothing is known of its choice.
+            A `Claim`, as `Sweep.claim` returns it: `held_out` is over the prompts on which the circuit was not chosen,
+            NaN if those on which it was chosen are unknown.
 
         Raises:
-            InputError: there is no such circuit or metric, or no placebos and no margin.
+            InputError: the circuit or metric is unknown, or there are neither placebos nor a margin.
         """
         other = None if other is None else checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
         table, name = self.table, _chosen(self.table, "circuit", circuit)
-        # The prompts that it was chosen on, by number; None where these are not known.
+        # Indices of the run's prompts on which a circuit was chosen; None if those of this circuit are unknown.
         discovery = coinciding(self.run) if self.run.options["discovery"].get(name) else None
         options = {"circuit": name, "metric": metric, "margin": margin, "seed": seed, "seen": discovery}
         level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
@@ -176,31 +177,31 @@ def run_circuits(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> CircuitRuns:
-    """Run circuits alone: their edges carry what is recomputed of the clean prompt, all others something else.
+    """Run circuits alone: their edges carry what is recomputed from the clean prompt, all others replacement values.
 
         pair = "The capital of France is", "The capital of Italy is"
         metric = hw.logit_difference(" Paris", " Rome")
         strongest = hw.edges(model, *pair, metric=metric).circuit(100)
         hw.run_circuits(model, *pair, {"strongest": strongest}, metric=metric, placebos=20)
 
-    faithfulness = (m(C) - m(no edge)) / (m(all edges) - m(no edge)), the ratio of means over prompts in the summary
+    faithfulness = (m(C) - m(no edge)) / (m(all edges) - m(no edge)); in the summary, the ratio of means over prompts
     (Wang et al. 2022).
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is not changed.
         clean: one prompt, several, token ids, or a table of pairs, see `hw.patch`.
-        corrupted: the other prompt of each pair, which aligns with it token by token.
-        circuits: one, a list, or a mapping of names to them; `edges.circuit(100)` and `hw.Circuit.of([...], model)`
-            make them.
+        corrupted: the other prompt of each pair, aligned with it token by token.
+        circuits: one circuit, a list, or a mapping of names to circuits; `edges.circuit(100)` and
+            `hw.Circuit.of([...], model)` make circuits.
         metric: one or more of `hw.logit_difference(...)` and its relatives, or a function, see `hw.patch`.
         values: what the other edges carry: `other run` (the corrupted prompt's), `zero`, `mean` or `resample` (over
-            `dataset=`, or over the clean prompts). The last three take clean prompts alone.
-        dataset: the prompts of `mean` and `resample`.
-        placebos: how many random circuits of the same shape are run beside each.
-        seed: of the random circuits and of `resample`.
-        batch_size: circuits at once; by default as many as suit the device. Halved when memory runs out.
+            `dataset=`, or over the clean prompts). `zero`, `mean` and `resample` need only clean prompts.
+        dataset: the prompts for `mean` and `resample`.
+        placebos: number of random circuits of the same shape to run for each circuit.
+        seed: seed of the random circuits and of `resample`.
+        batch_size: number of circuits per batch; default: chosen for the device. Halved when memory runs out.
         progress: show a progress bar.
-        out: a folder: finished pairs are written as they come, an interrupted run goes on where it stopped.
+        out: a folder: finished pairs are saved as they complete, and an interrupted run resumes where it stopped.
 
     Raises:
         InputError: an option, prompt or circuit cannot be used; pairs that do not align are shown side by side.
@@ -208,7 +209,7 @@ def run_circuits(
         NumericsError: a run gives NaN or infinity.
 
     Warns:
-        UserWarning: pairs whose clean and corrupted run differ by no more than rounding have no faithfulness.
+        UserWarning: the clean and corrupted runs of some pairs differ by no more than rounding: no faithfulness there.
     """
     graph = graph_of(model)
     named = checked_circuits(() if circuits is None else circuits, graph)
@@ -237,7 +238,7 @@ def run_circuits(
 def claim_of_circuit(
     circuit: Circuit, model: HookedModel, clean: Any, corrupted: Any, *, other: Any, run: Any, claim: Any
 ) -> Claim:
-    """Run a circuit with its placebos, and with other values, and judge it; see `Circuit.claim`."""
+    """Run a circuit with its placebos and with other values, and judge it; see `Circuit.claim`."""
     metric_of_a_claim(run["metric"])
     runs = run_circuits(model, clean, corrupted, {"given": circuit}, **run)
     other_runs = None
@@ -256,12 +257,12 @@ class Lineup:
     named: Mapping[str, Circuit]
     all: Sequence[Circuit]
     names: Sequence[str]
-    """The circuit that each is, or is a placebo of."""
+    """Name of the circuit that each entry is, or is a placebo of."""
     placebo: Sequence[int | None]
 
     @classmethod
     def of(cls, named: Mapping[str, Circuit], placebos: int, seed: int) -> Lineup:
-        """Draw the placebos of circuits."""
+        """Return the circuits with their placebos, drawn with the seed."""
         listed: list[tuple[Circuit, str, int | None]] = []
         for name, circuit in named.items():
             listed.append((circuit, name, None))
@@ -286,7 +287,7 @@ def ran(outcome: Outcome, lineup: Lineup, run: Run) -> CircuitRuns:
 
 
 def measured(outcome: Outcome, lineup: Lineup, run: Run) -> pd.DataFrame:
-    """Run a lineup on all pairs, a pair in a piece, and lay the metrics out as the rows of `hw.run_circuits`."""
+    """Run a lineup on all pairs, one pair per piece, and return the metrics as the rows of `hw.run_circuits`."""
     circuits = [circuit.edges for circuit in lineup.all]
     measure = partial(CircuitRunner(outcome, run.record.fingerprint).measure, circuits=circuits)
     with run.bar("circuits", "pair", len(outcome)) as bar:
@@ -295,7 +296,7 @@ def measured(outcome: Outcome, lineup: Lineup, run: Run) -> pd.DataFrame:
     n_examples, n_circuits, n_metrics = values.shape
     clean, corrupted, floor = (part.numpy().repeat(n_circuits, 0).reshape(-1) for part in baselines.unbind(-1))
     flat, gap = values.flatten().numpy(), clean - corrupted
-    # Where the gap is below what rounding makes there is nothing to be a share of.
+    # Faithfulness is not defined where the gap is within rounding.
     wide = np.abs(gap) > floor
 
     def each(column: Sequence[Any]) -> Any:
@@ -317,7 +318,7 @@ def measured(outcome: Outcome, lineup: Lineup, run: Run) -> pd.DataFrame:
 
 
 def gap_sentences(table: pd.DataFrame) -> list[str]:
-    """Say by metric of how many prompts the gap is not more than rounding, if of any."""
+    """Return a sentence per metric whose gap is within rounding on some prompts: how many, and which."""
     alone, sentences = table[table["placebo"].isna()].drop_duplicates(["example", "metric"]), []
     for metric, part in alone.groupby("metric", sort=False):
         missing = part[part["faithfulness"].isna()]
@@ -331,7 +332,7 @@ def gap_sentences(table: pd.DataFrame) -> list[str]:
 
 
 def discovery_sentences(run: RunRecord) -> list[str]:
-    """Say on how many of its own prompts circuits of a run were chosen."""
+    """Return a sentence on how many of a run's prompts its circuits were chosen on, if any."""
     if not (shared := coinciding(run)):
         return []
     some = ", ".join(map(str, shared[:8]))
@@ -342,18 +343,18 @@ def discovery_sentences(run: RunRecord) -> list[str]:
 
 
 def coinciding(run: RunRecord) -> list[int]:
-    """Return which of a run's (clean) prompts, by number, one of its circuits was chosen on."""
+    """Return the indices of a run's (clean) prompts on which one of its circuits was chosen."""
     return places_among(run.options["prompts"][0], chain.from_iterable(run.options["discovery"].values()))
 
 
 # faithfulness f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
 #
-# with m(M) the clean run and m(∅) the empty circuit. Over prompts it is the ratio of the means, not the mean of ratios:
-# where a gap is near 0 a ratio explodes. f is not cut off: it is above 1 where edges that work against the answer are
-# left out, and below 0 where only these are in.
+# with m(M) the clean run and m(∅) the empty circuit. Over prompts it is the ratio of the means, not the mean of ratios,
+# because a ratio explodes where a gap is near 0. f is not clipped: it is above 1 if the circuit leaves out edges that
+# work against the answer, and below 0 if it consists only of such edges.
 #
-# A claim's effect on a prompt is m(C) - m(∅), its random sets are circuits of the shape of C (`Circuit.placebos`);
-# halves of the prompts are compared in how they rank it among these, held out are prompts on which it was not chosen.
+# A claim's effect on a prompt is m(C) - m(∅). Its random sets are circuits of the shape of C (`Circuit.placebos`). The
+# halves of the prompts are compared by how they rank C among these. On held-out prompts C was not chosen.
 
 RESAMPLES = 1000
 Values = Float[ndarray, " example"]
@@ -362,9 +363,9 @@ Values = Float[ndarray, " example"]
 def ratio_of_means(
     value: Float[ndarray, "example _"], clean: Values, corrupted: Values, *, seed: int = 0
 ) -> Float[ndarray, "draw _"]:
-    """Return the faithfulness of circuits, a column each: over the prompts, and in draws of them with replacement."""
+    """Return the faithfulness of circuits, one per column: row 0 over the prompts, then per bootstrap draw."""
     draws = Bootstrap.of(range(len(value)), draws=RESAMPLES, seed=seed)
-    # The same prompts above and below the line in each draw: their noise is shared.
+    # Each draw uses the same prompts in numerator and denominator, because their noise is shared.
     gap = np.repeat((clean - corrupted)[:, None], value.shape[1], 1)
     return np.asarray(draws.ratio(value - corrupted[:, None], gap))
 
@@ -372,7 +373,7 @@ def ratio_of_means(
 def summarized(table: pd.DataFrame, shapes: pd.DataFrame, level: object, seed: object) -> pd.DataFrame:
     """Summarize circuits over prompts: a row per circuit and metric, with its placebos beside it.
 
-    The table is that of `hw.run_circuits`; shapes have the overlap of each placebo.
+    `table` is the table of `hw.run_circuits`; `shapes` has the overlap of each placebo.
     """
     rows, level, seed = [], checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
     joined = table.merge(shapes, on=["circuit", "placebo"], how="left")
@@ -383,7 +384,7 @@ def summarized(table: pd.DataFrame, shapes: pd.DataFrame, level: object, seed: o
         drawn = part[part["placebo"].notna()]
         others = drawn.pivot_table(index="example", columns="placebo", values="value", sort=False)
         f = ratio_of_means(others.to_numpy(), clean, corrupted)[0] if len(drawn) else np.zeros(0)
-        # p counts the circuit itself among its placebos: it is never 0.
+        # p counts the circuit itself among its placebos, so it is never 0.
         p = (1 + int((f >= draws[0, 0]).sum())) / (1 + len(f))
         chance = [f.mean(), np.quantile(f, 0.95), drawn["overlap"].mean(), p] if len(f) else [np.nan] * 4
         counts = int(alone["edges"].iloc[0]), int(alone["edges_on_a_path"].iloc[0]), len(alone)
@@ -393,7 +394,7 @@ def summarized(table: pd.DataFrame, shapes: pd.DataFrame, level: object, seed: o
 
 
 def beside_placebos(row: Mapping[Any, Any]) -> str:
-    """Say what random circuits reach, in a sentence on a row of the summary; nothing where none were run."""
+    """Return a clause on the faithfulness of random circuits for a row of the summary; empty if none were run."""
     if not np.isfinite(row["placebo"]) or not row["edges"]:
         return ""
     return (
@@ -410,7 +411,7 @@ def _chosen(table: pd.DataFrame, column: str, name: str | None) -> str:
 
 
 def _effects(table: pd.DataFrame, circuit: str, metric: str) -> Float[ndarray, "draw example"]:
-    """Return m(C) - m(∅) of a circuit, and of its placebos after it."""
+    """Return m(C) - m(∅) of a circuit (row 0) and of its placebos (the rows after it)."""
     part = table[(table["circuit"] == circuit) & (table["metric"] == metric)]
     number = part["placebo"].fillna(-1).astype(int)
     effects = (part["value"] - part["corrupted"]).groupby([number, part["example"]]).mean()

@@ -1,11 +1,11 @@
-"""Measures circuits on pairs of prompts: what every analysis that runs circuits has in common.
+"""Measures circuits on pairs of prompts: the part that every analysis that runs circuits shares.
 
-The edited prompt is the clean one; what lies outside of a circuit comes from the other prompt of its pair, or from
-`values=`. Of each example three numbers of a metric go with those of the circuits:
+The edited prompt is the clean one. The edges outside a circuit carry the other prompt of the pair, or `values=`. For
+each example and metric, three baselines go with the values of the circuits:
 
-    clean       of the clean run, which is that of the full circuit
-    corrupted   of the empty circuit: of the other prompt's run, or of the values alone
-    floor       what rounding can make of the metric: a gap below it is none
+    clean       the metric of the clean run, which equals the run of the full circuit
+    corrupted   the metric of the empty circuit: the other prompt's run, or the values alone
+    floor       the largest change of the metric that rounding can cause: a smaller gap counts as none
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ from headwater.patching.replacements import Replacement, Resample, build_replace
 from headwater.patching.sweep import say_how_long
 
 KEPT_FLOATS = 1 << 29
-"""About how many numbers the runs of pairs may hold that are kept between batches."""
+"""Approximate limit on the number of floats in the runs of pairs that are kept between batches."""
 ROUNDING = 32
-"""Rounding makes at most so many times the type's precision of the largest logit: what is below is not a gap."""
+"""Rounding changes a metric by at most this many times the dtype's eps times the largest logit: a smaller gap is none.
+"""
 TOLERANCE = 1e-3
-"""How far the full circuit may be from the clean run, as a part of the largest logit that is read."""
+"""Largest allowed distance of the full circuit from the clean run, relative to the largest logit that is read."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What was requested, resolved: pairs, metrics, and what lies outside of circuits."""
+    """The resolved request: pairs, metrics, and the values outside of circuits."""
 
     plan: Plan
     source: Replacement | None
-    """What gives the values outside of circuits; None where it is the other prompt's run."""
+    """The source of the values outside of circuits; None if they are the other prompt's run."""
     options: dict[str, Any]
-    """What of it decides a result."""
+    """The options that determine a result."""
     given: dict[str, Any]
-    """The prompts as ids, and the values, as `hw.edges` takes them."""
+    """The prompts as ids, and the values, as arguments of `hw.edges`."""
 
     @classmethod
     def of(
@@ -98,17 +99,17 @@ class Outcome:
             pool = source.inputs.dataset
             options |= prompt_options(first, pool) | {"values": source.described, "seed": seed}
             inputs |= {"values": values, "dataset": options["prompts"][1]}
-        # Another prompt's run is a run like the other prompt's: from here on it is one.
+        # A run of another prompt of the data set is handled like the other prompt's run from here on.
         if isinstance(source, Resample):
             second, source = tuple(source.pool[donor] for donor in source.donors), None
-        # A plan has two sides; where values are of no run the second is the first, and is not read.
+        # A plan has two sides. If the values come from no run, the second side repeats the first and is not read.
         second = first if source is not None or second is None else second
         cells = CellTable.unedited(len(first))
         plan = Plan(model, PromptPair(first, second), cells, metrics, batch_size=batch_size)
         return cls(plan, source, options | {"metrics": plan.metric_options}, inputs)
 
     def say_how_long(self, n: int, progress: bool, search: bool = False, hours: float | None = None) -> None:
-        """Say how long circuits take, if it is over a minute: in a search each edge that is tried is one."""
+        """Report how long the circuits take if it is over a minute; in a search each tried edge is one circuit."""
         what, advice = f"{n:,} circuits of {len(self):,} pairs", "Fewer circuits, placebos= or pairs take less time."
         if search:
             what = f"{n:,} edges, each tried on {len(self):,} pairs,"
@@ -116,14 +117,14 @@ class Outcome:
         say_how_long(self.plan.model, what, n * self._changed.sum(), advice, hours=hours, progress=progress)
 
     def pairs_to_keep(self, most: int) -> int:
-        """Return the runs of how many pairs are kept between batches: mostly the changes that each sender makes."""
+        """Return for how many pairs the runs are kept between batches; most of the memory is each sender's changes."""
         shape = self.plan.model.shape
         a_pair = 3 * len(Graph.of(shape).senders) * int(self._changed.max()) * shape.d_model
         return max(1, min(most, len(self), KEPT_FLOATS // a_pair))
 
     @property
     def _changed(self) -> Indices:
-        """By pair, how many tokens are run from the first on that differs from what lies outside."""
+        """Number of tokens that are run for each pair, from the first that differs from what lies outside."""
         base, other = self.plan.pair.base, self.plan.pair.other
         assert other is not None
         exchanged = self.source is not None
@@ -139,7 +140,7 @@ class Outcome:
 
 
 class CircuitRunner:
-    """Runs circuits on the examples of an outcome, one after the other; the runs of `keep` of them are kept."""
+    """Runs circuits on the examples of an outcome, one example after the other; keeps the runs of `keep` examples."""
 
     def __init__(self, outcome: Outcome, fingerprint: str | None = None, keep: int = 1):
         self.outcome, self.plan, self.keep = outcome, outcome.plan, keep
@@ -154,9 +155,9 @@ class CircuitRunner:
         """Return the metrics of circuits on an example, `circuit metric`, and its `baselines`, `metric 3`."""
         with torch.no_grad(), self.plan.model.lock:
             walk, baselines = self._walk(example)
-            # Once: all edges together are the clean run.
+            # Checked once: the circuit of all edges must reproduce the clean run.
             if example == 0 and not self._is_checked:
-                # By itself: beside other circuits it would change their last digits, and a resumed search with them.
+                # Run alone, because in a batch it would change the last digits of others, and so a resumed search.
                 full, clean, model = walk.measure([np.arange(self.graph.n_edges)])[0], baselines[:, 0], self.plan.model
                 self._is_checked = True
                 allowed = max(TOLERANCE, 64 * torch.finfo(model.dtype).eps) * _largest_logit(walk)
@@ -174,10 +175,10 @@ class CircuitRunner:
         return [HeadShares(self.plan.model, layer, self._weights) for layer in range(self.graph.n_layers)]
 
     def _walk(self, example: int) -> tuple[CircuitWalk, Float[Tensor, "metric 3"]]:
-        """Return what runs circuits on an example, made now unless it is kept, and its baselines."""
+        """Return the walk that runs circuits on an example (created unless it is kept), and its baselines."""
         if example not in self._walks:
             if len(self._walks) >= self.keep:
-                self._walks.popitem()  # the last one, so that the first ones serve every round
+                self._walks.popitem()  # the last one, so that the first ones can be reused in every round
             runs = BothRuns(self.plan, self.graph, example, self._weights)
             shares, values = self._shares, self._exchanged
             outside = of_other_run(runs, shares) if values is None else of_values(runs, shares, values)
@@ -192,72 +193,71 @@ class CircuitRunner:
         unedited = runs.wave.readout.unedited(range(example, example + 1))
         clean, corrupted = unedited.unedited[0], unedited.other[0]
         if self.outcome.source is not None:
-            # Values are of no run: the empty circuit has to be run to know its metric.
+            # The values come from no run, so the empty circuit has to be run to get its metric.
             corrupted = walk.measure([np.zeros(0, dtype=np.int64)])[0]
-        # A share of a gap of rounding would be anything: faithfulness is NaN below this.
+        # Dividing by a gap within rounding would give an arbitrary number, so faithfulness is NaN below this floor.
         floor = ROUNDING * torch.finfo(self.plan.model.dtype).eps * _largest_logit(walk)
         return torch.stack([clean, corrupted, torch.full_like(clean, floor)], -1)
 
 
 def _largest_logit(walk: CircuitWalk) -> float:
-    """The size of the clean run's logits, at least 1: what rounding is relative to."""
+    """Return the largest absolute logit of the clean run, at least 1: the scale of rounding errors."""
     last = walk.rows.base("resid_post", walk.graph.n_layers - 1)[walk.rows.kept]
     return max(1.0, float(walk.runs.wave.logits(last, 0).abs().max()))
 
 
-# Run many circuits at once: in each, only its own edges carry what is recomputed, all others what lies outside.
+# Run many circuits at once: in each, only its edges carry recomputed outputs; all others carry the outside values O.
 #
 # x_r = x_r(O) + Σ over edges s → r of the circuit:  s(now) - s(O)
 #
-# for every receiver r, in the order of the layers, where s(now) is what the sender writes of what it reads in this run,
-# and O what is carried outside (below). With all edges that is the clean run, with none O itself, and with all but one
-# the run in which this edge alone is exchanged.
+# for every receiver r, layer by layer. s(now) is what the sender writes, given its input in this run; O is what is
+# carried outside (below). With all edges this is the clean run, with none it is O itself, and with all but one it is
+# the run in which only this edge is patched.
 #
-# 1. D = s(now) - s(O) is kept for the senders in use, `circuit sender position d_model`; that of the embedding is
-#    known.
-# 2. Per layer and circuit one product of a matrix of zeros and ones, `receiver sender`, with D gives what its receivers
-#    read. A receiver that no edge of the circuit enters reads O: its row is left out.
-# 3. The norm, each head's own columns of W_Q, W_K and W_V, and the model's own attention on all circuits at once; then
-#    their W_O, head by head. A layer in which no circuit has a head in use is skipped; so are MLPs.
+# 1. D = s(now) - s(O) is stored for the senders in use, `circuit sender position d_model`. D of the embedding is known
+#    from the start.
+# 2. Per layer and circuit, one product of a 0/1 matrix, `receiver sender`, with D gives the inputs of the receivers. A
+#    receiver that no edge of the circuit enters reads O: its row is left out.
+# 3. Then the norm, each head's columns of W_Q, W_K and W_V, and the model's own attention on all circuits at once; then
+#    W_O, head by head. Layers in which no circuit uses a head are skipped, and so are unused MLPs.
 # 4. The logits are computed at the positions that are read.
 #
-# Edges that lead nowhere are left out before: those from which no path of the circuit leads to the logits and, where O
-# is a run, those that no path from the embedding reaches (there s(now) = s(O)).
+# Edges without an effect are dropped first: those from which no path of the circuit leads to the logits and, if O is a
+# run, those that no path from the embedding reaches (there s(now) = s(O)).
 #
-# What the edges outside of a circuit carry is the run that is left when no edge carries the clean prompt: with s(O) for
-# what a sender s writes of the values (another prompt's run, zeros, or means of what it adds), a receiver outside of
-# everything reads
+# O is the run in which no edge carries the clean prompt. s(O) is what a sender s contributes under the values (another
+# prompt's run, zeros, or means of what it adds), and a receiver outside of the circuit reads
 #
 # x(O) = Σ s(O) + the biases of attention,    over the senders before it
 #
-# In the other prompt's run that is its own residual stream, and with means the mean of the residual streams. What is
-# exchanged is what `hw.edges` exchanges (`headwater.circuits.both_runs`): where a norm comes after attention the mean
-# of the heads' shares, each under the scale of its own run, not the shares of a mean z, whose scale is that of no run.
-# So all edges but one come to that edge's effect.
+# For the other prompt's run this is its residual stream, and for means it is the mean of the residual streams. The
+# values are those that `hw.edges` uses (`headwater.circuits.both_runs`): if a norm comes after attention, the mean of
+# the heads' shares, each under the scale of its own run, and not the shares of a mean z, whose scale belongs to no run.
+# So the circuit of all edges but one gives the effect of that edge.
 
 
 @dataclass(frozen=True, eq=False)
 class ComplementRun:
-    """What is carried outside of a circuit in one example, at the positions that are recomputed; by layer."""
+    """What is carried outside of a circuit in one example, at the recomputed positions; sequences are by layer."""
 
     start: int
-    """The first of them."""
+    """The first recomputed position."""
     is_run: bool
-    """Whether it is a prompt's run, so that a sender differs from it only if something reaches it."""
+    """Whether it is a prompt's run, so that a sender differs from it only if a change reaches the sender."""
     embedded: Float[Tensor, "position d_model"]
-    """What the embedding sends."""
+    """Output of the embedding."""
     entering: Sequence[Float[Tensor, "position d_model"]]
-    """What heads read; after the last layer, what the logits read."""
+    """Input of the heads; after the last layer, the input of the logits."""
     middle: Sequence[Float[Tensor, "position d_model"]]
-    """What MLPs read."""
+    """Input of the MLPs."""
     heads: Sequence[Float[Tensor, "position head d_model"]]
-    """What heads send."""
+    """Output of the heads."""
     mlps: Sequence[Float[Tensor, "position d_model"]]
-    """What MLPs send."""
+    """Output of the MLPs."""
 
 
 def of_other_run(runs: BothRuns, shares: Sequence[HeadShares]) -> ComplementRun:
-    """Return what the other run of a pair has."""
+    """Return the outside values from the other run of a pair."""
     reached, layers = slice(runs.start, runs.stop), range(runs.graph.n_layers)
 
     def of(site: str, layer: int) -> Tensor:
@@ -272,7 +272,7 @@ def of_other_run(runs: BothRuns, shares: Sequence[HeadShares]) -> ComplementRun:
 
 
 def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged) -> ComplementRun:
-    """Return what a kind of values has at the senders of an example."""
+    """Return the outside values of an example from a kind of values."""
     sent = exchanged.of(runs.example, len(runs.plan.pair.base[runs.example]))[:, : runs.stop]
     n_heads, parallel = runs.graph.n_heads, runs.wave.blocks.parallel
     entering, middle, heads, mlps = [sent[0]], [], [], []
@@ -280,7 +280,7 @@ def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged
         first = runs.graph.first_head(layer)
         heads.append(sent[first : first + n_heads].movedim(0, 1))
         mlps.append(sent[first + n_heads])
-        # Values are of no run: streams are added up sender by sender. The biases belong to no edge.
+        # The values come from no run, so streams are summed sender by sender. The biases belong to no edge.
         bias = share.of_bias(share.outputs(runs.base("z", layer)[: runs.stop]))
         attended = entering[-1] + heads[-1].sum(1) + bias.to(sent)
         middle.append(entering[-1] if parallel else attended)
@@ -289,12 +289,12 @@ def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged
 
 
 HELD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
-"""What a batch of circuits may hold: more runs out of the processor's caches and is not faster."""
+"""Memory of a batch of circuits: a larger batch exceeds the processor's caches and is not faster."""
 ALL = slice(None)
 
 
 class CircuitWalk:
-    """Runs circuits on one example: its rows begin at the first position that differs from what lies outside."""
+    """Runs circuits on one example; its rows begin at the first position that differs from what lies outside."""
 
     def __init__(self, rows: EdgeRows, outside: ComplementRun, shares: Sequence[HeadShares], weights: LoadedWeights):
         self.rows, self.outside, self.shares, self.weights = rows, outside, shares, weights
@@ -303,10 +303,10 @@ class CircuitWalk:
         self.projection = cache(partial(_Projection, self))
 
     def measure(self, circuits: Sequence[Indices]) -> Float[Tensor, "circuit metric"]:
-        """Return the metrics of the runs of some circuits, given as edges, ascending."""
+        """Return the metrics when each circuit runs alone; circuits are given as ascending edge indices."""
         values = torch.zeros(len(circuits), len(self.runs.plan.metrics), dtype=torch.float64)
         live = [self._live(edges) for edges in circuits]
-        order = np.argsort([len(edges) for edges in live], kind="stable")  # sparse ones skip together
+        order = np.argsort([len(edges) for edges in live], kind="stable")  # batches of sparse circuits skip layers
 
         def run(some: list[int]) -> None:
             last = _Batch(self, [live[i] for i in some]).last()
@@ -322,22 +322,22 @@ class CircuitWalk:
         return values
 
     def _live(self, edges: Indices) -> Indices:
-        # A norm after attention divides by the size of all heads together: each head depends on what the others read.
+        # A norm after attention divides by the scale of all heads together: each head depends on the others' inputs.
         together = any(shares.norm is not None for shares in self.shares)
-        # With values that are of no run a sender differs from them also where nothing of the clean prompt reaches it.
+        # If the values come from no run, a sender differs from them even where nothing of the clean prompt reaches it.
         which = on_a_path if self.outside.is_run else leads_to_logits
         kept = which(self.graph, edges, together)
         return np.asarray(edges[kept])
 
     def _at_once(self, live: Sequence[Indices]) -> int:
-        """How many of the next circuits fit: what each of their senders writes, and what a layer's heads read."""
+        """Return how many of the next circuits fit in memory: their senders' outputs, and a layer's head inputs."""
         budget = HELD_BYTES.get(self.runs.model.device.type, HELD_BYTES["cpu"])
         heads = self.graph.n_heads + 2 * self.graph.n_kv_heads
         a_stream = self.outside.embedded.nbytes
         used, fit = np.zeros(len(self.graph.senders), dtype=bool), 0
         for edges in live:
             used[self.graph.sender[edges]] = True
-            # One circuit goes in any case; it is the second that has to fit.
+            # The first circuit always runs; only further ones have to fit.
             if fit and fit + 1 > budget // ((int(used.sum()) + heads) * a_stream):
                 break
             fit += 1
@@ -345,7 +345,7 @@ class CircuitWalk:
 
 
 class _Projection:
-    """Makes q, k and v of single heads of one layer from what each of them reads.
+    """Computes q, k and v of single heads of one layer from each head's input.
 
     `outside`: the q, k and v outside of every circuit.
     """
@@ -358,7 +358,7 @@ class _Projection:
         self.outside = {kind: projected[kind].clone() for kind in KINDS}
         normed = walk.rows.blocks.normed(layer, outside[None], mlp=False)
         every = {kind: torch.arange(projected[kind].shape[2]) for kind in KINDS}
-        # Seen, not assumed: a model may norm or scale q and k after the projection, which columns alone leave out.
+        # Checked, not assumed: a model may norm or scale q and k after the projection, which the columns leave out.
         has_weights = all(w is not None and len(w) == self.outside[k].shape[2] for k, (w, _) in self._factors.items())
         self.by_weights = has_weights and are_near(
             (self._columns(kind, normed.expand(len(heads), -1, -1), heads), projected[kind][0].movedim(1, 0))
@@ -368,10 +368,10 @@ class _Projection:
     def of(
         self, kind: str, inputs: Float[Tensor, "row position d_model"], heads: Int[Tensor, " row"]
     ) -> Float[Tensor, "row position d_head"]:
-        """Return of each row the q (k, v) of its own head; rows are head by head."""
+        """Return for each row the q (k, v) of its head; rows are sorted by head."""
         if self.by_weights:
             return self._columns(kind, self.walk.rows.blocks.normed(self.layer, inputs, mlp=False), heads)
-        # Else all heads of each row are made, of which it takes its own.
+        # Otherwise all heads of each row are computed, and the row's head is selected.
         made = self.receivers.projected(inputs)[kind]
         return made[torch.arange(len(heads), device=made.device), :, to_device(heads, made.device)]
 
@@ -395,7 +395,7 @@ class _Projection:
 
 
 class _Batch:
-    """One walk up the layers with some circuits, by their live edges."""
+    """One pass up the layers with some circuits, by their live edges."""
 
     def __init__(self, walk: CircuitWalk, circuits: Sequence[Indices]):
         self.walk, self.outside, graph = walk, walk.outside, walk.graph
@@ -405,7 +405,7 @@ class _Batch:
         self.receiver, self.sender = graph.receiver[edges], graph.sender[edges]
         self.begins = np.concatenate([[0], np.cumsum(counts)])
         self.used = np.unique(self.sender)
-        # Only senders in use have memory, not all of the graph.
+        # Memory is allocated only for senders in use, not for the whole graph.
         self.slot = np.full(len(graph.senders), -1)
         self.slot[self.used] = np.arange(len(self.used))
         self.sends = np.zeros((len(circuits), len(graph.senders)), dtype=bool)
@@ -413,11 +413,11 @@ class _Batch:
         embedded = walk.outside.embedded
         self.now = embedded.new_zeros(len(circuits), len(self.used), *embedded.shape)
         if self.slot[0] >= 0:
-            # The embedding always sends the clean prompt's: nothing reaches it that could be another.
+            # The embedding always sends its clean output, because no edge enters it.
             self.now[:, 0] = walk.rows.base("resid_pre", 0) - embedded
 
     def last(self) -> Float[Tensor, "circuit kept d_model"]:
-        """Return the last states at the positions that are read."""
+        """Return the last residual stream at the positions that are read."""
         for layer in range(self.graph.n_layers):
             self._heads(layer)
             self._mlp(layer)
@@ -429,7 +429,7 @@ class _Batch:
         return states
 
     def _heads(self, layer: int) -> None:
-        """Let a layer's heads read and write, in the circuits where one of them reaches the output."""
+        """Run a layer's heads, in the circuits where one of them reaches the output."""
         first = self.graph.first_head(layer)
         used = self.sends[:, first : first + self.graph.n_heads]
         rows = np.flatnonzero(used.any(1))
@@ -438,7 +438,7 @@ class _Batch:
         projection = self.walk.projection(layer)
         circuit, receiver, inputs = self._mixed(self._reading(layer)[:-1], self.outside.entering[layer])
         place = np.searchsorted(rows, circuit)
-        # A head that no edge enters reads what is carried outside; the others are written over below.
+        # A head that no edge enters reads what is carried outside; the other heads are overwritten below.
         by_kind = {kind: base.expand(len(rows), -1, -1, -1).clone() for kind, base in projection.outside.items()}
         bounds = np.searchsorted(self.graph.receivers.kind[receiver], range(len(KINDS) + 1))
         for kind, mine in zip(KINDS, map(slice, bounds[:-1], bounds[1:]), strict=True):
@@ -446,14 +446,14 @@ class _Batch:
             if len(heads):
                 new = projection.of(kind, inputs[mine], torch.from_numpy(heads)).to(by_kind[kind])
                 by_kind[kind][to_device(place[mine], new.device), :, to_device(heads, new.device)] = new
-        # The model's own attention on all circuits at once: its scale, mask and soft cap are not made again here.
+        # The model's own attention runs on all circuits at once, so its scale, mask and soft cap are not reimplemented.
         z = projection.receivers.heads_of(by_kind)
         shares = self.walk.shares[layer]
         changes = shares.of(shares.outputs(z)) - self.outside.heads[layer]
         self._write(rows, used[rows], first, changes.movedim(2, 1))
 
     def _mlp(self, layer: int) -> None:
-        """Let a layer's MLP read and write, in the circuits where it reaches the output."""
+        """Run a layer's MLP, in the circuits where it reaches the output."""
         sender = self.graph.first_head(layer) + self.graph.n_heads
         used = self.sends[:, [sender]]
         rows = np.flatnonzero(used.any(1))
@@ -464,26 +464,26 @@ class _Batch:
         circuit, _, mixed = self._mixed(self._reading(layer)[-1:], outside, positions)
         inputs[to_device(np.searchsorted(rows, circuit), inputs.device)] = mixed
         changes = self.walk.rows.blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][positions]
-        # In the last layer the MLP ran where it is read; elsewhere nobody asks for its change.
+        # In the last layer the MLP ran only at the positions that are read; its change elsewhere is never used.
         if not isinstance(positions, slice):
             changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, positions, changes)
         self._write(rows, used[rows], sender, changes[:, None])
 
     def _reading(self, layer: int) -> range:
-        """The receivers of a layer: q, k and v of its heads, then its MLP."""
+        """Return the receivers of a layer: q, k and v of its heads, then its MLP."""
         n_receivers = self.graph.n_heads + 2 * self.graph.n_kv_heads + 1
         return range(layer * n_receivers, (layer + 1) * n_receivers)
 
     def _mixed(
         self, receivers: range, outside: Tensor, positions: Int[Tensor, " kept"] | slice = ALL
     ) -> tuple[Indices, Indices, Float[Tensor, "row position d_model"]]:
-        """Return circuit, receiver and input of each receiver that an edge enters, at some positions or at all."""
+        """Return circuit, receiver and input of each receiver that an edge enters, at the given or all positions."""
         outside = outside[positions]
         parts = [self._entering(circuit, receivers) for circuit in range(self.n_circuits)]
         circuits = np.repeat(np.arange(self.n_circuits), [len(targets) for targets, _, _ in parts])
         entered = np.concatenate([targets for targets, _, _ in parts])
-        # Receiver by receiver, so that the rows of one head are one product with its columns. The edges of a circuit
-        # are in the order of their receivers, so those into neighbours are together.
+        # Sorted by receiver, so that the rows of one head form one product with its columns. A circuit's edges are
+        # already sorted by receiver, so those into consecutive receivers are contiguous.
         order = np.argsort(entered, kind="stable")
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
@@ -492,9 +492,9 @@ class _Batch:
             mine, place = place[: len(targets)], place[len(targets) :]
             if not len(targets):
                 continue
-            # Slots follow the senders' order, so that later ones are left out of the product.
+            # Slots are in the order of senders, so the product can stop after the largest one.
             reach = int(slot.max()) + 1
-            # A product of zeros and ones: adding edge by edge would read each sender's stream once an edge.
+            # A product with a 0/1 matrix: adding edge by edge would read each sender's stream once per edge.
             carried = np.zeros((len(targets), reach), dtype=np.float32)
             carried[row, slot] = 1
             now = self.now[circuit, :reach][:, positions].flatten(1)
@@ -502,7 +502,7 @@ class _Batch:
         return circuits[order], entered[order], inputs.add_(outside)
 
     def _entering(self, circuit: int, receivers: range) -> tuple[Indices, Indices, Indices]:
-        """Return the receivers that edges of a circuit enter, and of each edge the place of its receiver, and slot."""
+        """Return the receivers that edges of a circuit enter, and for each edge the index of its receiver, and slot."""
         begin, end = self.begins[circuit], self.begins[circuit + 1]
         bounds = np.searchsorted(self.receiver[begin:end], [receivers.start, receivers.stop]) + begin
         receiver = self.receiver[bounds[0] : bounds[1]]
@@ -510,7 +510,7 @@ class _Batch:
         return receiver[is_new], np.cumsum(is_new) - 1, self.slot[self.sender[bounds[0] : bounds[1]]]
 
     def _write(self, rows: Indices, used: Bool[np.ndarray, "row sender"], first: int, changes: Tensor) -> None:
-        """Keep what senders from a first one on write now, less what they write outside, where they are used."""
+        """Store what the used senders, counted from `first`, write now, minus what they write outside."""
         row, sender = np.nonzero(used)
         into, slot, row_there, sender_there = (
             to_device(one, self.now.device) for one in (rows[row], self.slot[first + sender], row, sender)
@@ -519,9 +519,9 @@ class _Batch:
 
 
 def _product(a: Float[Tensor, "row sender"], b: Float[Tensor, "sender width"], into: Tensor, rows: Indices) -> None:
-    """Write a product into some rows of a matrix: straight where these are at equal distances, else by a copy."""
+    """Write a product into some rows of a matrix: in place if the rows are evenly spaced, otherwise by a copy."""
     step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
-    # mm writes into a strided view; an index would need the product first, and a copy of it.
+    # mm can write into a strided view; indexed rows need the product first, and then a copy of it.
     if (np.diff(rows) == step).all():
         torch.mm(a, b, out=into[int(rows[0]) : int(rows[-1]) + 1 : step])
     else:

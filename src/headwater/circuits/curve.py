@@ -1,15 +1,15 @@
-"""Faithfulness by size: how few edges do what the model does, on prompts that did not choose them.
+"""Faithfulness by size: how few edges reproduce the model, on prompts on which they were not chosen.
 
-Circuits of the strongest edges at several sizes (shares of all edges), each run alone beside random circuits of its own
-shape. Four numbers sum a curve f(x) up, x from the least size to the largest (Mueller et al. 2025, MIB):
+Circuits of the strongest edges at several sizes (fractions of all edges) each run alone, beside random circuits of the
+same shape. Four numbers summarize a curve f(x), x from the smallest size to the largest (Mueller et al. 2025, MIB):
 
-    cpr         ∫ f dx             how much the circuits do (rank edges `by="signed"`)
+    cpr         ∫ f dx             how much of the effect the circuits reproduce (rank edges `by="signed"`)
     cmd         ∫ |1 - f| dx       how far they are from the model (rank edges `by="size"`)
     log_area    ∫ f d log x, as a mean over log x
-    least_size  the least size at which f is 0.9 or more
+    least_size  the smallest size at which f is 0.9 or more
 
-Areas over x hide the start: half of them is the step from half of the edges to all, and random edges get a CPR of 0.28.
-So all four are beside each other, and beside the placebos' own.
+Areas over x hide small sizes: half of the area is the step from half of the edges to all, and random edges get a CPR of
+0.28. So all four numbers are reported together, each with the value of the placebos.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ from headwater.stats.resample import interval
 SIZES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 AREAS = ("cpr", "cmd", "log_area", "least_size")
 ENOUGH = 0.9
-"""The faithfulness that `least_size` asks for."""
+"""The faithfulness that `least_size` requires."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CircuitCurve(ByMetric, Result):
-    """What `hw.circuit_curve` found."""
+    """The result of `hw.circuit_curve`."""
 
     table: pd.DataFrame
-    """A row per example, size, circuit or placebo, and metric: the columns of `hw.run_circuits`, and `size`, the part
-    of all edges."""
+    """A row per example, size, circuit or placebo, and metric: the columns of `hw.run_circuits`, and `size`, the
+    fraction of all edges."""
     run: RunRecord
     shapes: pd.DataFrame
-    """A row per circuit and placebo: `circuit, placebo, overlap` (the part of its edges that a placebo has)."""
+    """A row per circuit and placebo: `circuit, placebo, overlap` (fraction of the circuit's edges in the placebo)."""
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize each size over prompts.
 
         Args:
-            level: of the interval.
-            seed: of the bootstrap.
+            level: level of the interval.
+            seed: seed of the bootstrap.
 
         Returns:
             A row per size and metric: `size`, and the columns of the summary of `hw.run_circuits`.
@@ -82,27 +82,27 @@ class CircuitCurve(ByMetric, Result):
         return found
 
     def areas(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
-        """Sum the curve up in four numbers, with the placebos' own.
+        """Summarize the curve in four numbers, with those of the placebos.
 
         Args:
-            level: of the interval.
-            seed: of the bootstrap.
+            level: level of the interval.
+            seed: seed of the bootstrap.
 
         Returns:
-            A row per metric and number: `metric, area` (`cpr`, `cmd`, `log_area`, `least_size`: see the first lines of
+            A row per metric and number: `metric, area` (`cpr`, `cmd`, `log_area`, `least_size`: see the docstring of
             `headwater.circuits.curve`), `value`, `low, high` (bootstrap over prompts), `placebo` (the mean over random
-            curves), `placebo_low, placebo_high` (their 5 % and 95 % quantiles). A least size is NaN where f does not
-            come to 0.9, and placebos that do not count with the whole model.
+            curves), `placebo_low, placebo_high` (their 5 % and 95 % quantiles). A least size is NaN where f never
+            reaches 0.9; a placebo that never does counts as needing the whole model.
         """
         level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
         rows = []
         for metric, part in self.table.groupby("metric", sort=False):
             sizes, drawn, placebos = _curves(part, seed)
-            # Of each draw's own curve: the least size of a mean curve is not the mean of least sizes.
+            # Computed for each draw's curve: the least size of a mean curve is not the mean of least sizes.
             of_circuit, random = _areas(sizes, drawn), _areas(sizes, placebos)
             for name in AREAS:
                 value, low, high = interval(of_circuit[name], level)
-                # A random curve that never comes to 0.9 needs the whole model.
+                # A random curve that never reaches 0.9 needs the whole model.
                 of_random = random[name] if name != "least_size" else np.nan_to_num(random[name], nan=1.0)
                 chance = [of_random.mean(), *np.quantile(of_random, [0.05, 0.95])] if len(of_random) else [np.nan] * 3
                 rows.append([metric, name, value, low, high, *chance])
@@ -110,7 +110,7 @@ class CircuitCurve(ByMetric, Result):
         return pd.DataFrame(rows, columns=columns)
 
     def report(self) -> list[str]:
-        """Return the four numbers of each metric beside their placebos, and what cannot be told."""
+        """Return the four numbers of each metric beside their placebos, and the limits of the result."""
         sentences, by = [], self.run.options["by"]
         words = {"cpr": "CPR", "cmd": "CMD", "log_area": "mean over log size", "least_size": "least size for 0.9"}
         for metric, part in self.areas().groupby("metric", sort=False):
@@ -148,29 +148,29 @@ def circuit_curve(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> CircuitCurve:
-    """Run the circuits of the strongest edges at several sizes, on prompts that did not choose them.
+    """Run the circuits of the strongest edges at several sizes, on prompts on which they were not chosen.
 
     Args:
-        model: the model; it is left as it was.
-        edges: what `hw.edges` found of all edges, on other prompts. Its first metric ranks them.
+        model: the model; it is not changed.
+        edges: the result of `hw.edges` for all edges, on other prompts. Its first metric ranks them.
         clean: the held-out prompts, or a table of pairs; see `hw.run_circuits`.
         corrupted: the other prompt of each pair.
         metric: as in `hw.run_circuits`; answers are those of the held-out prompts.
-        sizes: parts of all edges, above 0 and up to 1.
+        sizes: fractions of all edges, above 0 and at most 1.
         by: how edges are ranked, `size` or `signed`; see `EdgeEffects.circuit`.
         values: what the other edges carry; see `hw.run_circuits`.
-        dataset: the prompts of `mean` and `resample`.
-        placebos: how many random circuits of the same shape are run at each size.
-        seed: of the random circuits and of `resample`.
-        batch_size: circuits at once.
+        dataset: the prompts for `mean` and `resample`.
+        placebos: number of random circuits of the same shape to run at each size.
+        seed: seed of the random circuits and of `resample`.
+        batch_size: number of circuits per batch.
         progress: show a progress bar.
-        out: a folder; an interrupted run goes on where it stopped.
+        out: a folder; an interrupted run resumes where it stopped.
 
     Raises:
         InputError: an option or prompt cannot be used, or the edges are of another model or not all of its edges.
 
     Warns:
-        UserWarning: held-out prompts are among those that chose the edges, or have no gap.
+        UserWarning: held-out prompts are among those on which the edges were chosen, or have no gap.
     """
     graph, listed = graph_of(model), [] if isinstance(sizes, str) else one_or_several(sizes)
     if not listed:
@@ -211,12 +211,12 @@ def circuit_curve(
 def _curves(
     part: pd.DataFrame, seed: int
 ) -> tuple[Float[ndarray, " size"], Float[ndarray, "draw size"], Float[ndarray, "placebo size"]]:
-    """Return the sizes, f at each in draws of prompts (the first: the prompts themselves), and that of placebos."""
+    """Return the sizes, f at each size in bootstrap draws (row 0: the prompts themselves), and f of each placebo."""
     of_circuits = part[part["placebo"].isna()]
     values = of_circuits.pivot_table(index="example", columns="size", values="value")
     ends = of_circuits.drop_duplicates("example").set_index("example").loc[values.index]
     clean, corrupted = ends["clean"].to_numpy(), ends["corrupted"].to_numpy()
-    # All sizes are resampled together: a draw is a curve.
+    # All sizes are resampled together, so each draw is a curve.
     drawn = circuit_runs.ratio_of_means(values.to_numpy(), clean, corrupted, seed=seed)
     placebos = []
     for _, others in part[part["placebo"].notna()].groupby("placebo"):
@@ -236,21 +236,21 @@ def _areas(sizes: Float[ndarray, " size"], f: Float[ndarray, "draw size"]) -> di
     }
 
 
-# Two criteria of a circuit: is it all that does the work, and is each of its edges needed (Wang et al. 2022)?
+# Two criteria of a circuit: does it do all of the work, and is each of its edges needed (Wang et al. 2022)?
 #
 # incompleteness(K) = |m(C - K) - m(M - K)|             for sets K of edges of the circuit C; M has all edges
 # effect(e)         = m(C - K - e) - m(C - K)           the largest in size over K, for each edge e of C
 #
 # m is the mean of the metric over prompts when the circuit runs alone (`hw.run_circuits`). The first K is empty; the
-# others have each edge of C with probability 1/2. A complete circuit does what the model does whatever is taken out of
-# both; in a minimal one every edge matters once some others are gone.
+# others have each edge of C with probability 1/2. A complete circuit behaves like the model whichever edges are removed
+# from both; in a minimal circuit every edge matters once some others are removed.
 #
-# Beside each is its control. Beside completeness: random circuits of the circuit's shape (`Circuit.placebos`), each
-# less as many edges of its own. Beside minimality (Shi et al. 2024): edges drawn from outside and put into the circuit,
-# with the kinds and layers of the circuit's own; what an edge is needed for has to be more than what these come to.
+# Each criterion has a control. Completeness: random circuits of the circuit's shape (`Circuit.placebos`), each without
+# equally many of its edges. Minimality (Shi et al. 2024): edges drawn from outside and added to the circuit, with the
+# kinds and layers of the circuit's edges; an edge is needed only if its effect exceeds the effects of these.
 
 MOST = 1000
-"""Sets and random circuits at most."""
+"""Largest number of sets and of random circuits."""
 Values = Mapping[str, float]
 
 
@@ -267,7 +267,7 @@ def completeness(
     seed: int = 0,
     **run: Any,
 ) -> pd.DataFrame:
-    """Compare a circuit with the model when the same edges are taken out of both.
+    """Compare a circuit with the model when the same edges are removed from both.
 
     Args:
         model: the model.
@@ -275,16 +275,16 @@ def completeness(
         corrupted: the other prompt of each pair.
         circuit: the circuit.
         metric: one or more; see `hw.run_circuits`.
-        sets: how many random sets are taken out, beside the empty one.
-        placebos: how many random circuits of the same shape are judged in the same way.
-        seed: of the sets and the random circuits.
-        run: `values`, `dataset`, `batch_size`, `progress`, `out`, as of `hw.run_circuits`.
+        sets: number of random sets to remove, besides the empty set.
+        placebos: number of random circuits of the same shape to test in the same way.
+        seed: seed of the sets and the random circuits.
+        run: `values`, `dataset`, `batch_size`, `progress`, `out`, as in `hw.run_circuits`.
 
     Returns:
-        A row per metric and set: `metric, set` (0 is the empty one), `removed` (how many edges), `circuit` and `model`
-        (the metric of what is left of each), `incompleteness`, `part` (of the gap between clean and empty circuit),
-        `placebo` (the mean of random circuits), `placebo_low` (their 5 % quantile), `p_value` (the rank of the
-        circuit: small where random circuits are less complete).
+        A row per metric and set: `metric, set` (0 is the empty set), `removed` (number of edges), `circuit` and `model`
+        (the metric of each without these edges), `incompleteness`, `part` (its fraction of the gap between the clean
+        run and the empty circuit), `placebo` (the mean of random circuits), `placebo_low` (their 5 % quantile),
+        `p_value` (the rank of the circuit: small where random circuits are less complete).
 
     Raises:
         InputError: an option, prompt or circuit cannot be used, or the circuit has no edges.
@@ -296,7 +296,7 @@ def completeness(
     named: dict[str, Circuit] = {}
     for draw, each in enumerate([circuit, *(circuit.placebos(placebos, seed) if placebos else [])]):
         for number, which in enumerate(removed):
-            # A random circuit loses as many edges as the circuit, drawn anew: its edges have no counterparts.
+            # A random circuit loses as many edges as the circuit, drawn separately: its edges have no counterparts.
             taken = each._kept(which if draw == 0 else generator.permutation(which))
             named |= {f"{draw} {number} circuit": each - taken, f"{draw} {number} model": full - taken}
     rows = []
@@ -308,7 +308,7 @@ def completeness(
             lacking, others = found[0], found[1:]
             chance = [np.nan] * 3
             if placebos:
-                # Counted with the circuit itself among them: p is never 0.
+                # The circuit counts among the random circuits, so p is never 0.
                 p = (1 + int((others <= lacking).sum())) / (1 + placebos)
                 chance = [float(others.mean()), float(np.quantile(others, 1 - PLACEBO_QUANTILE)), p]
             part = lacking / gap if gap else np.nan
@@ -330,7 +330,7 @@ def minimality(
     seed: int = 0,
     **run: Any,
 ) -> pd.DataFrame:
-    """Say of each edge of a circuit what is lost without it, at most over some sets of others that are gone too.
+    """Return the largest effect of removing each edge of a circuit, over some sets of other edges already removed.
 
     Args:
         model: the model.
@@ -338,16 +338,16 @@ def minimality(
         corrupted: the other prompt of each pair.
         circuit: the circuit.
         metric: one or more; see `hw.run_circuits`.
-        sets: how many random sets are taken out, beside the empty one.
-        placebos: how many random edges from outside are judged in the same way, each put into the circuit.
-        seed: of the sets and the random edges.
-        run: `values`, `dataset`, `batch_size`, `progress`, `out`, as of `hw.run_circuits`.
+        sets: number of random sets to remove, besides the empty set.
+        placebos: number of random edges from outside to test in the same way, each added to the circuit.
+        seed: seed of the sets and the random edges.
+        run: `values`, `dataset`, `batch_size`, `progress`, `out`, as in `hw.run_circuits`.
 
     Returns:
-        A row per metric and edge: `metric`, the columns of `Circuit.table` that name it, `effect` (the metric without
-        the edge less that with it, in the set where its size is largest), `set` (which), `placebo` (the mean size of
-        random edges), `placebo_high` (their 95 % quantile), `p_value` (the rank of the edge among them), `needed`
-        (whether its size is beyond `placebo_high`; of no random edges, whether it is above 0).
+        A row per metric and edge: `metric`, the columns of `Circuit.table` that name the edge, `effect` (the metric
+        without the edge minus the metric with it, in the set where its size is largest), `set` (index of that set),
+        `placebo` (the mean size of random edges), `placebo_high` (their 95 % quantile), `p_value` (the rank of the edge
+        among them), `needed` (whether its size exceeds `placebo_high`, or 0 if there are no random edges).
 
     Raises:
         InputError: an option, prompt or circuit cannot be used, or the circuit has no edges.
@@ -355,7 +355,7 @@ def minimality(
     circuit, sets, placebos, seed = _checked(circuit, sets, placebos, seed)
     generator, graph = np.random.default_rng(seed), circuit.graph
     reduced = [circuit._kept(~which) for which in _sets(len(circuit), sets, generator)]
-    # Edges from outside, each with the kinds and layers of one of the circuit's, where there are such.
+    # Edges from outside, each with the kinds and layers of one of the circuit's edges, if any such edges exist.
     outside, strata = (~circuit).edges, graph.stratum
     alike = outside[np.isin(strata[outside], strata[circuit.edges])]
     drawn = []
@@ -390,7 +390,7 @@ def _checked(circuit: object, sets: object, placebos: object, seed: object) -> t
 
 
 def _sets(n: int, sets: int, generator: np.random.Generator) -> Sequence[Bool[np.ndarray, " edge"]]:
-    """Return which edges of a circuit are taken out: none at first, then each with probability 1/2."""
+    """Return masks of the edges to remove: first none, then each with probability 1/2."""
     return [np.zeros(n, dtype=bool), *(generator.random(n) < 0.5 for _ in range(sets))]
 
 
@@ -402,7 +402,7 @@ def _means(
     metric: Metric | Any,
     run: Mapping[str, Any],
 ) -> list[tuple[str, Values, float]]:
-    """Return by metric: its name, its mean over prompts of each circuit alone, and the gap of the model."""
+    """Return for each metric: its name, its mean over prompts for each circuit alone, and the gap of the model."""
     means: list[tuple[str, Values, float]] = []
     table = circuit_runs.run_circuits(model, clean, corrupted, circuits, metric=metric, **run).table
     for name, part in table.groupby("metric", sort=False):
@@ -413,11 +413,11 @@ def _means(
 
 
 def _largest(values: Values, how: str, sets: int, edge: int) -> tuple[float, int]:
-    """Return what an edge's removal changes most, and in which set; `how` is ` less `, or ` and ` for one put in."""
+    """Return an edge's largest effect and its set; `how` is ` less ` for a removed edge, ` and ` for an added one."""
     effects = []
     for number in range(sets):
         changed = values.get(f"{number}{how}{edge}")
-        # Put in, an edge's effect is minus that of taking it out again.
+        # For an added edge, the effect of removal is minus the change by adding it.
         sign = 1 if how == " less " else -1
         effects.append(0.0 if changed is None else sign * (changed - values[f"{number}"]))
     where = int(np.argmax(np.abs(effects)))

@@ -1,13 +1,13 @@
-"""Edges: what each part of a model tells each later part, and what the answer owes to it.
+"""Edges: what each part of a model passes to each later part, and the effect of this on the answer.
 
-Path patching of single edges (Wang et al. 2022; Goldowsky-Dill et al. 2023; Conmy et al. 2023). Of a clean and a
-corrupted prompt that align token by token, one receiver's input alone has one sender's output exchanged for the other
-run's; the receiver and everything after it are recomputed, every other receiver reads what the run gives it:
+Path patching of single edges (Wang et al. 2022; Goldowsky-Dill et al. 2023; Conmy et al. 2023). A clean and a corrupted
+prompt align token by token. In the input of one receiver only, one sender's output is replaced by its output in the
+other run. The receiver and everything after it are recomputed; every other receiver reads what the run gives it:
 
     effect(s → r) = metric(run in which r reads x_r + s(other run) - s(run)) - metric(run)
 
     noise     in the clean run, from the corrupted one: what is lost without this edge
-    denoise   in the corrupted run, from the clean one: what the edge alone brings back
+    denoise   in the corrupted run, from the clean one: what the edge alone restores
 
 Both are computed exactly, for all edges of a receiver's layer at once (`headwater.circuits.exact`).
 """
@@ -58,7 +58,7 @@ from headwater.runs.analysis import Run, run_or_resume
 QUADRATURES = ("midpoints", "published")
 METHODS = ("exact", "screened", "sublayer", "eap", "eap-ig")
 MOST_EDGES = 4096
-"""Of a piece of exact effects: an interrupted run of a large model loses minutes, not a layer."""
+"""Most edges in one piece of exact effects, so that an interrupted run loses minutes, not a whole layer."""
 
 
 @checked_call
@@ -86,50 +86,50 @@ def edges(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> EdgeEffects:
-    """Measure what an answer owes to each edge: from each sender to each receiver after it.
+    """Measure the effect of each edge on an answer: from each sender to each receiver after it.
 
         pair = "The capital of France is", "The capital of Italy is"
         metric = hw.logit_difference(" Paris", " Rome")
         hw.edges(model, *pair, metric=metric, senders=["head 9.9", "mlp 8"], receivers="logits")
-        hw.edges(model, *pair, metric=metric, through="mlps")  # paths by way of MLPs count too
+        hw.edges(model, *pair, metric=metric, through="mlps")  # include paths through MLPs
         hw.edges(model, *pair, metric=metric, method="screened", verify=2000)  # estimate all, compute 2,000 exactly
         hw.edges(model, *pair, metric=metric, method="eap-ig", steps=5, quadrature="published")
 
-    effect = m(run in which the receiver reads x + sender(other run) - sender(run)) - m(run), with x what it reads
-    of the run, in units of the metric m (Wang et al. 2022; Conmy et al. 2023; Syed et al. 2023).
+    effect = m(run in which the receiver reads x + sender(other run) - sender(run)) - m(run), with x its input in the
+    run, in units of the metric m (Wang et al. 2022; Conmy et al. 2023; Syed et al. 2023).
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is not changed.
         clean: one prompt, several, token ids, or a table of pairs, see `hw.patch`.
-        corrupted: the other prompt of each pair, which aligns with it token by token.
+        corrupted: the other prompt of each pair, aligned with it token by token.
         metric: one or more of `hw.logit_difference(...)` and its relatives, or a function, see `hw.patch`.
-        senders: which: names such as "embed", "head 9.9", "mlp 8", of a kind ("head") or a layer ("head 9"). Default:
-            all.
-        receivers: which: names such as "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits", of
-            a kind ("q") or a layer ("q 10"). Default: all.
+        senders: names such as "embed", "head 9.9", "mlp 8", or a kind ("head") or layer of them ("head 9"). Default:
+            all senders.
+        receivers: names such as "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits", or a kind
+            ("q") or layer of them ("q 10"). Default: all receivers.
         direction: `noise` edits the clean run, `denoise` (the default of `hw.patch`) the corrupted one.
-        values: what senders' outputs are exchanged for: those of the `other run`, `zero`, the `mean` of what they add
-            over `dataset`, or `resample`: what they add for another prompt of `dataset`. All but the first do without
+        values: what replaces senders' outputs: their outputs in the `other run`, `zero`, the `mean` of what they add
+            over `dataset`, or `resample`: what they add for another prompt of `dataset`. Only `other run` needs
             `corrupted`.
-        dataset: the prompts of `mean` and `resample`; default: the prompts that are edited.
-        over: `position` takes a sender's output at each position by itself; default: at all positions together.
-        positions: where senders' outputs are exchanged: one of the names of `headwater.models.positions`, or a mapping
-            from roles to these, such as `{"subject": [" France", " Spain"], "end": "last"}`: then each role by itself.
-        through: `direct`: what a sender writes reaches the receiver unchanged; `mlps`: also by way of the MLPs between
-            them, which are recomputed, all heads frozen (as `hw.path_patch`).
+        dataset: the prompts for `mean` and `resample`; default: the prompts that are edited.
+        over: `position` replaces a sender's output at each position separately; default: at all positions together.
+        positions: where senders' outputs are replaced: one of the names of `headwater.models.positions`, or a mapping
+            from roles to these, such as `{"subject": [" France", " Spain"], "end": "last"}`, each role separately.
+        through: `direct`: a sender's output reaches the receiver unchanged; `mlps`: also through the MLPs between them,
+            which are recomputed, with all heads frozen (as in `hw.path_patch`).
         method: `exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates
-            all (as `sublayer`), and recomputes exactly the `verify` strongest, by that or by `eap`, and 50 of the rest
-            drawn at random;
-            `sublayer`, `eap` and `eap-ig` only estimate (see `headwater.circuits.estimates`).
-        verify: how many edges `screened` recomputes for their estimate.
-        steps: the runs of `eap-ig` between the two embeddings.
-        quadrature: where these are on the way: at the `midpoints` of the steps; or, as the `published` code of Hanna et
-            al. has it, k/steps of the way from the corrupted to the clean embeddings, k = 1 ... steps.
-        seed: of what `screened` draws, and of `resample`.
-        hours: refuse to start what would take longer, roughly, at the rate at which the device multiplies matrices.
+            all (as `sublayer` does), and recomputes exactly the `verify` strongest edges, by that estimate or by `eap`,
+            and 50 random ones of the rest; `sublayer`, `eap` and `eap-ig` only estimate (see
+            `headwater.circuits.estimates`).
+        verify: number of edges that `screened` recomputes because of their estimates.
+        steps: number of runs of `eap-ig` between the two embeddings.
+        quadrature: where these runs are between the embeddings: at the `midpoints` of the steps; or, as in the
+            `published` code of Hanna et al., k/steps of the way from the corrupted to the clean one, k = 1 ... steps.
+        seed: seed of the random edges of `screened`, and of `resample`.
+        hours: refuse to start if the estimated time, from the device's matrix multiplication rate, is longer.
         batch_size: see `hw.patch`.
         progress: show a progress bar.
-        out: a folder: finished layers are written as they come, an interrupted run goes on where it stopped.
+        out: a folder: finished layers are saved as they complete, and an interrupted run resumes where it stopped.
 
     Raises:
         InputError: an option or prompt cannot be used, or it would not fit in memory or `hours`; pairs that do not
@@ -149,7 +149,7 @@ def edges(
     graph = Graph.of(model.shape)
     chosen = graph.among(senders, receivers)
     plan, source = plan_of(model, clean, corrupted, metric, direction, batch_size, values, dataset, seed)
-    # Gradients on the way between two embeddings: there have to be two.
+    # eap-ig takes gradients between the embeddings of two runs, so there have to be two runs.
     if by == "eap-ig" and source.inputs.kind in ("zero", "mean"):
         raise InputError(
             f"method='eap-ig' goes from the embeddings of one run to those of another, and values="
@@ -174,7 +174,7 @@ def edges(
 
 
 def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> None:
-    """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows."""
+    """Report how long edges take if it is over a minute; refuse if it is more than the caller allows."""
     plan, method, graph, n_edges = request.plan, request.method, request.graph, len(request.chosen)
     what, advice = (
         f"{n_edges:,} edges of {len(plan.pair.base):,} pairs",
@@ -185,7 +185,7 @@ def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> 
     if method == "exact":
         runs, advice = exact, "With method='screened', or fewer senders= or receivers=, it takes less time."
     if method in ("sublayer", "screened"):
-        # All senders go through each later layer in which an edge ends.
+        # All senders pass through each later layer in which an edge ends.
         through = sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers)
         runs = through / graph.n_layers * len(request.places)
     if method == "screened":
@@ -200,7 +200,7 @@ def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> 
 
 @dataclass(frozen=True, eq=False)
 class EdgeRequest:
-    """Which edges of which pairs, resolved to tokens and numbers, and how their effects are found."""
+    """The edges and pairs of a request, resolved to tokens and indices, and the method for their effects."""
 
     plan: Plan
     source: Replacement
@@ -216,7 +216,7 @@ class EdgeRequest:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What of the method decides the result."""
+        """The method options that determine the result."""
         by_method: dict[str, dict[str, Any]] = {"screened": {"verify": self.verify}, "eap-ig": {"steps": self.steps}}
         if self.quadrature != QUADRATURES[0]:
             by_method["eap-ig"]["quadrature"] = self.quadrature
@@ -225,25 +225,25 @@ class EdgeRequest:
 
     @property
     def ranks_twice(self) -> bool:
-        """Whether edges are ranked by their first-order estimates too: gradients are those of direct edges alone."""
+        """Whether edges are also ranked by first-order estimates, which exist only for direct edges."""
         return self.method == "screened" and self.through == "direct"
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """How far on the way to the other run's embeddings the runs are whose gradients are taken."""
+        """Positions of the gradient runs between the base run's embeddings (0) and the other run's (1)."""
         if self.method != "eap-ig":
             return (0.0,)
-        # Hanna et al.'s code goes from the corrupted side, k / steps of the way: which end counts depends on the run.
+        # Hanna et al.'s code takes k / steps of the way from the corrupted side: the end included depends on the run.
         first = 0.5 if self.quadrature == QUADRATURES[0] else 0.0 if self.plan.pair.direction == "noise" else 1.0
         return tuple((step + first) / self.steps for step in range(self.steps))
 
     @property
     def size(self) -> tuple[int, int, int, int]:
-        """The axes of the result: example, position, edge, metric."""
+        """Shape of the result: example, position, edge, metric."""
         return len(self.plan.pair.base), len(self.places), len(self.chosen), len(self.plan.metrics)
 
     def measure(self, run: Run) -> EdgeEffects:
-        """Measure all, an example and a receiver's layer in a piece, and lay it out."""
+        """Measure all edges, an example and a receiver's layer per piece, and assemble the result."""
         method, n_examples, n_edges = self.method, self.size[0], self.size[2]
         sloped = self.shares == (0.0,) and method != "exact"
         pairs = Pairs(self.plan, self.graph, self.source, run.record.fingerprint, sloped)
@@ -256,7 +256,7 @@ class EdgeRequest:
                 estimates = torch.stack([piece["estimates"] for piece in pieces]).float()
         if method == "screened":
             kinds = self.graph.receivers.kind[self.graph.receiver[self.chosen]]
-            # First-order estimates are ranked beside the sublayer's as if they were further metrics.
+            # First-order estimates are ranked with the sublayer estimates, like additional metrics.
             ranked_by = torch.stack([torch.cat(list(piece.values()), -1) for piece in pieces])
             strengths = strength(np.nan_to_num(ranked_by.double().numpy()))
             strongest, drawn = strongest_and_drawn(strengths, kinds, self.verify, self.seed)
@@ -275,17 +275,17 @@ class EdgeRequest:
         )
 
     def _effects(self, run: Run, pairs: Pairs, recomputed: Tensor) -> Float[Tensor, "example position edge metric"]:
-        """Return the exact effects of some of the edges, NaN for the others; a piece is of a pair and a layer."""
+        """Return the exact effects of some of the edges, NaN for the others; a piece is one pair and one layer."""
         n_examples, sender, stage = self.size[0], self.graph.sender, self.graph.stage
         effects, edges = torch.full(self.size, torch.nan), self.chosen[recomputed.numpy()]
-        # By sender: what a layer makes of a sender's change serves all edges from it.
+        # Sorted by sender, because a layer's response to a sender's change serves all edges from that sender.
         edges = edges[np.lexsort((sender[edges], stage[edges]))]
         layers = [edges[stage[edges] == layer] for layer in np.unique(stage[edges])]
         parts = [layer[first : first + MOST_EDGES] for layer in layers for first in range(0, len(layer), MOST_EDGES)]
         items = [(example, part) for example in range(n_examples) for part in parts]
 
         def run_layers(item: tuple[int, Indices]) -> int:
-            # How many layers all edges of a piece are run through: what time goes with, not their number.
+            # The number of layers that the edges of a piece run through, because time is proportional to it.
             return int((self.graph.n_layers + 1 - stage[item[1]]).sum())
 
         if items:
@@ -306,13 +306,13 @@ class EdgeRequest:
         return {"effects": effects}
 
     def _estimates(self, pairs: Pairs, example: int) -> dict[str, Tensor]:
-        """Return the estimates of all edges of a pair, `position edge metric`, and for a screen those of `eap` too."""
+        """Return the estimates of all edges of a pair, `position edge metric`; for `screened` also those of `eap`."""
         edges, places = self.chosen, self.places
         with torch.no_grad(), self.plan.model.lock:
             runs = pairs.runs(example)
             estimates = places.zeros(example, len(edges), len(self.plan.metrics))
             numbered = list(places.of(runs))
-            # Nothing read feels any sender here: no gradient is needed to say 0.
+            # No sender can affect a position that is read: all estimates are 0 without a gradient.
             if not numbered:
                 return {"estimates": estimates} | ({"first order": estimates.clone()} if self.ranks_twice else {})
             slopes, first_order = Slopes(runs, self.shares), estimates.clone()

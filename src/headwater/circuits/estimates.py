@@ -1,29 +1,30 @@
-"""Estimates of the effects of all edges, from gradients: what a screen ranks them by.
+"""Gradient estimates of the effects of all edges; a screen ranks the edges by them.
 
     eap         Δ_s · ∂metric/∂x_r                                       (Syed et al. 2023)
     eap-ig      the same, the gradient averaged over runs on the way     (Hanna et al. 2024)
                 from the base run's embeddings to the other's
-    sublayer    (what r writes of x_r + Δ_s, less what it writes of x_r) · ∂metric/∂(what it writes)
+    sublayer    (output of r for x_r + Δ_s, minus its output for x_r) · ∂metric/∂(its output)
 
-For the gradient at each receiver's own copy of x there is no need to fork the residual stream: with u = ∂metric/∂q of a
-head (k, v, or the argument of an MLP), as one ordinary backward gives it,
+The gradient at each receiver's copy of x does not require forking the residual stream: with u = ∂metric/∂q of a head
+(or k, v, or the argument of an MLP), from one ordinary backward pass,
 
     ∂metric/∂x_r = J_norm(x)ᵀ W_Q u
 
-layer by layer, without any tensor `sender position head d_model`, and one product with the senders' Δ gives all edges
-of a layer. The sublayer's estimate is exact as far as the receiver's own output: through its norm, softmax or MLP, and
-first order only after it; edges to the logits are exact. `eap-ig` takes the midpoints of its steps; the code
-of Hanna et al. takes k/steps of the way from the corrupted side, as `quadrature="published"` does.
+layer by layer, without any tensor `sender position head d_model`; one product with the senders' Δ gives all edges of a
+layer. The sublayer's estimate is exact up to the receiver's output (through its norm, softmax or MLP) and first order
+only after it; edges to the logits are exact. `eap-ig` takes the midpoints of its steps; the code of Hanna et al. takes
+k/steps of the way from the corrupted side, as `quadrature="published"` does.
 
-After a screen the strongest edges by their estimates, and some of the rest at random, are recomputed exactly.
+After a screen, the edges with the strongest estimates, and a random sample of the rest, are recomputed exactly.
 
-An edge is as strong as the larger of two estimates makes it, each as a part of its own largest: the sublayer's, and the
-first-order one. The sublayer's is by far the better, but where a softmax goes up and down again between the two runs it
-can be near 0 by accident; then the slope is not. On 112 single pairs of the embedded model's tasks one of the exact top
-100 was not among the first 500 by the sublayer's alone in 8 pairs, by the larger of the two in 3.
+The strength of an edge is the larger of two estimates, each relative to the largest of its kind: the sublayer estimate
+and the first-order estimate. The sublayer estimate is far better, but it can be near 0 by accident where a softmax
+rises and falls again between the two runs; the slope is not 0 there. On 112 single pairs of the embedded model's tasks,
+one of the exact top 100 was missing from the first 500 in 8 pairs by the sublayer estimate alone, and in 3 pairs by the
+larger of the two.
 
-Edges are drawn from the rest in proportion to how many of its edges lead to each kind of receiver, so that they
-represent all of it: `EdgeEffects.report` says how many of the rest can at most be beyond the weakest recomputed.
+The random sample is stratified by kind of receiver, in proportion to the number of remaining edges of each kind, so
+that it represents them all: `EdgeEffects.report` bounds how many of the rest exceed the weakest recomputed edge.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ from headwater.models.tokens import Batch
 from headwater.patching.edits import LOGITS
 
 DRAWN = 50
-"""How many of the rest are drawn."""
+"""Number of random edges drawn from the rest."""
 
 
 def strength(estimates: Float[np.ndarray, "example position edge metric"]) -> Float[np.ndarray, " edge"]:
-    """Return by what edges are ranked: the mean size over pairs, as a part of the metric's largest, on any metric."""
-    # Sizes before the mean: an edge that helps one pair and hurts another is strong, not absent.
+    """Return the strength of each edge: its mean size over pairs relative to the largest, for its largest metric."""
+    # Absolute values before the mean, because an edge that helps one pair and hurts another is strong, not absent.
     sizes = np.abs(estimates).sum(1).mean(0)
     return np.asarray((sizes / np.maximum(sizes.max(0), np.finfo(float).tiny)).max(1))
 
@@ -62,9 +63,9 @@ def strength(estimates: Float[np.ndarray, "example position edge metric"]) -> Fl
 def strongest_and_drawn(
     strengths: Float[np.ndarray, " edge"], kinds: Indices, verify: int, seed: int
 ) -> tuple[Bool[np.ndarray, " edge"], Bool[np.ndarray, " edge"]]:
-    """Return which edges are recomputed as the strongest, and which because they were drawn, by receivers' kind."""
+    """Return masks of the strongest edges and of the edges drawn from the rest, stratified by kind of receiver."""
     strongest, drawn = np.zeros(len(strengths), dtype=bool), np.zeros(len(strengths), dtype=bool)
-    # Stable: equal strengths are chosen by number, the same in every process.
+    # Stable, so that ties are broken by index, the same in every process.
     strongest[np.argsort(-strengths, kind="stable")[:verify]] = True
     rest = np.flatnonzero(~strongest)
     n_drawn = min(DRAWN, len(rest))
@@ -78,7 +79,7 @@ def strongest_and_drawn(
 
 
 def _shares(sizes: list[int], total: int) -> NDArray[np.int64]:
-    """Divide a number in proportion to sizes, the largest remainders rounded up."""
+    """Divide a total in proportion to sizes, and round the largest remainders up."""
     exact = np.array(sizes) * total / sum(sizes)
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: total - counts.sum()]] += 1
@@ -86,16 +87,16 @@ def _shares(sizes: list[int], total: int) -> NDArray[np.int64]:
 
 
 SMALLEST = 1e-6
-"""A gradient at the last residual stream below this is none."""
+"""A gradient at the last residual stream up to this size counts as zero."""
 
 
 class Slopes:
-    """One or several runs of a pair with a graph, and the gradients of each metric in them.
+    """One or several runs of a pair with an autograd graph, and the gradients of each metric in them.
 
-    `shares` say how far each run is on the way from the base run's embeddings (0) to the other's (1).
+    `shares` give the position of each run between the base run's embeddings (0) and the other run's (1).
 
     Raises:
-        InputError: a metric has no gradient, or one that is 0 everywhere.
+        InputError: a metric has no gradient, or its gradient is 0 everywhere.
         NumericsError: a gradient is NaN or infinite.
     """
 
@@ -106,10 +107,10 @@ class Slopes:
         n_layers = runs.graph.n_layers
         self._final = hook_name("resid_post", n_layers - 1)
         with torch.inference_mode(False), torch.enable_grad(), runs.wave.blocks.fused():
-            # The recorded run has a graph for one gradient: EAP needs no run of its own.
+            # The recorded run has an autograd graph that serves once, so EAP needs no additional run.
             if shares == (0.0,) and (forks := runs.wave.recording.forks):
                 self.recorded = dict(forks)
-                # Serves once: the last backward frees its graph, and a second `Slopes` makes a run of its own.
+                # Used only once: the last backward frees its graph, and a second `Slopes` makes a new run.
                 forks.clear()
                 logits = runs.wave.logits(self.recorded[self._final][0, list(runs.kept)], 0)[None]
             else:
@@ -123,31 +124,31 @@ class Slopes:
         self.by_metric = [self._gradients(m) for m in range(len(self._totals))]
 
     def at(self, m: int, site: str, layer: int) -> Float[Tensor, "step position ..."]:
-        """Return the gradient of a metric at a site of a layer, at the positions that are recomputed."""
-        # The rows of this pair: the other run may be after the base run.
+        """Return the gradient of a metric at a site of a layer, at the recomputed positions."""
+        # Only the rows of these runs: the other run may follow the base run.
         return self.by_metric[m][hook_name(site, layer)][: len(self.shares), self.runs.start : self.runs.stop]
 
     def input_of(self, layer: int, mlp: bool) -> Float[Tensor, "step position d_model"]:
-        """Return what a layer's attention, or its MLP, reads, before its norm."""
+        """Return the input of a layer's attention, or of its MLP, before its norm."""
         entering = self.recorded[hook_name("resid_pre", layer)]
         if mlp and not self.runs.wave.blocks.parallel:
             entering = entering + self.recorded[hook_name("attn_out", layer)]
         return entering[: len(self.shares), self.runs.start : self.runs.stop].detach()
 
     def _run(self) -> Float[Tensor, "step kept d_vocab_or_answer"]:
-        """Run the prompt with embeddings on the way to the other run's, and return its logits, with their graph."""
+        """Run the prompt with embeddings between those of the two runs; return the logits with their autograd graph."""
         runs, first = self.runs, hook_name("resid_pre", 0)
 
         def begin(activation: Tensor, hook: object) -> Tensor:
             start, change = runs.base("resid_pre", 0), torch.zeros_like(runs.base("resid_pre", 0))
             change[runs.start : runs.stop] = runs.changes[0]
-            # All steps on the way are rows of one batch.
+            # All steps between the two embeddings are rows of one batch.
             rows = torch.stack([start + share * change for share in self.shares]).clone()
             self.recorded[first] = rows.requires_grad_(True)
             return self.recorded[first]
 
         def fork(activation: Tensor, hook: object, name: str) -> Tensor:
-            # A fork, so that the gradient is that of this use alone and not of all that reads the same tensor.
+            # A fork, so that the gradient is for this use only and not for everything that reads the same tensor.
             self.recorded[name] = activation.view_as(activation)
             return self.recorded[name]
 
@@ -160,14 +161,14 @@ class Slopes:
         return logits if answers is None else logits[:, :, to_device(answers[runs.example], logits.device)]
 
     def _gradients(self, m: int) -> dict[str, Tensor]:
-        """The gradients of one metric at everything that was kept."""
+        """Return the gradients of one metric at all recorded activations."""
         metric, more = self.runs.plan.metrics[m].name, m + 1 < len(self._totals)
         ends = {name: kept for name, kept in self.recorded.items() if name != hook_name("resid_pre", 0)}
         found = torch.autograd.grad(self._totals[m], [*ends.values()], retain_graph=more, allow_unused=True)
         gradients = zip(ends.items(), found, strict=True)
         slopes = {name: torch.zeros_like(end) if one is None else one for (name, end), one in gradients}
         last = slopes[self._final]
-        # One look at all of them: each look waits for the device.
+        # One check for all of them, because each check waits for the device.
         peaks = [slope.abs().amax().double().to(last.device) for slope in slopes.values()]
         if not bool(torch.stack(peaks).isfinite().all()):
             raise NumericsError(
@@ -184,7 +185,7 @@ class Slopes:
 
 
 def gradient_scores(slopes: Slopes, places: Sequence[Place], edges: Indices) -> Float[Tensor, "position edge metric"]:
-    """Return Δ_s · ∂metric/∂x_r of edges at each of some places, the gradient averaged over the runs."""
+    """Return Δ_s · ∂metric/∂x_r of edges at each of the given places, with the gradient averaged over the runs."""
     runs, graph = slopes.runs, slopes.runs.graph
     estimates = torch.zeros(len(places), len(edges), len(slopes.by_metric), dtype=torch.float64)
     changes = [runs.changes_at(place).float() for place in places]
@@ -194,7 +195,7 @@ def gradient_scores(slopes: Slopes, places: Sequence[Place], edges: Indices) -> 
             for receivers, gradient in _by_receiver(slopes, m):
                 reach = int(graph.reach[receivers].max())
                 for number, change in enumerate(changes):
-                    # Both end at the last position that is read; a place may begin later than the runs.
+                    # Both end at the last position that is read; a place may begin later than the runs do.
                     along = gradient[:, -change.shape[1] :].flatten(1).float()
                     scores[number, receivers, :reach] = along.to(change) @ change[:reach].flatten(1).T
         estimates[:, :, m] = scores.cpu()[:, graph.receiver[edges], graph.sender[edges]].double()
@@ -202,20 +203,20 @@ def gradient_scores(slopes: Slopes, places: Sequence[Place], edges: Indices) -> 
 
 
 def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, "receiver position d_model"]]]:
-    """Yield the gradients at receivers' inputs, some receivers at a time."""
+    """Yield the gradients at receivers' inputs, a few receivers at a time."""
     runs, first = slopes.runs, 0
     for layer in range(runs.graph.n_layers):
         factors = runs.weights.layer(layer)
         normed = []
         for kind, weight in zip(KINDS, (factors.W_Q, factors.W_K, factors.W_V), strict=True):
-            # W_Q u of all heads first: the norm's backward then takes them as rows of one batch.
+            # W_Q u of all heads comes first, so that the norm's backward takes them as rows of one batch.
             normed.append(torch.einsum("sphk,hdk->hspd", slopes.at(m, kind, layer).to(weight), weight))
         heads = torch.cat(normed)
         blocks = runs.wave.blocks
         before_norm = partial(blocks.normed, layer, mlp=False)
         yield slice(first, first + len(heads)), _pulled_back(slopes.input_of(layer, mlp=False), heads, before_norm)
         first += len(heads)
-        # A HookedTransformer has no hook there: the gradient is pulled back through the MLP itself.
+        # A HookedTransformer has no hook at `mlp_in`: the gradient is pulled back through the MLP itself.
         has_hook = hook_name("mlp_in", layer) in slopes.recorded
         gradient = slopes.at(m, "mlp_in" if has_hook else "mlp_out", layer)[None]
         made = partial(blocks.normed, layer, mlp=True) if has_hook else partial(blocks.feed_forward, layer)
@@ -229,8 +230,8 @@ def _pulled_back(
     gradient: Float[Tensor, "receiver step position d_model"],
     function: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "receiver position d_model"]:
-    """Pull gradients back through a function of a part's input to that input; average them over the runs."""
-    # Tensors of inference mode can be no leaves of a graph.
+    """Pull gradients back through a function of a component's input to that input; average them over the runs."""
+    # Tensors created in inference mode cannot be leaves of an autograd graph.
     with torch.inference_mode(False), torch.enable_grad():
         rows = entering.expand(len(gradient), *entering.shape).clone().requires_grad_(True)
         out = function(rows.flatten(0, 1))
@@ -239,9 +240,9 @@ def _pulled_back(
 
 
 def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
-    """Return (what r writes of x_r + Δ_s, less what it writes of x_r) · its gradient, of edges to one layer.
+    """Return (output of r for x_r + Δ_s, minus its output for x_r) · the gradient, of edges to one layer.
 
-    What a q, k or v writes is taken as the outputs of the heads that read it (z); logits edges are exact.
+    The output of a q, k or v is the output (z) of the heads that read it; edges to the logits are exact.
     """
     if stage == exact.rows.n_layers:
         return exact.effects(stage, edges)
@@ -269,7 +270,7 @@ def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) ->
 def _written_by_heads(
     exact: Exact, layer: int, senders: Int[Tensor, " row"], slope: Float[Tensor, "metric position head d_head"]
 ) -> Float[Tensor, "kind sender head metric"]:
-    """By q, k, v, sender and (key-value) head: what the heads that read it write, along the gradient."""
+    """Return, by q, k, v, sender and (key-value) head, the change of the reading heads' z along the gradient."""
     receivers, n_heads = Receivers(exact.rows, layer), slope.shape[2]
     along_gradient = torch.zeros(len(KINDS), len(exact.changes), n_heads, len(slope), device=slope.device)
     for some in senders.split(exact.rows.at_once) if len(senders) else ():
@@ -286,7 +287,7 @@ def _written_by_heads(
 def _written_by_mlp(
     exact: Exact, layer: int, senders: Int[Tensor, " row"], slope: Float[Tensor, "metric position d_model"]
 ) -> Float[Tensor, "sender metric"]:
-    """By sender: what the MLP writes of it, along the gradient."""
+    """Return, for each sender, the change of the MLP's output along the gradient."""
     rows = exact.rows
     read, recorded = rows.read_by_mlp(layer), rows.base("mlp_out", layer)
     along_gradient = torch.zeros(len(exact.changes), len(slope), device=slope.device)

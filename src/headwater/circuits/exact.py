@@ -1,20 +1,20 @@
-"""The exact effect of every edge, a receiver's layer at a time.
+"""The exact effect of every edge, one receiver layer at a time.
 
     effect(s → r) = metric(base run in which r reads x_r + Δ_s) - metric(base run)
 
-x_r is the residual stream in front of the receiver's norm, and Δ_s = s(other run) - s(base run). The norm, the receiver
-and everything after it are recomputed; every other receiver reads what the run gives it. For the receivers of one layer
-and many senders at once:
+x_r is the residual stream before the receiver's norm, and Δ_s = s(other run) - s(base run). The norm, the receiver and
+everything after it are recomputed; every other receiver reads what the run gives it. For the receivers of one layer and
+many senders at once:
 
-1. The model's own norm and projections make q, k and v of x + Δ_s, for every sender.
-2. The model's own attention makes z of the base run's q, k, v with one of the three exchanged. Heads do not meet before
-   W_O, so one row gives what every head of the layer would give, each from its own q (k, v) alone: a row per sender,
-   not one per edge. That heads do not meet is checked at every layer (norms over all heads of q, as in OLMo 2, let
-   them meet).
-3. Per edge: z of its head (of the query heads that share its key-value head), the others' z as recorded, through W_O
-   and what follows it in the layer; for an MLP, what it makes of x + Δ_s.
-4. All rows are now whole residual streams, and go through the layers above together, a tile at a time: the keys and
-   values before the first change are the recorded run's.
+1. The model's own norm and projections compute q, k and v of x + Δ_s, for every sender.
+2. The model's own attention computes z of the base run's q, k, v with one of the three replaced. Heads do not interact
+   before W_O, so one row gives the output of every head of the layer, each with only its q (k, v) changed: one row per
+   sender, not per edge. That heads do not interact is checked at every layer (norms over all heads of q, as in OLMo 2,
+   make them interact).
+3. Per edge: z of its head (of the query heads that share its key-value head), with the recorded z of the others,
+   through W_O and what follows it in the layer; for an MLP, its output for x + Δ_s.
+4. All rows are now whole residual streams, and go through the layers above together, one tile at a time. The keys and
+   values before the first change come from the recorded run.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from headwater.patching.edits import LOGITS
 from headwater.patching.runners import TILE_TOKENS
 
 MOST_ROWS = 1 << 20
-"""Rows at once, whatever was requested."""
+"""Largest number of rows at once, whatever was requested."""
 NEAR = 1e-4
-"""How far what has to be equal may be apart, as a part of its largest number, in float32."""
+"""Largest difference of tensors that should be equal, relative to the largest number, in float32."""
 Enter: TypeAlias = Callable[[Tensor], Tensor]
-"""Makes of some edges, by number, the residual streams that leave the receivers' layer, `row position d_model`."""
+"""Returns, for edges given by index, the residual streams that leave the receivers' layer, `row position d_model`."""
 
 
 class EdgeRows:
-    """The base run of one example from a position on, with whatever residual streams as rows."""
+    """The base run of one example from a position on, with arbitrary residual streams as rows."""
 
     def __init__(self, runs: BothRuns, start: int):
         self.runs, self.start, self.stop = runs, start, runs.stop
@@ -57,7 +57,7 @@ class EdgeRows:
         tokens = TILE_TOKENS.get(runs.model.device.type, TILE_TOKENS["cpu"])
         self.at_once = min(MOST_ROWS, runs.plan.batch_size or max(1, tokens // (self.stop - start)))
         self.kept = to_device(torch.tensor(runs.kept) - start, runs.model.device)
-        """The places of the rows that are read."""
+        """Indices of the rows' positions that are read."""
         self._masks: dict[int, Tensor] = {}
 
     def base(self, site: str, layer: int) -> Tensor:
@@ -65,8 +65,8 @@ class EdgeRows:
         return self.runs.base(site, layer)[self.start : self.stop]
 
     def leaving(self, layer: int) -> Int[Tensor, " kept"] | slice:
-        """At which of the rows' positions streams leave a layer: at all, but after the last where they are read."""
-        # Of the last layer only what is read: 133 MFLOP in place of 151 for a late edge of GPT-2's shape (NOTES.md).
+        """Return the rows' positions at which streams leave a layer: all, or (last layer) those that are read."""
+        # The last layer runs only where read: 133 MFLOP instead of 151 for a late edge of GPT-2's shape (NOTES.md).
         return self.kept if layer == self.n_layers - 1 else slice(None)
 
     def left(self, site: str, layer: int) -> Tensor:
@@ -74,32 +74,32 @@ class EdgeRows:
         return self.base(site, layer)[self.leaving(layer)]
 
     def attention(self, layer: int, residual: Float[Tensor, "row position d_model"], whole: bool = False) -> Tensor:
-        """Return what a layer's attention adds to rows where they leave it, or at all their positions."""
+        """Return what a layer's attention adds to rows: where they leave it, or with `whole` at all their positions."""
         n_rows, shared = len(residual), None
         positions = torch.arange(self.start, self.stop, device=residual.device).expand(n_rows, -1)
         if self.start:
-            # Expanded, not copied: keys and values before the first change are the recorded run's for every row.
+            # Expanded, not copied: before the first change all rows have the keys and values of the recorded run.
             caches = (cache[layer][:1, :, : self.start] for cache in (self.recording.keys, self.recording.values))
             shared = SharedPrefix(*(cache.expand(n_rows, -1, -1, -1) for cache in caches))
         if layer not in self._masks:
             visible = self.recording.visible[layer][self.start : self.stop, : self.stop]
             mask = torch.zeros(visible.shape, dtype=residual.dtype, device=residual.device)
             self._masks[layer] = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[None, None]
-        # All rows begin and end alike, so that one mask serves them.
+        # All rows have the same start and end, so one mask serves them.
         mask = self._masks[layer].expand(n_rows, -1, -1, -1)
         at, call = self.leaving(layer), self.recording.calls[layer]
         query_positions = None if whole or isinstance(at, slice) else at.expand(n_rows, -1)
         return self.blocks.attention(layer, residual, positions, mask, shared, query_positions, call=call)
 
     def attention_added(self, layer: int, residual: Tensor, attended: Tensor) -> Float[Tensor, "row position d_model"]:
-        """Return rows where they leave a layer, attention's part given there; the MLP's as recorded where parallel."""
+        """Return rows as they leave a layer, from attention's output there; a parallel MLP's output is as recorded."""
         middle = residual[:, self.leaving(layer)] + attended
         if self.blocks.parallel:
             return middle + self.left("mlp_out", layer)
         return middle + self.blocks.feed_forward(layer, middle)
 
     def through(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
-        """Return rows that enter a layer as they leave it: after the last at the positions that are read."""
+        """Run rows through a layer; return them at the positions where they leave it (after the last, those read)."""
         attended, residual = self.attention(layer, residual), residual[:, self.leaving(layer)]
         middle = residual + attended
         return middle + self.blocks.feed_forward(layer, residual if self.blocks.parallel else middle)
@@ -107,12 +107,12 @@ class EdgeRows:
     def measure(
         self, last: Float[Tensor, "row kept d_model"], changed: Callable[[int], str] = lambda row: "nothing changed"
     ) -> Float[Tensor, "row metric"]:
-        """Return the metrics of rows, given their last states; `changed` says of a row what was changed in it."""
+        """Return the metrics of rows, given their last states; `changed` describes what was changed in a row."""
         runs = self.runs
-        # The runner's own unembedding: of a logit difference two columns of W_U, not all.
+        # The runner's own unembedding: for a logit difference it uses two columns of W_U, not all.
         logits = runs.wave.logits(last.flatten(0, 1), 0).view(len(last), last.shape[1], -1)
         finite = logits.isfinite().flatten(1).all(1)
-        # One of two waits for the device in a tile of rows; the metrics are the other.
+        # This check and the metrics are the only two waits for the device per tile of rows.
         if not bool(finite.all()):
             raise NumericsError(
                 f"The run of example {runs.example} with {changed(int((~finite).nonzero()[0]))} gives NaN or infinity "
@@ -123,23 +123,23 @@ class EdgeRows:
 
     @cached_property
     def unedited(self) -> Float[Tensor, "1 metric"]:
-        """The metrics of the base run: by the rows' own last step, so that its rounding is in no difference."""
+        """The metrics of the base run, by the same last step as the rows, so that rounding cancels in differences."""
         return self.measure(self.base("resid_post", self.n_layers - 1)[None, self.kept])
 
     def read_by_mlp(self, layer: int) -> Float[Tensor, "position d_model"]:
-        """Return what a layer's MLP reads in the base run, before its norm."""
+        """Return the input of a layer's MLP in the base run, before its norm."""
         entering = self.base("resid_pre", layer)
         return entering if self.blocks.parallel else entering + self.base("attn_out", layer)
 
 
 class _AllSeenError(Exception):
-    """Attention has come as far as was wanted."""
+    """Stops attention once the requested sites were seen."""
 
 
 class Receivers:
-    """What the receivers of one layer make of changed inputs, for many senders at once.
+    """Computes the outputs of the receivers of one layer for changed inputs, for many senders at once.
 
-    `hooks` are attached for each call, or by the caller for many (`attached`).
+    `hooks` are attached in each call, or once by the caller (`attached`).
     """
 
     def __init__(self, rows: EdgeRows, layer: int, attached: bool = False):
@@ -153,16 +153,16 @@ class Receivers:
 
     @property
     def hooks(self) -> list[Hook]:
-        """What watches and exchanges the layer's q, k, v and z."""
+        """The hooks that record and replace the layer's q, k, v and z."""
         return [
             (SITES[site].hook_name(self.layer), replace_hook(partial(self.exchanged, site=site)))
             for site in (*KINDS, "z")
         ]
 
     def exchanged(self, activation: Tensor, hook: object, site: str) -> Tensor | None:
-        """Keep what passes through a site, and put in its place what is given, if anything is."""
+        """Record the activation of a site, and return its replacement, if any."""
         self._seen[site] = activation
-        # Attention ends here: for q, k and v no scores are made, for z no W_O is read.
+        # Attention stops here: q, k and v need no scores, and z needs no W_O.
         if self._wanted and self._wanted <= self._seen.keys():
             raise _AllSeenError
         return self._given.get(site)
@@ -172,7 +172,7 @@ class Receivers:
         return self._run_until(KINDS, {}, inputs)
 
     def _run_until(self, sites: Iterable[str], replaced: Mapping[str, Tensor], inputs: Tensor) -> dict[str, Tensor]:
-        """Call the layer's attention until some sites were seen; return what passed through them."""
+        """Call the layer's attention until the given sites were seen; return their activations."""
         self._wanted, self._given, self._seen = frozenset(sites), dict(replaced), {}
         hooked = contextlib.nullcontext() if self.attached else self.rows.runs.model.hooks(self.hooks)
         with hooked, contextlib.suppress(_AllSeenError):
@@ -181,9 +181,9 @@ class Receivers:
         return {site: self._seen[site] for site in sites}
 
     def heads_of(self, replaced: Mapping[str, Tensor]) -> Float[Tensor, "row position head d_head"]:
-        """Return what heads compute with some q, k and v replaced, the others being the base run's."""
+        """Return z with some of q, k and v replaced, the others from the base run."""
         n_rows = len(next(iter(replaced.values())))
-        # All rows enter the same and are exchanged after their projections: one is projected for all of them.
+        # All rows have the same input and are replaced after their projections, so one projection serves them all.
         with self.rows.blocks.alike(self.layer):
             seen = self._run_until("z", replaced, self.entering.expand(n_rows, -1, -1))
         return seen["z"].view(n_rows, *self.z.shape)
@@ -191,9 +191,9 @@ class Receivers:
     def one_head(
         self, kind: str, z: Float[Tensor, "row position head d_head"], head: Int[Tensor, " row"]
     ) -> Float[Tensor, "row position head d_head"]:
-        """Take in each row the heads that read one q, k or v, the others as recorded: z is given where rows leave."""
+        """Return z in which each row changes only the heads that read one q, k or v; the others are as recorded."""
         heads = torch.arange(z.shape[2], device=z.device)
-        # A key-value head is read by all query heads of its group, a query by its own.
+        # A key-value head is read by all query heads of its group, a query only by its head.
         reads = (heads if kind == "q" else heads // self.group) == to_device(head, z.device)[:, None]
         return torch.where(reads[:, None, :, None], z, self.z[self.rows.leaving(self.layer)])
 
@@ -204,9 +204,9 @@ class Receivers:
 
 
 def refuse_heads_that_meet(rows: EdgeRows) -> None:
-    """Check of every layer that a head's output depends on its own q, k and v, and that W_O is all that follows z."""
+    """Check at every layer that a head's output depends only on its q, k and v, and that only W_O follows z."""
     model = rows.runs.model
-    # A property of the model, not of the prompt: once is enough.
+    # A property of the model, not of the prompt, so it is checked once.
     if model.heads_checked:
         return
     for layer in range(rows.n_layers):
@@ -218,7 +218,7 @@ def refuse_heads_that_meet(rows: EdgeRows) -> None:
         projected = receivers.projected(receivers.entering[None])
         for kind in KINDS:
             heads, n = projected[kind].clone(), projected[kind].shape[2]
-            # Only the first head is changed: what the others give must stay, in a model whose heads do not meet.
+            # Only the first head is changed; the outputs of the others must stay the same if heads do not interact.
             heads[:, :, 0] = 2 * heads[:, :, 0] + 1
             z, touched = receivers.heads_of({kind: heads})[0], 1 if kind == "q" else receivers.group
             if n > 1 and not are_near([(z[:, touched:], receivers.z[:, touched:])]):
@@ -230,7 +230,7 @@ def refuse_heads_that_meet(rows: EdgeRows) -> None:
 
 
 def are_near(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Whether tensors are near others, each beside the largest number of its other; the host waits once for all."""
+    """Return whether all pairs of tensors are near, relative to the second's largest number; the host waits once."""
     ends, tolerance = [], NEAR
     for a, b in pairs:
         ends.append(torch.stack([(a - b).abs().max(), b.abs().max()]).double())
@@ -246,10 +246,10 @@ class Exact:
         self.rows, self.changes = EdgeRows(runs, place.start), runs.changes_at(place)
         # A sender that is the same in both runs has no effect by any edge, and needs no row.
         self.changed = self.changes.flatten(1).any(1).cpu().numpy()
-        # By layer, what each sender changes in what heads read and in what the MLP reads, `sender position d_model`.
+        # By layer: each sender's change of the heads' input and of the MLP's input, `sender position d_model`.
         self.reaching: Callable[[int], tuple[Tensor, Tensor]] = lambda layer: (self.changes, self.changes)
         if through != "direct":
-            # Every sender a set of its own: an edge through MLPs is a path from one sender.
+            # Each sender is a set by itself, because an edge through MLPs is a path from one sender.
             each = [np.array([sender]) for sender in range(len(self.graph.senders))]
             self.reaching = ResidualChange(self.rows, self.changes, each, through).at
 
@@ -274,12 +274,12 @@ class Exact:
             for mine, enter in self._entering(stage, edges, torch.from_numpy(felt)):
                 for part in mine.split(rows.at_once):
                     halves = in_halves(part.tolist(), partial(measure, enter=enter))
-                    # Where memory ran out, the next tiles begin with the size that fitted.
+                    # If memory ran out, the next tiles start with the size that fitted.
                     rows.at_once = max(1, rows.at_once // len(halves))
         return effects
 
     def rounding(self) -> Float[Tensor, " metric"]:
-        """Return how far rows without any change, one entering at each layer, are at most from the base run."""
+        """Return the largest difference from the base run of rows without any change, one entering at each layer."""
         going: Tensor | None = None
         for layer in range(self.rows.n_layers):
             receivers = Receivers(self.rows, layer)
@@ -290,7 +290,7 @@ class Exact:
         return (self.rows.measure(going) - self.rows.unedited).abs().amax(0)
 
     def _entering(self, stage: int, edges: Indices, felt: Int[Tensor, " edge"]) -> Iterator[tuple[Tensor, Enter]]:
-        """Yield some edges, and what makes whole residual streams after the layer of any of them."""
+        """Yield edges, each batch with a function that computes their residual streams after the receivers' layer."""
         nodes, receiver = self.graph.receivers, self.graph.receiver[edges]
         sender, kind, head = map(
             torch.from_numpy, (self.graph.sender[edges], nodes.kind[receiver], nodes.head[receiver])
@@ -309,23 +309,23 @@ class Exact:
 
     @staticmethod
     def _of(changes: Tensor, rows: Int[Tensor, " row"]) -> Tensor:
-        """Take rows of what lies on the model's device by their numbers on the host."""
+        """Index a tensor on the model's device by row numbers on the host."""
         return changes[to_device(rows, changes.device)]
 
     def _through_heads(
         self, receivers: Receivers, some: Tensor, mine: Tensor, columns: tuple[Tensor, Tensor, Tensor]
     ) -> Iterator[tuple[Tensor, Enter]]:
-        """The same for the q, k and v that some senders feed."""
+        """Yield the same for edges from some senders to q, k and v."""
         sender, kind, head = columns
         leaving = self.rows.leaving(receivers.layer)
-        # q, k and v of a sender in one call: edges to all heads of the layer come from this row.
+        # q, k and v of a sender in one call: this row serves edges to all heads of the layer.
         projected = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
         for number, name in enumerate(KINDS):
             if not len(fed := mine[kind[mine] == number]):
                 continue
             z = receivers.heads_of({name: projected[name]})[:, leaving]
 
-            # As defaults: a closure would see the loop's last kind.
+            # As defaults, because a closure would see the loop's last kind.
             def enter(rows: Tensor, name: str = name, z: Tensor = z) -> Tensor:
                 heads = receivers.one_head(name, self._of(z, torch.searchsorted(some, sender[rows])), head[rows])
                 attended = receivers.attended(heads)
@@ -334,20 +334,20 @@ class Exact:
             yield fed, enter
 
     def _through_mlp(self, layer: int, sender: Tensor) -> Float[Tensor, "row position d_model"]:
-        """Return the streams after a layer whose MLP reads changed inputs."""
+        """Return the residual streams after a layer whose MLP reads changed inputs."""
         rows, leaving = self.rows, self.rows.leaving(layer)
         read = rows.read_by_mlp(layer) + self._of(self.reaching(layer)[1], sender)
         middle = rows.left("resid_pre", layer) + rows.left("attn_out", layer)
         return middle + rows.blocks.feed_forward(layer, read[:, leaving])
 
 
-# By how much the residual stream changes in front of each layer when senders are exchanged and attention is frozen.
+# Change of the residual stream before each layer when senders are replaced and attention is frozen.
 #
-# direct   δ_l = Σ Δ_s, over the exchanged senders s before l
+# direct   δ_l = Σ Δ_s, over the replaced senders s before l
 # mlps     the same, and each MLP on the way is recomputed:  δ after it = δ + mlp(x + δ) - mlp(x)
 #
-# Every head gives what it gave in the base run (an exchanged one what it gave in the other), so that a change reaches a
-# receiver along the residual stream, or through MLPs, and through no other head (Wang et al. 2022). One walk up the
+# Every head keeps its output from the base run (a replaced head: from the other run), so that a change reaches a
+# receiver along the residual stream, or through MLPs, and through no other head (Wang et al. 2022). One pass up the
 # layers serves every receiver of every set of senders.
 
 
@@ -356,7 +356,7 @@ THROUGH = get_args(ThroughName)
 
 
 class ResidualChange:
-    """The changes of some sets of senders, exchanged together, layer by layer at the positions that are recomputed."""
+    """The changes by some sets of senders, each replaced together, layer by layer at the recomputed positions."""
 
     def __init__(
         self,
@@ -371,9 +371,9 @@ class ResidualChange:
         self._start()
 
     def at(self, layer: int) -> tuple[Float[Tensor, "set position d_model"], Float[Tensor, "set position d_model"]]:
-        """Return the changes that a layer's heads read, and those that its MLP reads; of `n_layers`, what logits read.
+        """Return the changes of the inputs of a layer's heads and of its MLP; for `n_layers`, of the logits' input.
 
-        Layers are best requested in ascending order: one below the last starts the walk again.
+        Layers are best requested in ascending order: a request for an earlier layer restarts the pass.
         """
         if layer < self._layer:
             self._start()
@@ -386,13 +386,13 @@ class ResidualChange:
         self._layer, self._before = 0, self._add(self.changes.new_zeros(n_sets, *self.changes.shape[1:]), 0, 1)
 
     def _pass(self) -> None:
-        """Go through a layer: its exchanged heads, then its MLP."""
+        """Go through a layer: first its replaced heads, then its MLP."""
         graph, layer, rows = self.rows.runs.graph, self._layer, self.rows
         read, mlp = self._in_front_of_mlp(), graph.first_head(layer) + graph.n_heads
         after = self._add(self._before, graph.first_head(layer), mlp)
         if self.through == "mlps":
             changed = read.flatten(1).any(1).cpu()
-            # An MLP that is exchanged itself gives what it gave in the other run, whatever reaches it.
+            # An MLP that is itself replaced gives its output from the other run, whatever reaches it.
             changed[self._set[self._sender == mlp]] = False
             after, entering = after.clone(), rows.read_by_mlp(layer)
             for part in changed.nonzero()[:, 0].split(rows.at_once):

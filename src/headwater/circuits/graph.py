@@ -1,23 +1,23 @@
-"""The graph of a model: what adds to the residual stream, what reads it, and which of these come one after the other.
+"""The graph of a model: what adds to the residual stream, what reads it, and which of these come before which.
 
-Senders add to the residual stream: the embedding, each head's z W_O, each MLP's output. Receivers read it, each its own
-copy before the norm: the q of each query head, the k and v of each key-value head, each MLP, and the logits. An edge
-leads from a sender to a receiver that comes after it; the heads of a layer feed its MLP where blocks are serial. With L
-layers, H query heads, K key-value heads and S = L + (H + 1) L (L - 1) / 2 there are
+Senders add to the residual stream: the embedding, each head's z W_O, each MLP's output. Receivers read it, each from a
+separate copy before the norm: the q of each query head, the k and v of each key-value head, each MLP, and the logits.
+An edge leads from a sender to a receiver that comes after it; the heads of a layer feed its MLP if blocks are serial.
+With L layers, H query heads, K key-value heads and S = L + (H + 1) L (L - 1) / 2 there are
 
     senders      1 + L (H + 1)
     receivers    L (H + 2 K + 1) + 1
     edges        (H + 2 K + 1) S + [serial] L H + 1 + L (H + 1)
 
-32,491 in GPT-2. Senders are numbered layer by layer, heads before the MLP, so that the senders before a receiver are
-the first so many; edges are numbered by receiver, and of one receiver by sender. Nothing here holds an object per edge.
+32,491 edges in GPT-2. Senders are numbered layer by layer, heads before the MLP, so that the senders before a receiver
+are a prefix of all senders; edges are numbered by receiver, then by sender. No object is created per edge.
 
-What of a set of edges can carry anything: which senders the prompt reaches, and which reach the logits.
+The file also computes which edges of a set can carry anything: which the prompt reaches, and which reach the logits.
 
-An edge is on a path where, by edges of the set alone, its sender is reached from the embedding and its receiver leads
-to the logits. What a receiver reads comes out at the sender that it is a part of: q of its own head, k and v of every
-head that shares the key-value head, an MLP of itself. Where a norm comes after attention (Gemma), its scale is one of
-all heads of the layer together: `together` lets each of them come out at all.
+An edge is on a path if, by edges of the set alone, its sender is reached from the embedding and its receiver leads to
+the logits. A receiver drives the sender that it is a part of: q drives its head, k and v drive every head that shares
+the key-value head, an MLP drives itself. If a norm comes after attention (Gemma), its scale depends on all heads of the
+layer: `together` lets each receiver drive all of them.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ Indices = NDArray[np.int64]
 SENDERS = ("embed", "head", "mlp")
 RECEIVERS = ("q", "k", "v", "mlp", "logits")
 KINDS = RECEIVERS[:3]
-"""The receivers within attention."""
+"""The receivers in attention."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Senders or receivers, as columns: a number per node."""
+    """Senders or receivers, as columns with an entry per node."""
 
     kinds: tuple[str, ...]
     kind: Indices
-    """Which of `kinds`."""
+    """Index into `kinds`."""
     layer: Indices
-    """-1 for what is in no layer."""
+    """-1 for nodes in no layer."""
     head: Indices
-    """-1 for what has no heads; key-value heads for k and v."""
+    """-1 for nodes without heads; key-value heads for k and v."""
 
     def __len__(self) -> int:
         return len(self.kind)
 
     def name(self, index: SupportsIndex) -> str:
-        """Return the name of one: "head 9.9", "mlp 8", "logits"."""
+        """Return the name of a node: "head 9.9", "mlp 8", "logits"."""
         kind, layer, head = self.kinds[self.kind[index]], self.layer[index], self.head[index]
         return kind if layer < 0 else f"{kind} {layer}" if head < 0 else f"{kind} {layer}.{head}"
 
     def names(self) -> list[str]:
-        """Return all names, in their order."""
+        """Return all names, in order."""
         return [self.name(index) for index in range(len(self))]
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Senders, receivers and edges of a model of some size."""
+    """Senders, receivers and edges of a model of a given size."""
 
     n_layers: int
     n_heads: int
@@ -85,34 +85,34 @@ class Graph:
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int]) -> Graph:
-        """Return the graph whose `sizes` these are."""
+        """Return the graph with the given `sizes`."""
         layers, heads, kv_heads, parallel = map(int, sizes)
         return cls(layers, heads, kv_heads, bool(parallel))
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Layers, query heads, key-value heads, and 1 where blocks are parallel: what files keep of it."""
+        """Number of layers, query heads, key-value heads, and 1 if blocks are parallel: the form stored in files."""
         return self.n_layers, self.n_heads, self.n_kv_heads, int(self.parallel)
 
     @property
     def n_edges(self) -> int:
-        """How many edges there are."""
+        """Number of edges."""
         return int(self._ends[-1])
 
     @cached_property
     def senders(self) -> Nodes:
-        """All that adds to the residual stream: the embedding, then each layer's heads and MLP."""
+        """All nodes that add to the residual stream: the embedding, then each layer's heads and MLP."""
         width = self.n_heads + 1
         place = np.arange(self.n_layers * width)
         is_mlp = place % width == self.n_heads
         kind = np.where(is_mlp, 2, 1)
         head = np.where(is_mlp, -1, place % width)
-        # The embedding comes before those of the layers.
+        # The embedding comes before the layers.
         return Nodes(SENDERS, np.insert(kind, 0, 0), np.insert(place // width, 0, -1), np.insert(head, 0, -1))
 
     @cached_property
     def receivers(self) -> Nodes:
-        """All that reads the residual stream: each layer's q, k, v and MLP, then the logits."""
+        """All nodes that read the residual stream: each layer's q, k, v and MLP, then the logits."""
         one = [(0, h) for h in range(self.n_heads)]
         one += [(kind, h) for kind in (1, 2) for h in range(self.n_kv_heads)] + [(3, -1)]
         kind, head = (np.tile(np.array(column), self.n_layers) for column in zip(*one, strict=True))
@@ -121,9 +121,9 @@ class Graph:
 
     @cached_property
     def reach(self) -> Indices:
-        """By receiver: how many senders come before it; they are the first ones."""
+        """For each receiver, the number of senders before it; they are the first ones."""
         nodes = self.receivers
-        # The embedding, and heads and MLP of every layer before: q, k and v of a layer read none of its own heads.
+        # The embedding, and heads and MLP of every earlier layer: q, k and v read no head of their own layer.
         before = self.first_head(nodes.layer)
         if not self.parallel:
             # A serial block's MLP reads what its heads added.
@@ -132,30 +132,30 @@ class Graph:
 
     @cached_property
     def _ends(self) -> Indices:
-        """By receiver: the number of edges up to its last."""
+        """For each receiver, the number of edges up to and including its last."""
         return np.cumsum(self.reach)
 
     @cached_property
     def sender(self) -> Indices:
-        """By edge: its sender."""
-        # A receiver's edges are numbered by sender, and its senders are the first so many: no list of pairs.
+        """For each edge, its sender."""
+        # A receiver's edges are numbered by sender, and its senders are a prefix of all: no list of pairs is needed.
         starts = np.repeat(self._ends - self.reach, self.reach)
         return np.arange(self.n_edges) - starts
 
     @cached_property
     def receiver(self) -> Indices:
-        """By edge: its receiver."""
+        """For each edge, its receiver."""
         return np.repeat(np.arange(len(self.receivers)), self.reach)
 
     @cached_property
     def stage(self) -> Indices:
-        """By edge: the layer of its receiver; `n_layers` for the logits."""
+        """For each edge, the layer of its receiver; `n_layers` for the logits."""
         layer = self.receivers.layer
         return np.where(layer < 0, self.n_layers, layer)[self.receiver]
 
     @cached_property
     def stratum(self) -> Indices:
-        """By edge: a number for the kind and layer of its sender, and those of its receiver."""
+        """For each edge, a number for the kind and layer of its sender and of its receiver."""
         layers = self.n_layers + 1
         sender, receiver = (
             (nodes.kind * layers + nodes.layer + 1)[which]
@@ -164,34 +164,34 @@ class Graph:
         return np.asarray(sender * len(RECEIVERS) * layers + receiver)
 
     def first_head(self, layer: Any) -> Any:
-        """Return the number of a layer's first head among senders; its MLP comes after its heads."""
+        """Return the index of a layer's first head among senders; its MLP comes after its heads."""
         return 1 + layer * (self.n_heads + 1)
 
     def driven(self, receiver: int, together: bool = False) -> Indices:
-        """Return the senders that what a receiver reads comes out at: none for the logits."""
+        """Return the senders that a receiver drives; none for the logits."""
         reads = _heads_that_read(self.n_heads, self.n_kv_heads, together)
         layer, place = divmod(receiver, len(reads) + 1)
         if layer == self.n_layers:
             return np.zeros(0, dtype=np.int64)
-        # After the q, k and v of a layer comes its MLP, as after its heads.
+        # In both lists a layer's MLP is last: among receivers after q, k and v, among senders after the heads.
         driven = np.flatnonzero(reads[place]) if place < len(reads) else np.array([self.n_heads])
         return self.first_head(layer) + driven
 
     def edge(self, sender: int, receiver: int) -> int:
-        """Return the number of the edge from a sender to a receiver."""
+        """Return the index of the edge from a sender to a receiver."""
         if not sender < self.reach[receiver]:
             self.refuse_order(self.senders.name(sender), self.receivers.name(receiver))
         return int(self._ends[receiver] - self.reach[receiver] + sender)
 
     def edge_named(self, name: object) -> int:
-        """Return the number of the edge of a name such as "head 9.9 -> q 10.7"."""
+        """Return the index of the edge with a name such as "head 9.9 -> q 10.7"."""
         edges = self.edges_named(name)
         if len(edges) != 1:
             raise InputError(f"{shown(name)} names {len(edges)} edges, {self.name(edges[0])} among them: name one.")
         return int(edges[0])
 
     def edges_named(self, name: Any) -> Indices:
-        """Return the edges of a name, ascending: one, or all between several nodes, as of "head 9 -> mlp"."""
+        """Return the edges of a name, ascending: one, or all between several nodes, as for "head 9 -> mlp"."""
         parts = [one.strip() for one in name.replace("→", "->").split("->")] if isinstance(name, str) else name
         if not isinstance(parts, list | tuple) or len(parts) != 2:
             raise InputError(f'{shown(name)} names no edge; write it as "head 9.9 -> q 10.7" or "embed -> logits".')
@@ -205,7 +205,7 @@ class Graph:
         return f"{self.senders.name(self.sender[edge])} -> {self.receivers.name(self.receiver[edge])}"
 
     def columns(self, edges: Indices) -> dict[str, Any]:
-        """Return the columns of a table that name edges, a row each.
+        """Return the columns of a table that name edges, one row per edge.
 
         They are `sender, sender_layer, sender_head, receiver, receiver_layer, receiver_head`; numbers that do not apply
         are `<NA>`.
@@ -221,7 +221,7 @@ class Graph:
         return columns
 
     def among(self, senders: object, receivers: object) -> Indices:
-        """Return the edges from some senders to some receivers, ascending; None is all of them."""
+        """Return the edges from some senders to some receivers, ascending; None selects all of them."""
         chosen = np.ones(self.n_edges, dtype=bool)
         sent, received = self._listed("senders", senders), self._listed("receivers", receivers)
         if sent is not None:
@@ -233,7 +233,7 @@ class Graph:
         return np.flatnonzero(chosen)
 
     def find(self, nodes: Nodes, names: Iterable[object]) -> Indices:
-        """Return the nodes of these names (`models.part_names`), ascending; of a head as a receiver its q, k and v."""
+        """Return the nodes with these names (`models.part_names`), ascending; a head as receiver is its q, k and v."""
         chosen = np.zeros(len(nodes), dtype=bool)
         for name in names:
             kind, layer, head, _ = part_named(name, self)
@@ -247,7 +247,7 @@ class Graph:
                     )
                 of = head
                 if head is not None and kind == "head" and node_kind in "kv":
-                    # Named as a head, its k and v are those of the group it shares.
+                    # Selected by a query head, k and v are those of the key-value head that its group shares.
                     of = head * self.n_kv_heads // self.n_heads
                 which = nodes.kind == nodes.kinds.index(node_kind)
                 which &= True if layer is None else nodes.layer == layer
@@ -276,15 +276,15 @@ class Graph:
 
 
 def present(numbers: Indices) -> object:
-    """Return whole numbers of which -1 says that there is none, as a column."""
+    """Return integers as a column, with -1 as a missing value."""
     return pd.arrays.IntegerArray(np.where(numbers < 0, 0, numbers).astype(np.int64), numbers < 0)
 
 
 def on_a_path(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.ndarray, " edge"]:
-    """Return which of some edges, ascending, are on a path from the embedding to the logits."""
+    """Return a mask of the edges (ascending) that are on a path from the embedding to the logits."""
     is_reached = np.zeros(len(graph.senders), dtype=bool)
     is_reached[0] = True
-    # In the order in which they are read: each step needs only what earlier ones reached.
+    # In forward order, so that each step needs only what earlier steps reached.
     for mine, first, senders, drives in _by_node(graph, edges, together):
         arrived = np.zeros(len(drives), dtype=bool)
         arrived[graph.receiver[mine][is_reached[graph.sender[mine]]] - first] = True
@@ -293,11 +293,11 @@ def on_a_path(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.n
 
 
 def leads_to_logits(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.ndarray, " edge"]:
-    """Return which of some edges, ascending, end in a receiver from which some of them lead to the logits."""
+    """Return a mask of the edges (ascending) whose receiver leads to the logits by edges of the set."""
     reaches_output = np.zeros(len(graph.senders), dtype=bool)
     leads = []
     for mine, first, senders, drives in reversed(list(_by_node(graph, edges, together))):
-        # The logits are what is to be reached; they drive no sender.
+        # The logits are the target; they drive no sender.
         useful = drives @ reaches_output[senders] if drives.size else np.ones(1, dtype=bool)
         kept = useful[graph.receiver[mine] - first]
         leads.append(kept)
@@ -308,11 +308,11 @@ def leads_to_logits(graph: Graph, edges: Indices, together: bool = False) -> Boo
 def _by_node(
     graph: Graph, edges: Indices, together: bool
 ) -> Iterator[tuple[Indices, int, slice, Bool[np.ndarray, "receiver sender"]]]:
-    """Part edges, ascending, by when they are read: each layer's attention, then its MLP, and last the logits.
+    """Split edges (ascending) in forward order: each layer's attention, then its MLP, and last the logits.
 
     Yields:
-        The edges, the first receiver that reads at that time, the senders at which what is read comes out, and at which
-        of these that of each receiver does.
+        The edges, the first receiver of this step, the slice of senders that its receivers drive, and which receiver
+        drives which of them.
     """
     heads = _heads_that_read(graph.n_heads, graph.n_kv_heads, together)
     one, logits = np.ones((1, 1), dtype=bool), np.ones((1, 0), dtype=bool)
@@ -326,7 +326,7 @@ def _by_node(
 
 @lru_cache(maxsize=8)
 def _heads_that_read(n_heads: int, n_kv_heads: int, together: bool) -> Bool[np.ndarray, "receiver head"]:
-    """Which heads of a layer read each q, k and v of it; all heads where what they write is scaled together."""
+    """Return which heads of a layer read each of its q, k and v; all heads if their outputs are scaled together."""
     kv = np.eye(n_kv_heads, dtype=bool).repeat(n_heads // n_kv_heads, 1)
     reads = np.concatenate([np.eye(n_heads, dtype=bool), kv, kv])
     return np.ones_like(reads) if together else reads

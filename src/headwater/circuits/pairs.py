@@ -1,13 +1,13 @@
-"""What every analysis of edges has of its pairs of prompts: the two runs of each, and their metrics.
+"""Pairs of prompts as every analysis of edges uses them: the two runs of each pair, and their metrics.
 
-Pairs align token by token. The base run is the one whose receivers are given other inputs: the clean one where noise is
-brought in, the corrupted one where something is brought back.
+Pairs align token by token. The base run is the one whose receivers get other inputs: the clean run for `noise`, the
+corrupted run for `denoise`.
 
-Where senders' outputs are exchanged: at all positions together, at each by itself, at some, or by role.
+Senders' outputs are replaced at all positions together, at each position separately, at some positions, or by role.
 
-Roles are named as everywhere (`models.positions`): each prompt of a pair is resolved by itself. Pairs align token by
-token here, since what a sender adds at a position is exchanged for what it adds at the same position of the other run;
-a role must therefore be the same tokens of both.
+Roles are named as everywhere (`models.positions`): each prompt of a pair is resolved separately. What a sender adds at
+a position is replaced by what it adds at the same position of the other run; a role must therefore be at the same
+positions in both prompts.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from headwater.runs.analysis import Run
 
 @dataclass(frozen=True)
 class Places:
-    """Where senders are exchanged in each example."""
+    """Where senders' outputs are replaced in each example."""
 
     by_example: tuple[tuple[tuple[int, ...] | None, ...], ...]
-    """By example and place, the positions that are exchanged together; None for all."""
+    """For each example and place, the positions that are replaced together; None for all."""
     roles: tuple[str, ...] = ()
-    """The names of the places, where they were named."""
+    """The names of the places, if they are roles."""
     apart: bool = False
-    """Whether each place is the position of its number."""
+    """Whether each place is the position with the same index."""
     chosen: bool = False
-    """Whether the caller named positions."""
+    """Whether the caller passed positions."""
 
     def __len__(self) -> int:
         return max(map(len, self.by_example))
 
     def of(self, runs: BothRuns) -> Iterator[tuple[int, Place]]:
-        """Yield the places of an example that can be felt, each with its number."""
+        """Yield the places of an example at which a change can have an effect, each with its index."""
         if runs.first >= runs.stop:
-            return  # nothing that is read feels any sender
+            return  # no sender can affect a position that is read
         for number, positions in enumerate(self.by_example[runs.example]):
             if positions is None:
                 yield number, Place(runs.start)
@@ -67,20 +67,20 @@ class Places:
                 yield number, Place(min(*at, runs.kept[0]), at)
 
     def zeros(self, example: int, *size: int) -> Tensor:
-        """Return a table with 0 at the places of an example and NaN beyond: its prompt may be shorter than others."""
+        """Return a table with 0 at the places of an example and NaN beyond, where its prompt is shorter than others."""
         table = torch.zeros(len(self), *size, dtype=torch.float64)
         table[len(self.by_example[example]) :] = torch.nan
         return table
 
     @property
     def options(self) -> dict[str, Any]:
-        """What of it decides the result."""
+        """The options that determine a result."""
         named = [[at for at in one if at is not None] for one in self.by_example]
         return {"positions": named, "roles": list(self.roles)} if self.chosen else {}
 
 
 def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
-    """Resolve `over=` (None or `position`) and `positions=` (a mapping for roles), of a plan's prompts."""
+    """Resolve `over=` (None or `position`) and `positions=` (a mapping for roles) for the prompts of a plan."""
     if over is not None:
         checked_name("over", over, ("position",))
     if isinstance(where, Mapping):
@@ -111,7 +111,7 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
 
 
 LARGE = 1_000_000_000
-"""From so many parameters on, edges are screened by default."""
+"""Models with at least this many parameters use `screened` by default."""
 
 
 def default_method(model: HookedModel) -> str:
@@ -121,12 +121,12 @@ def default_method(model: HookedModel) -> str:
 
 
 def changed_tokens(plan: Plan, since: Callable[[int], int]) -> Indices:
-    """Count by pair the tokens that are run: from the first that differs, as `since` says, to the last that is read."""
+    """Return the number of tokens that are run for each pair: from the first changed one (`since`) to the last read."""
     return np.array([kept[-1] + 1 - min(since(i), kept[0]) for i, kept in enumerate(plan.positions)])
 
 
 def runs_of(graph: Graph, stages: Indices) -> float:
-    """Return how many whole runs rows are that join at some layers (last: the logits) and run from its middle on."""
+    """Return the cost of rows in whole runs: each starts mid-layer at its entry of `stages` (`n_layers`: logits)."""
     return float(np.maximum(graph.n_layers - 0.5 - stages, 0).sum()) / graph.n_layers
 
 
@@ -144,7 +144,7 @@ def plan_of(
     dataset: Prompts | None = None,
     seed: int = 0,
 ) -> tuple[Plan, Replacement]:
-    """Resolve pairs of prompts, metrics and a direction, and what senders' outputs are exchanged for."""
+    """Resolve pairs of prompts, metrics, a direction, and the replacements of senders' outputs."""
     checked_name("direction", direction, DIRECTIONS)
     first, second = read_pairs(model, clean, corrupted)
     if second is None and isinstance(values, str) and values == OTHER_RUN:
@@ -158,7 +158,7 @@ def plan_of(
 
 
 def metrics_at_logits(metric: Metric | Any, what: str) -> tuple[Metric, ...]:
-    """Resolve metrics, of which none may read the residual stream."""
+    """Resolve metrics, and refuse those that read the residual stream."""
     metrics = as_metrics(metric)
     if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
         raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; {what} at the logits.")
@@ -166,7 +166,7 @@ def metrics_at_logits(metric: Metric | Any, what: str) -> tuple[Metric, ...]:
 
 
 def options_of(plan: Plan, source: Replacement) -> dict[str, object]:
-    """What of the pairs decides a result."""
+    """Return the options of the pairs that determine a result."""
     inputs = source.inputs
     named: dict[str, Any] = {"direction": "noise" if plan.pair.base_is_clean else "denoise"}
     if inputs.kind != OTHER_RUN:
@@ -176,7 +176,7 @@ def options_of(plan: Plan, source: Replacement) -> dict[str, object]:
 
 
 class Pairs:
-    """The two runs of one pair after the other; `sloped` where gradients in the base runs will be taken."""
+    """The two runs of one pair after the other; `sloped` if gradients in the base runs will be taken."""
 
     def __init__(self, plan: Plan, graph: Graph, source: Replacement, fingerprint: str, sloped: bool = False):
         self._sloped = sloped
@@ -186,17 +186,17 @@ class Pairs:
         self._runs: BothRuns | None = None
 
     def runs(self, example: int) -> BothRuns:
-        """Return the two runs of a pair, made now unless they are the last ones."""
+        """Return the two runs of a pair; they are reused if it is the last pair, otherwise computed."""
         if self._runs is None or self._runs.example != example:
-            # Freed before the next pair's runs are made: both at once would be twice the memory.
+            # Freed before the next pair's runs are computed: both at once would take twice the memory.
             self._runs = None
             self._runs = BothRuns(self.plan, self.graph, example, self._weights, self._exchanged, self._sloped)
         return self._runs
 
     def baselines(self, run: Run, recomputed: bool = True) -> Float[Tensor, "example metric 3"]:
-        """Return by pair the metrics of its clean and corrupted run, and what rounding makes of them.
+        """Return for each pair the metrics of its clean and corrupted run, and the metrics' rounding error (floor).
 
-        Where runs are changed and `recomputed` that is what rows without a change show, else the metrics' precision.
+        The floor is the precision of the metrics; with `recomputed`, at least the error of rows without a change.
         """
         examples = range(len(self.plan.pair.base))
         pieces = run.pieces("baselines", examples, partial(self._baselines, recomputed=recomputed))
@@ -209,7 +209,7 @@ class Pairs:
             refuse_heads_that_meet(exact.rows)
             unedited = runs.wave.readout.unedited(range(example, example + 1))
             base, other = unedited.unedited[0], unedited.other[0]
-            # At least the metrics' own precision: rows without a change may agree by luck.
+            # At least the metrics' own precision, because rows without a change may agree by chance.
             floor = torch.finfo(self.plan.model.dtype).eps * torch.maximum(base.abs(), other.nan_to_num().abs())
             if recomputed:
                 floor = torch.maximum(exact.rounding(), floor)

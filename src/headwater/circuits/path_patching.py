@@ -1,15 +1,15 @@
-"""Path patching: what an answer owes to what some senders tell some receivers, and to no other way between them.
+"""Path patching: the effect on an answer of what some senders pass to some receivers, and not along any other path.
 
-Wang et al. 2022; Goldowsky-Dill et al. 2023. Of a clean and a corrupted prompt that align token by token, senders'
-outputs are exchanged for the other run's while every other head gives what it gave; what then reaches the receivers is
-what they read, and they and everything after them are recomputed:
+Wang et al. 2022; Goldowsky-Dill et al. 2023. A clean and a corrupted prompt align token by token. Senders' outputs are
+replaced by those of the other run while every other head keeps its output. The receivers read the result, and they and
+everything after them are recomputed:
 
     direct   receivers read x_r + Σ (s(other run) - s(run)): the paths without anything between
     mlps     the MLPs between sender and receiver are recomputed too
 
-    effect(S → R) = metric(run in which every r in R gives what it gives of what reaches it) - metric(run)
+    effect(S → R) = metric(run in which every r in R outputs its response to this input) - metric(run)
 
-All is exact. One sender to one receiver directly is the edge of `hw.edges`.
+All effects are exact. One sender to one receiver with `direct` is the edge of `hw.edges`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from headwater.runs.result import Result, table_html, whole_summary, with_interv
 
 
 def ends_named(graph: Graph, nodes: Nodes, option: str, value: object) -> dict[str, Indices]:
-    """Return by name the nodes that are taken together, as `path_patch` takes them; of None, each by itself."""
+    """Return by name the nodes that are patched together, as for `path_patch`; for None, each node separately."""
     ends: dict[str, Indices] = {}
     for name, several in _several(nodes, option, value):
         indices = graph.find(nodes, several)
@@ -70,7 +70,7 @@ def ends_named(graph: Graph, nodes: Nodes, option: str, value: object) -> dict[s
 
 
 def _several(nodes: Nodes, option: str, value: Any) -> list[tuple[str | None, list[Any]]]:
-    """Return lists of names, each with the name of what they are together, None where each is by itself."""
+    """Return lists of names, each with the name of the whole list, or None if its nodes are patched separately."""
     if value is None:
         return [(None, list(nodes.kinds))]
     if isinstance(value, Mapping):
@@ -100,22 +100,22 @@ def _listed(option: str, name: str, some: Any) -> list[Any]:
 
 
 WAYS = {"direct": "directly", "mlps": "directly and through MLPs, other heads frozen"}
-"""How each `through` is said."""
+"""The words for each `through` in reports."""
 
 
 @dataclass(frozen=True, repr=False)
 class PathEffects(ByMetric, Result):
-    """What `hw.path_patch` found."""
+    """The result of `hw.path_patch`."""
 
     table: pd.DataFrame
-    """A row per example, path and metric: `example, sender, receiver, through, position or role (where taken apart),
-    metric, effect, normalized_effect, clean, corrupted, floor`. `normalized_effect` is the effect as a part of the gap
-    between the base run and the other, and `floor` what rounding alone makes of the metric."""
+    """A row per example, path and metric: `example, sender, receiver, through, position or role (if patched
+    separately), metric, effect, normalized_effect, clean, corrupted, floor`. `normalized_effect` is the effect relative
+    to the gap between the base run and the other, and `floor` the rounding error of the metric."""
     run: RunRecord
 
     @property
     def through(self) -> str:
-        """What lies between senders and receivers and was recomputed: `direct` (nothing) or `mlps`."""
+        """The components between senders and receivers that were recomputed: `direct` (none) or `mlps`."""
         return str(self.run.options["through"])
 
     @property
@@ -129,17 +129,17 @@ class PathEffects(ByMetric, Result):
         return [name for name in ("sender", "receiver", "position", "role", "metric") if name in self.table]
 
     def top(self, n: int = GLANCE, *, metric: str | None = None) -> pd.DataFrame:
-        """Return the paths whose mean effect over examples is largest in size, the largest first.
+        """Return the paths with the largest absolute mean effect over examples, the largest first.
 
         Args:
-            n: how many.
-            metric: on which metric; default: the first.
+            n: number of paths.
+            metric: name of the metric; default: the first.
 
         Returns:
-            A row per path: what names it, and the mean of `effect` and `normalized_effect` over examples.
+            A row per path: the columns that name it, and the means of `effect` and `normalized_effect` over examples.
 
         Raises:
-            InputError: there is no such metric.
+            InputError: the metric is unknown.
         """
         n, means = checked_count("n", n), self._means(self._metric(metric)).reset_index()
         order = np.argsort(-means["effect"].abs().to_numpy(), kind="stable")[:n]
@@ -149,12 +149,12 @@ class PathEffects(ByMetric, Result):
         """Summarize the 20 largest paths of each metric over examples: mean, bootstrap interval, sign-flip p of 0.
 
         Args:
-            level: of the interval.
-            seed: of the bootstrap and the permutations.
+            level: level of the interval.
+            seed: seed of the bootstrap and the permutations.
 
         Returns:
-            A row per metric and path, the largest first: what names it, `examples, mean, low, high, p_value, q_value`.
-            One example has no interval and no p.
+            A row per metric and path, the largest first: the columns that name it, `examples, mean, low, high, p_value,
+            q_value`. With one example there is no interval and no p.
         """
         parts = []
         for metric in self.metrics:
@@ -163,7 +163,7 @@ class PathEffects(ByMetric, Result):
         return summarize(pd.concat(parts, ignore_index=True), self.coordinates, "effect", level, seed)
 
     def report(self) -> list[str]:
-        """Return the strongest path of each metric, how many are beyond rounding, and what lay between."""
+        """Return the strongest path of each metric, how many exceed rounding, and what was recomputed in between."""
         sentences, summary = [], whole_summary(self)
         for metric in self.metrics:
             rows, means = self.table[self.table["metric"] == metric], self._means(metric)["effect"].abs()
@@ -181,12 +181,12 @@ class PathEffects(ByMetric, Result):
         return sentences
 
     def matrix(self, metric: str | None = None) -> pd.DataFrame:
-        """Return the mean effects over examples, receivers down and senders across; NaN where no path leads.
+        """Return the mean effects over examples, receivers as rows and senders as columns; NaN without a path.
 
-        Of positions or roles taken apart, the sum.
+        Positions or roles that were patched separately are summed.
 
         Raises:
-            InputError: there is no such metric.
+            InputError: the metric is unknown.
         """
         rows = self.table[self.table["metric"] == self._metric(metric)]
         by_example = rows.groupby(["example", "receiver", "sender"], sort=False)["effect"].sum()
@@ -212,7 +212,7 @@ class PathEffects(ByMetric, Result):
 
 
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]
-"""Senders or receivers, one by one or together."""
+"""Senders or receivers, separate or together."""
 
 
 @checked_call
@@ -235,39 +235,39 @@ def path_patch(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> PathEffects:
-    """Measure what an answer owes to the paths from each sender to each receiver.
+    """Measure the effect on an answer of the paths from each sender to each receiver.
 
         hw.path_patch(model, "The capital of France is", "The capital of Italy is", senders="head",
-                      receivers=["q 10.7", ["k 10.3", "v 10.3"]],  # a list within the list: these at once
+                      receivers=["q 10.7", ["k 10.3", "v 10.3"]],  # a list within the list: patched together
                       through="mlps", metric=hw.logit_difference(" Paris", " Rome"))
 
     effect = metric of the run in which receivers read senders' other outputs - metric of the run, in units of the
     metric (Wang et al. 2022).
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is not changed.
         clean: one prompt, several, token ids, or a table of pairs, see `hw.patch`.
-        corrupted: the other prompt of each pair, which aligns with it token by token.
-        senders: names such as "embed", "head 9.9", "mlp 8"; a kind ("head") or a layer ("head 9") is each of its nodes
-            by itself, also in a list. A list within the list is exchanged together, and so is what a mapping has under
-            a name: `{"inhibition": ["head 7.3", "head 8.6"]}`.
-        receivers: in the same way: "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits".
+        corrupted: the other prompt of each pair, aligned with it token by token.
+        senders: names such as "embed", "head 9.9", "mlp 8"; a kind ("head") or a layer ("head 9") means each of its
+            nodes separately, also in a list. A list within the list is patched together, and so are the nodes that a
+            mapping has under one name: `{"inhibition": ["head 7.3", "head 8.6"]}`.
+        receivers: in the same form: "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits".
         metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits.
-        through: `direct`: what senders write reaches receivers unchanged; `mlps`: also by way of the MLPs between them,
-            which are recomputed. All other heads give what they gave in either case.
+        through: `direct`: senders' outputs reach receivers unchanged; `mlps`: also through the MLPs between them, which
+            are recomputed. All other heads keep their outputs in either case.
         direction: `noise` edits the clean run, `denoise` (the default of `hw.patch`) the corrupted one.
-        values: what senders' outputs are exchanged for, see `hw.edges`: `other run`, `zero`, `mean` or
-            `resample`; the last three do without `corrupted`.
-        dataset: the prompts of `mean` and `resample`; default: the prompts that are edited.
-        over: `position` exchanges senders at each position by itself; default: at all positions together.
-        positions: where senders are exchanged; by role each role by itself, see `hw.edges`.
-        seed: of `resample`.
+        values: what replaces senders' outputs, see `hw.edges`: `other run`, `zero`, `mean` or `resample`; `zero`,
+            `mean` and `resample` do not need `corrupted`.
+        dataset: the prompts for `mean` and `resample`; default: the prompts that are edited.
+        over: `position` patches senders at each position separately; default: at all positions together.
+        positions: where senders are patched; with roles, each role separately, see `hw.edges`.
+        seed: seed of `resample`.
         batch_size: see `hw.patch`.
         progress: show a progress bar.
-        out: a folder: finished layers are written as they come, an interrupted run goes on where it stopped.
+        out: a folder: finished layers are saved as they complete, and an interrupted run resumes where it stopped.
 
     Returns:
-        The effects, a row for each example, sender and receiver between which a path leads, and metric.
+        The effects: a row for each example, metric, and sender and receiver that a path connects.
 
     Raises:
         InputError: an option or prompt cannot be used, or no sender comes before a receiver.
@@ -301,7 +301,7 @@ def path_patch(
 
 @dataclass(frozen=True, eq=False)
 class PathRequest:
-    """Which paths of which pairs, resolved to tokens and numbers."""
+    """The paths and pairs of a request, resolved to tokens and indices."""
 
     plan: Plan
     source: Replacement
@@ -312,7 +312,7 @@ class PathRequest:
     places: Places
 
     def measure(self, run: Run) -> PathEffects:
-        """Measure all, those of a pair whose first receiver lies in one layer in a piece, and lay it out."""
+        """Measure all paths, and assemble the result; a piece is a pair, and all receivers that start in one layer."""
         pairs = Pairs(self.plan, self.graph, self.source, run.record.fingerprint)
         layers = [first_layer(self.graph, one) for one in self.receivers.values()]
         stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
@@ -329,7 +329,7 @@ class PathRequest:
             pieces = run.pieces("layer", items, partial(self._stage, pairs), bar, count)
             for (i, stage), piece in zip(items, pieces, strict=True):
                 effects[i][:, :, stage] = piece["effects"]
-        # A row for each number; NaN where no path leads.
+        # A row for each number; NaN means that there is no path.
         example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
         if not len(example):
             raise InputError("No position that was named can change what is read.")
@@ -347,12 +347,12 @@ class PathRequest:
         return PathEffects(pd.DataFrame(columns), run.record)
 
     def _stage(self, pairs: Pairs, item: tuple[int, list[int]]) -> dict[str, Tensor]:
-        """Return the effects of all senders by way of some receivers, `position sender receiver metric`."""
+        """Return the effects of all senders through some receivers, `position sender receiver metric`."""
         example, stage = item
         senders, receivers = list(self.senders.values()), [list(self.receivers.values())[i] for i in stage]
         with torch.no_grad(), self.plan.model.lock:
             runs = pairs.runs(example)
-            # 0 where a path leads at a place of the example, NaN elsewhere.
+            # 0 where a path exists at a place of the example, NaN elsewhere.
             leads = torch.tensor([[has_path(self.graph, s, r) for r in receivers] for s in senders])
             effects = self.places.zeros(example, *leads.shape, len(self.plan.metrics))
             effects[:, ~leads] = torch.nan
@@ -361,21 +361,21 @@ class PathRequest:
         return {"effects": effects}
 
 
-# The exact effect of exchanging what some senders tell some receivers, directly or through the MLPs between them.
+# The exact effect of patching what some senders pass to some receivers, directly or through the MLPs between them.
 #
-# effect(S → R) = metric(base run in which every r in R gives what it gives of x_r + δ_r) - metric(base run)
+# effect(S → R) = metric(base run in which every r in R outputs its response to x_r + δ_r) - metric(base run)
 #
-# δ_r is what exchanging the senders S changes in front of r while all other heads give what they gave
-# (`headwater.circuits.exact`). What the receivers make of x_r + δ_r is computed first, once for each set of senders;
-# then each path is a row that joins at its first receiver's layer, and is changed again wherever a receiver of it lies.
-# What an earlier receiver changes does not reach a later receiver itself, which gives what was computed first, as with
-# the hooks of Wang et al. 2022. The logits read everything and are a receiver by themselves.
+# δ_r is the change before r when the senders S are replaced while all other heads keep their outputs
+# (`headwater.circuits.exact`). The receivers' outputs for x_r + δ_r are computed first, once for each set of senders.
+# Then each path is a row that starts at its first receiver's layer, and is changed again at each further receiver.
+# A change by an earlier receiver does not affect a later receiver, whose output was computed first, as with the hooks
+# of Wang et al. 2022. The logits read everything, and can only be a receiver by themselves.
 
 MLP, LOGITS = RECEIVERS.index("mlp"), RECEIVERS.index("logits")
 
 
 def has_path(graph: Graph, senders: Indices, receivers: Indices) -> bool:
-    """Return whether a sender of the first comes before a receiver of the second."""
+    """Return whether any of the senders comes before any of the receivers."""
     return bool(senders.min() < graph.reach[receivers].max())
 
 
@@ -386,7 +386,7 @@ def first_layer(graph: Graph, receivers: Indices) -> int:
 
 
 Made: TypeAlias = dict[str, Tensor]
-"""What the receivers of a layer make of their changed inputs, by kind, `set position ...`: a set of senders a row."""
+"""Outputs of a layer's receivers for their changed inputs, by kind, `set position ...`; a row per set of senders."""
 
 
 class Paths:
@@ -400,23 +400,23 @@ class Paths:
     def effects(
         self, senders: Sequence[Indices], receivers: Sequence[Indices]
     ) -> Float[Tensor, "sender receiver metric"]:
-        """Return the effect of each set of senders by way of each set of receivers; NaN where no path leads."""
+        """Return the effect of each set of senders through each set of receivers; NaN where there is no path."""
         shape = len(senders), len(receivers), len(self.runs.plan.metrics)
         effects = torch.full(shape, torch.nan, dtype=torch.float64)
         with self.rows.blocks.fused():
             for first in range(0, len(senders), self.rows.at_once):
                 some = range(first, min(first + self.rows.at_once, len(senders)))
                 carried = ResidualChange(self.rows, self.changes, [senders[s] for s in some], self.through)
-                # Once for all sets of receivers: sets share layers, and often receivers.
+                # Computed once for all sets of receivers, because the sets share layers, and often receivers.
                 by_layer = self._made(carried, receivers)
                 for r, targets in enumerate(receivers):
                     reached = [s for s in some if has_path(self.graph, senders[s], targets)]
-                    # A path from senders that are the same in both runs changes nothing, and needs no run.
+                    # Senders that are the same in both runs change nothing, and need no run.
                     effects[reached, r] = 0.0
                     before = self.graph.reach[targets].max()
                     changing = [s for s in reached if self.changed[senders[s][senders[s] < before]].any()]
 
-                    # As defaults: a closure would see the last values of the loop.
+                    # As defaults, because a closure would see the last values of the loop.
                     def measure(cells: Sequence[int], r: int = r, first: int = first, by_layer: Any = by_layer) -> None:
                         last = self._last([s - first for s in cells], receivers[r], by_layer)
                         named = partial(self._named, receivers=receivers[r], senders=[senders[s] for s in cells])
@@ -427,7 +427,7 @@ class Paths:
         return effects
 
     def _made(self, carried: ResidualChange, receivers: Sequence[Indices]) -> dict[int, Made]:
-        """Return by layer what its receivers make of what reaches them; for the logits, the changes that they read."""
+        """Return by layer its receivers' outputs for changed inputs; for the logits, the change of their input."""
         nodes = self.graph.receivers
         indices = np.unique(np.concatenate(receivers))
         layers = np.where(nodes.layer[indices] < 0, self.rows.n_layers, nodes.layer[indices])
@@ -459,12 +459,12 @@ class Paths:
         which = to_device(torch.tensor(sets), rows.runs.model.device)
         first = first_layer(self.graph, receivers)
         if first == rows.n_layers:
-            # No layer is left to run: the change is in front of the final norm.
+            # No layer is left to run: the change is just before the final norm.
             return (rows.base("resid_post", first - 1) + outputs[first]["logits"][which])[:, rows.kept]
         residual = rows.base("resid_pre", first).expand(len(sets), -1, -1)
         for layer in range(first, rows.n_layers):
             of_layer, hooks = receivers[nodes.layer[receivers] == layer], list[Hook]()
-            # What its receivers made is written in place of what they would make.
+            # The hooks replace the outputs of the layer's receivers by those computed first.
             for number, kind in enumerate(KINDS):
                 if heads := nodes.head[of_layer[nodes.kind[of_layer] == number]].tolist():
                     written = partial(_exchanged, heads=heads, given=outputs[layer][kind][which])
@@ -475,7 +475,7 @@ class Paths:
             residual = residual[:, leaving]
             middle = residual + attended
             if (nodes.kind[of_layer] == MLP).any():
-                # In place of what the MLP makes of this run: it read what reached it along the path alone.
+                # Replaces the MLP's output in this run, because the MLP reads only what reached it along the path.
                 residual = middle + outputs[layer]["mlp"][which][:, leaving]
             else:
                 residual = middle + rows.blocks.feed_forward(layer, residual if rows.blocks.parallel else middle)

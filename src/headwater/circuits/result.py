@@ -1,6 +1,6 @@
-"""What `hw.edges` found: effects and estimates of edges by example and metric, and what can be asked of them.
+"""The result of `hw.edges`: effects and estimates of edges by example and metric, and the methods that summarize them.
 
-The numbers are in tensors, an edge in a column; tables are made of them when they are requested.
+The numbers are stored in tensors, one column per edge; tables are computed on request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ else:
 
 
 class ByMetric(Surface):
-    """What such a result adds to `Result`: it is drawn one metric at a time."""
+    """Adds to `Result` a plot of one metric at a time."""
 
     def plot(
         self,
@@ -49,16 +49,16 @@ class ByMetric(Surface):
         title: str | None = None,
         figsize: Size | None = None,
     ) -> Axes | Figure:
-        """Draw one metric; what is drawn is described where it is drawn (`headwater.figures`).
+        """Draw one metric; see `headwater.figures` for a description of each figure.
 
         Args:
-            ax: where to draw.
-            title: in place of the figure's own.
-            figsize: of a new figure, width and height in inches.
-            metric: which; default: the first.
+            ax: the axes to draw on.
+            title: replaces the figure's default title.
+            figsize: width and height of a new figure, in inches.
+            metric: name of the metric; default: the first.
 
         Raises:
-            InputError: there is no such metric.
+            InputError: the metric is unknown.
         """
         return self._drawn(ax, title, figsize, metric=metric)
 
@@ -69,7 +69,7 @@ Numbers = NDArray[np.float64]
 def beside_baselines(
     effect: Float[np.ndarray, " row"], baselines: Float[np.ndarray, "row 3"], direction: str
 ) -> dict[str, Any]:
-    """Return the columns after `effect`: it as a part of the gap between the two runs, NaN where these are equal."""
+    """Return the columns after `effect`: the effect relative to the gap of the two runs (NaN if 0), and baselines."""
     clean, corrupted, floor = baselines.T
     gap = clean - corrupted if direction == "denoise" else corrupted - clean
     normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
@@ -77,9 +77,9 @@ def beside_baselines(
 
 
 GLANCE = 20
-"""Edges in a summary."""
+"""Number of edges in a summary."""
 ROW_BYTES = 260
-"""What a row of the table takes."""
+"""Bytes per row of the table."""
 TOP = 50
 RankName: TypeAlias = Literal["size", "signed"]
 RANKED_BY = get_args(RankName)
@@ -87,27 +87,27 @@ RANKED_BY = get_args(RankName)
 
 @dataclass(frozen=True, repr=False, eq=False)
 class EdgeEffects(ByMetric, Result):
-    """What `hw.edges` found."""
+    """The result of `hw.edges`."""
 
     run: RunRecord
     effects: Float[Tensor, "example position edge metric"]
-    """Exact effects; NaN where none was computed. One position where all are exchanged together."""
+    """Exact effects; NaN where not computed. A single position if all positions were changed together."""
     estimates: Float[Tensor, "example position edge metric"]
-    """What the method estimates; NaN where it does not."""
+    """The method's estimates; NaN where it gives none."""
     baselines: Float[Tensor, "example metric 3"]
-    """The metric of the clean run, of the corrupted run, and what rounding alone makes of it."""
+    """The metric of the clean run, of the corrupted run, and its rounding error."""
     chosen: Int[Tensor, " edge"]
-    """Which edges of the graph these are (`graph`), ascending."""
+    """Indices of these edges in `graph`, ascending."""
     sampled: Bool[Tensor, " edge"]
-    """Which were recomputed because the lot fell on them, and not for their rank."""
+    """Which edges were recomputed because they were drawn at random, and not for their rank."""
     metrics: Sequence[str]
     """The names of the metrics."""
     sizes: Sequence[int]
-    """Layers, query heads, key-value heads, and 1 where blocks are parallel."""
+    """Number of layers, query heads, key-value heads, and 1 if blocks are parallel."""
     by_position: Sequence[int]
-    """The positions at which outputs were exchanged apart; empty where together."""
+    """The positions at which outputs were replaced separately; empty if they were replaced together."""
     roles: Sequence[str] = ()
-    """What the positions were named as, where they were exchanged by role."""
+    """The names of the roles, if outputs were replaced by role."""
 
     def __post_init__(self) -> None:
         for name in ("metrics", "sizes", "by_position", "roles"):
@@ -120,16 +120,15 @@ class EdgeEffects(ByMetric, Result):
 
     @cached_property
     def table(self) -> pd.DataFrame:  # type: ignore[override]
-        """A row per example, edge and metric, and per position where these were taken apart.
+        """A row per example, edge and metric, and per position if these were separate.
 
         Its columns: `example, sender, sender_layer, sender_head, receiver, receiver_layer, receiver_head, position,
-        metric, effect, estimate, normalized_effect, clean, corrupted, floor`.
-        Where positions were named by role, `role` replaces `position`.
+        metric, effect, estimate, normalized_effect, clean, corrupted, floor`. With roles, `role` replaces `position`.
         `receiver_head` counts key-value heads for k and v; numbers that do not apply are `<NA>`. `normalized_effect` is
-        the effect as a part of the gap between the base run and the other, and `floor` what rounding alone makes of it.
+        the effect relative to the gap between the two runs, and `floor` the rounding error of the metric.
 
         Raises:
-            InputError: so many rows would not fit in memory.
+            InputError: the table would not fit in memory.
         """
         numbers = ~(self.effects.isnan() & self.estimates.isnan())
         example, cell, m = (column.numpy() for column in numbers.flatten(1, 2).nonzero().T)
@@ -143,18 +142,18 @@ class EdgeEffects(ByMetric, Result):
         return pd.DataFrame(columns | beside_baselines(effect, self.baselines.numpy()[example, m], direction))
 
     def top(self, n: int = GLANCE, *, metric: str | None = None) -> pd.DataFrame:
-        """Return the edges whose mean over examples is largest in size.
+        """Return the edges with the largest absolute mean effect (or estimate) over examples.
 
         Args:
-            n: how many.
-            metric: on which metric; default: the first.
+            n: number of edges.
+            metric: name of the metric; default: the first.
 
         Returns:
             A row per edge, the largest first: the columns of the table that name it, `edge` (its name), and the means
             of `effect` and `estimate` over examples.
 
         Raises:
-            InputError: there is no such metric.
+            InputError: the metric is unknown.
         """
         m, cells = self._metric(metric), checked_count("n", n)
         order = self._ranked(m)[:cells]
@@ -166,12 +165,12 @@ class EdgeEffects(ByMetric, Result):
         """Summarize the 20 largest edges of each metric over examples: mean, bootstrap interval, sign-flip p of 0.
 
         Args:
-            level: of the interval.
-            seed: of the bootstrap and the permutations.
+            level: level of the interval.
+            seed: seed of the bootstrap and the permutations.
 
         Returns:
-            A row per metric and edge, the largest first: what names it, `examples, mean, low, high, p_value`. The mean
-            is that of effects, or of estimates where the method gives no effects; one example has no interval and no p.
+            A row per metric and edge, the largest first: the columns that name it, `examples, mean, low, high,
+            p_value`. Effects are averaged, or estimates if the method has no effects; one example has no interval or p.
         """
         parts, values = [], self._values
         for m, metric in enumerate(self.metrics):
@@ -183,7 +182,7 @@ class EdgeEffects(ByMetric, Result):
         return summarize(table, [name for name in table.columns if name != "value"], "value", level, seed)
 
     def report(self) -> list[str]:
-        """Return the strongest edge of each metric, how many are beyond rounding, and what the method leaves open."""
+        """Return the strongest edge of each metric, how many exceed rounding, and what the method leaves open."""
         sentences, summary = [], whole_summary(self)
         what = "effect" if self.is_exact else "estimate"
         for m, metric in enumerate(self.metrics):
@@ -211,17 +210,17 @@ class EdgeEffects(ByMetric, Result):
         """Return the circuit of the strongest edges, by their means over examples.
 
         Args:
-            n: how many edges.
-            by: `size` takes the largest in size, also those that work against the answer; `signed` those that do most
-                for what the clean prompt has more of than the corrupted (the metric falls without them).
-            metric: which; default: the first.
+            n: number of edges.
+            by: `size` takes the largest absolute means, also of edges that work against the answer; `signed` takes the
+                edges that move the metric most toward its clean value (without them it moves to the corrupted value).
+            metric: name of the metric; default: the first.
 
         Returns:
-            The circuit. It knows which prompts it was chosen on, so that a claim on the same ones is told from one on
-            others. Of a screened run edges that were not recomputed count with their estimate.
+            The circuit. It stores the prompts on which it was chosen, so that a claim can tell them from held-out
+            prompts. Edges that a screened run did not recompute are ranked by their estimates.
 
         Raises:
-            InputError: there are not so many edges, or the effects are those of single positions.
+            InputError: there are fewer edges, or the effects are for single positions or through MLPs.
         """
         m = self._metric(metric)
         if self.by_position or {"positions", "through"} & set(self.run.options):
@@ -244,15 +243,15 @@ class EdgeEffects(ByMetric, Result):
         return circuit_from_edges(self.graph, edges, known, seen, self.run.model)
 
     def agreement(self, exact: EdgeEffects) -> pd.DataFrame:
-        """Compare with exact effects: these estimates (or effects, where the method gives them), edge by edge.
+        """Compare these estimates (effects if `method="exact"`) with exact effects, edge by edge.
 
         Returns:
-            A row per metric and kind of receiver, and one of all: `metric, receiver, edges, pearson, spearman,
-            sign_agreement` (where the exact effect is beyond 1 % of the largest), `top_overlap` (of the 50 largest).
+            A row per metric and kind of receiver, and one for all: `metric, receiver, edges, pearson, spearman,
+            sign_agreement` (where the exact effect exceeds 1 % of the largest), `top_overlap` (of the 50 largest).
             Means over examples are compared.
 
         Raises:
-            InputError: the edges or metrics are others.
+            InputError: the edges or metrics of the two differ.
         """
         checked_kind("exact", exact, EdgeEffects, "hw.edges(..., method='exact')")
         if not exact.is_exact:
@@ -278,13 +277,13 @@ class EdgeEffects(ByMetric, Result):
         """Compare the means of random halves of the examples.
 
         Args:
-            splits: how many times the examples are halved.
-            n: of how many of the largest edges the overlap is taken.
-            seed: of the halves.
+            splits: number of times the examples are split in halves.
+            n: number of the largest edges whose overlap is computed.
+            seed: seed of the halves.
 
         Returns:
-            A row per metric: `metric, examples, overlap` (of the n largest edges of two halves, the mean over splits),
-            `low, high` (of the overlap, the 2.5th and 97.5th percentile over splits), `spearman` (of sizes).
+            A row per metric: `metric, examples, overlap` (mean over splits of the overlap of the n largest edges of two
+            halves), `low, high` (2.5th and 97.5th percentile of the overlap over splits), `spearman` (of sizes).
 
         Raises:
             InputError: there are fewer than two examples.
@@ -307,21 +306,21 @@ class EdgeEffects(ByMetric, Result):
 
     @property
     def method(self) -> str:
-        """How they were computed."""
+        """Name of the method that computed the numbers."""
         return str(self.run.options["method"])
 
     @property
     def is_exact(self) -> bool:
-        """Whether the method gives effects, and not estimates alone."""
+        """Whether the method gives exact effects, and not only estimates."""
         return self.method in ("exact", "screened")
 
     def matrix(self, metric: str | None = None) -> Float[np.ndarray, "receiver sender"]:
-        """Return the mean over examples by receiver and sender, NaN where there is no edge or no number.
+        """Return the mean over examples by receiver and sender; NaN without an edge or a number.
 
-        Of positions taken apart, the sum.
+        Separate positions are summed.
 
         Raises:
-            InputError: there is no such metric.
+            InputError: the metric is unknown.
         """
         means = means_of(self._values)[:, self._metric(metric)].reshape(-1, len(self.chosen))
         summed = np.where(np.isnan(means).all(0), np.nan, np.nansum(means, 0))
@@ -342,23 +341,23 @@ class EdgeEffects(ByMetric, Result):
         return 0 if name is None else list(self.metrics).index(checked_name("metric", name, tuple(self.metrics)))
 
     def _flat(self, name: str) -> Numbers:
-        """Effects or estimates, `example cell metric`: a cell is an edge, at a position where these are apart."""
+        """Return effects or estimates, `example cell metric`; a cell is an edge (at one position, if separate)."""
         values: Tensor = getattr(self, name)
         return values.flatten(1, 2).double().numpy()
 
     @property
     def _values(self) -> Numbers:
-        """What is ranked and summarized: effects, or estimates where the method gives no effects."""
+        """The numbers that are ranked and summarized: effects, or estimates if the method gives no effects."""
         return self._flat("effects" if self.is_exact else "estimates")
 
     def _ranked(self, m: int) -> Indices:
-        """The cells that have a number, the largest mean first."""
+        """Return the cells that have a number, the largest absolute mean first."""
         means = means_of(self._values)[:, m]
         order = strength_order(means)
         return order[~np.isnan(means[order])]
 
     def _edges(self, cells: Indices) -> Indices:
-        """The edges of cells, by their number in the graph."""
+        """Return the edges of cells, as indices in the graph."""
         return np.asarray(self.chosen.numpy()[cells % len(self.chosen)])
 
     def _named(self, cells: Indices) -> dict[str, Any]:
@@ -368,7 +367,7 @@ class EdgeEffects(ByMetric, Result):
         return columns | {"position": present(np.array(self.by_position or (-1,))[places])}
 
     def _sentences_on_the_rest(self, m: int, metric: str) -> list[str]:
-        """Say of a screened run how far its estimates are off, and what the sample drawn of the other edges bounds."""
+        """Return, for a screened run, the error of its estimates, and the bound from the random sample of the rest."""
         if self.method != "screened":
             return []
         exact, estimates = (means_of(self._flat(name))[:, m] for name in ("effects", "estimates"))
@@ -399,7 +398,7 @@ class EdgeEffects(ByMetric, Result):
 
 
 def _overlap(a: Numbers, b: Numbers, n: int) -> float:
-    """Which part of the n largest of one are among the n largest of the other."""
+    """Return the fraction of the n largest in `a` that are also among the n largest in `b`."""
     tops = [set(strength_order(x)[:n].tolist()) for x in (a, b)]
     return len(tops[0] & tops[1]) / max(1, len(tops[0]))
 

@@ -1,24 +1,23 @@
-"""Find a circuit by taking edges out one after the other, by their exact effects in what is left.
+"""Find a circuit by removing edges one after the other, by their exact effects in the remaining circuit.
 
-The circuits are run as `hw.run_circuits` runs them, on all pairs, and the mean over pairs decides. Where not all edges
-can be tried, the search begins from the strongest, as `hw.edges(..., method="screened")` finds them. Each batch of
-edges is a stage of its own, whose pieces are the pairs: a search that was stopped goes on where it stopped, and
-processes share the pairs.
+The circuits are run as in `hw.run_circuits`, on all pairs, and the mean over pairs decides. If not all edges can be
+tried, the search starts from the strongest, as `hw.edges(..., method="screened")` finds them. Each batch of edges is a
+stage whose pieces are the pairs: an interrupted search resumes where it stopped, and processes share the pairs.
 
-Greedy search for a circuit: edges are taken out one after the other, and stay out where little is lost.
+The search is greedy: edges are removed one after the other, and stay out if little is lost.
 
-The order is that of ACDC (Conmy et al. 2023): receivers from the logits down, of each receiver the last sender first.
-An edge is tried in the circuit C that is left when its turn comes:
+The order is that of ACDC (Conmy et al. 2023): receivers from the logits down, and for each receiver the last sender
+first. An edge is tried in the circuit C that remains when its turn comes:
 
     effect(e) = m(C - e) - m(C)          e stays out if |effect| < threshold (or: if the answer loses less than that)
 
-so that what was decided before is in every later effect. An edge into a receiver from which no edge of C leads to the
-logits changes nothing: it goes without a run. C is all edges at first, or those that are given.
+so that each effect includes all earlier decisions. An edge into a receiver from which no edge of C leads to the logits
+changes nothing: it is removed without a run. C starts with all edges, or with those that are given.
 
-Many edges are tried in one batch: those that come next, each in the circuit that is left if all before it turn out as
-guessed. What is measured decides them one by one up to the first wrong guess, whose own run was the right one; the
-later runs of the batch were made in another circuit, and only say what to guess next time. So each decision is the one
-that trying a single edge at a time would make.
+Many edges are tried in one batch: the next ones, each in the circuit that remains if all earlier guesses are right. The
+measurements decide them one by one up to the first wrong guess, whose own run was still the right one; the later runs
+of the batch were made in another circuit, and only provide guesses for the next batch. So each decision is the same as
+if single edges were tried one at a time.
 """
 
 from __future__ import annotations
@@ -62,33 +61,33 @@ if TYPE_CHECKING:
 DECISIONS = ("kept", "removed", "leads nowhere", "not tried", "left out")
 KEPT, REMOVED, NOWHERE, NOT_TRIED, LEFT_OUT = range(5)
 FIRST, LEAST, MOST = 8, 4, 128
-"""How many edges are tried in the first batch, and in any."""
+"""Number of edges in the first batch, and the limits for any batch."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """When an edge stays out."""
+    """The rule by which an edge stays out."""
 
     threshold: float
     """In units of the metric."""
     sign: int = 0
-    """1 or -1 where only a loss counts: a fall or a rise of the metric; 0 where any change does."""
+    """1 or -1 if only a loss (a fall or a rise of the metric) counts; 0 if any change counts."""
     budget: int | None = None
-    """How many edges are tried with a run at most; the others stay in."""
+    """Largest number of edges that are tried with a run; the others stay in."""
     together: bool = False
-    """Whether what one head of a layer reads comes out at all of them; see `headwater.circuits.graph`."""
+    """Whether each receiver drives all heads of its layer; see `headwater.circuits.graph`."""
 
     def drops(self, effect: float) -> bool:
-        """Whether an edge of this effect stays out."""
+        """Return whether an edge with this effect stays out."""
         return (-self.sign * effect if self.sign else abs(effect)) < self.threshold
 
 
 class Greedy:
-    """One search, from some edges (`start`) or all of them; `decided` is called with how many edges are decided.
+    """One search, from some edges (`start`) or all of them; `decided` is called with the number of decided edges.
 
-    `evaluate` returns the metric of circuits, given as edges, ascending.
-    `decision`, `effect` and `value` of each edge are as the table of a `CircuitSearch` has them. `runs` counts the
-    circuits that were run, the first guesses that came out wrong included.
+    `evaluate` returns the metric of circuits, given as ascending edge indices. `decision`, `effect` and `value` of each
+    edge are as in the table of a `CircuitSearch`. `runs` counts the circuits that were run, including those that only
+    provided guesses.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class Greedy:
 
     @property
     def inside(self) -> Indices:
-        """The edges that are left, ascending."""
+        """The remaining edges, ascending."""
         return np.flatnonzero(np.isin(self.decision, (KEPT, NOT_TRIED)))
 
     def search(self) -> Greedy:
@@ -120,7 +119,7 @@ class Greedy:
             trials = [left for _, left in batch if left is not None]
             values = self.evaluate(trials) if trials else np.zeros(0)
             self.runs += len(trials)
-            # Twice as many as were decided: guesses that come out right make larger batches, wrong ones smaller.
+            # Twice the number decided: right guesses make larger batches, wrong guesses smaller ones.
             width = min(MOST, max(LEAST, 2 * self._settle(batch, values)))
             self.decided(self.graph.n_edges - 1 - self.next)
         return self
@@ -128,32 +127,32 @@ class Greedy:
     def _ahead(self, width: int) -> list[tuple[int, Indices | None]]:
         """Return the next edges, each with the circuit without it if all guesses are right; None: it leads nowhere."""
         graph, batch, trials = self.graph, list[tuple[int, Indices | None]](), 0
-        # The circuit that is left, and which senders have an edge in it that leads to the logits, as it is guessed.
+        # As guessed: the remaining circuit, and which senders have an edge in it that leads to the logits.
         inside, reaches_output = np.isin(self.decision, (KEPT, NOT_TRIED)), np.zeros(len(graph.senders), dtype=bool)
         reaches_output[graph.sender[self.decision == KEPT]] = True
         if self.rule.budget is not None:
             width = min(width, self.rule.budget - self.tried)
         leads: dict[int, bool] = {}
-        # Edges are numbered by receiver, then sender: from the last number down is ACDC's order.
+        # Edges are numbered by receiver, then sender, so descending order is ACDC's order.
         for edge in self.start[self.start <= self.next][::-1].tolist():
             receiver = int(graph.receiver[edge])
             if receiver not in leads:
-                # All edges out of its node are decided. The logits are what is to be reached; they drive no sender.
+                # All edges out of its node are decided. The logits are the target; they drive no sender.
                 driven = graph.driven(receiver, self.rule.together)
                 leads[receiver] = not len(driven) or bool(reaches_output[driven].any())
-            # An edge that leads nowhere needs no run: those at the end of a batch are taken along.
+            # An edge that leads nowhere needs no run, so those at the end of a batch are included.
             if leads[receiver] and trials >= width:
                 break
             inside[edge] = False
             batch.append((edge, np.flatnonzero(inside) if leads[receiver] else None))
             trials += leads[receiver]
-            # Guessed as it came out in an earlier batch, else removed, as most edges are.
+            # The guess is the result of an earlier batch; otherwise removed, as most edges are.
             inside[edge] = leads[receiver] and self.guessed_in[edge]
             reaches_output[graph.sender[edge]] |= inside[edge]
         return batch
 
     def _settle(self, batch: Sequence[tuple[int, Indices | None]], values: Float[np.ndarray, " circuit"]) -> int:
-        """Decide edges up to the first wrong guess, and guess those after it; return how many trials decided."""
+        """Decide edges up to the first wrong guess, and guess those after it; return the number of decided trials."""
         number, decided, right, guessed = 0, 0, True, self.now
         for edge, trial in batch:
             if trial is None:
@@ -167,9 +166,9 @@ class Greedy:
                 self.now = self.now if stays else value
                 self._decide(edge, KEPT if stays else REMOVED, effect)
                 decided += 1
-            # Also after a wrong guess: measured in another circuit, an effect still says what is likely.
+            # Also after a wrong guess, because an effect measured in another circuit still predicts the decision.
             right, self.guessed_in[edge] = right and stays == guess, stays
-            # The next trial was made in the circuit of this guess: its effect is relative to that one's metric.
+            # The next trial was made in the circuit of this guess, so its effect is relative to that circuit's metric.
             guessed = guessed if guess else value
         self.tried += decided
         return decided
@@ -180,39 +179,39 @@ class Greedy:
 
 
 FOUND = "found"
-"""What the circuit is named among its placebos."""
+"""Name of the circuit among its placebos."""
 ENOUGH = 0.5
-"""A beginning that has less of the answer than this part holds no circuit."""
+"""Below this faithfulness the result is not a circuit."""
 WALKS = 256
-"""The runs of at most so many pairs are kept between batches; those of others are made again."""
+"""Runs are kept between batches for at most this many pairs; those of other pairs are recomputed."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CircuitSearch(Result):
-    """What `hw.find_circuit` found."""
+    """The result of `hw.find_circuit`."""
 
     table: pd.DataFrame
     """A row per edge, in the order in which they were tried: `edge` (its name), `sender, sender_layer, sender_head,
-    receiver, receiver_layer, receiver_head`; `decision`: `kept`, `removed`, `leads nowhere` (taken out without a run),
-    `not tried` (the budget was spent: it stays in), or `left out` (the search did not begin with it); `effect`, the
-    metric of the circuit that was left without this edge less that with it, the mean over pairs; `value`, the metric
-    after the decision."""
+    receiver, receiver_layer, receiver_head`; `decision`: `kept`, `removed`, `leads nowhere` (removed without a run),
+    `not tried` (the budget was spent: it stays in), or `left out` (not in the circuit at the start); `effect`, the mean
+    over pairs of the remaining circuit's metric without this edge minus the metric with it; `value`, the metric after
+    the decision."""
     run: RunRecord
     alone: pd.DataFrame
-    """The circuit that was left and its placebos on each pair: the table of `hw.run_circuits`."""
+    """The remaining circuit and its placebos on each pair: the table of `hw.run_circuits`."""
     shapes: pd.DataFrame
-    """A row per circuit and placebo: `circuit, placebo, overlap` (the part of its edges that a placebo has)."""
+    """A row per circuit and placebo: `circuit, placebo, overlap` (fraction of the circuit's edges in the placebo)."""
     sizes: Sequence[int]
-    """Layers, query heads, key-value heads, and 1 where blocks are parallel."""
+    """Number of layers, query heads, key-value heads, and 1 if blocks are parallel."""
     runs: int
-    """How many circuits were run on each pair to find it."""
+    """Number of circuits that the search ran on each pair."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", tuple(self.sizes))
 
     @property
     def circuit(self) -> Circuit:
-        """The edges that are left, with the effects that decided them and the prompts of the search."""
+        """The remaining edges, with the effects that decided them and the prompts of the search."""
         graph = Graph.of_sizes(self.sizes)
         in_order = self.table.iloc[::-1]  # edges are tried from the last to the first
         left = np.flatnonzero(in_order["decision"].isin([DECISIONS[KEPT], DECISIONS[NOT_TRIED]]).to_numpy())
@@ -224,12 +223,12 @@ class CircuitSearch(Result):
         """Summarize the search in one row.
 
         Args:
-            level: of the interval.
-            seed: of the bootstrap.
+            level: level of the interval.
+            seed: seed of the bootstrap.
 
         Returns:
-            The columns of the summary of `hw.run_circuits` for the circuit that is left, on the pairs of the search;
-            how many edges were `removed`, led `nowhere`, were `not_tried` or were `left_out`; and `runs`.
+            The columns of the summary of `hw.run_circuits` for the remaining circuit, on the pairs of the search; the
+            number of edges that were `removed`, led `nowhere`, were `not_tried` or were `left_out`; and `runs`.
         """
         found = summarized(self.alone, self.shapes, level, seed)
         counts = self.table["decision"].value_counts()
@@ -238,14 +237,14 @@ class CircuitSearch(Result):
 
     @property
     def faithfulness_at_first(self) -> float:
-        """How faithful all the edges are from which the search began."""
+        """Faithfulness of the circuit from which the search started."""
         first = self.table[self.table["decision"].isin([DECISIONS[d] for d in (KEPT, REMOVED, NOWHERE)])].iloc[0]
         value = first["value"] - (first["effect"] if first["decision"] == DECISIONS[REMOVED] else 0.0)
         clean, corrupted = self.alone[self.alone["placebo"].isna()][["clean", "corrupted"]].mean()
         return float((value - corrupted) / (clean - corrupted)) if clean != corrupted else np.nan
 
     def report(self) -> list[str]:
-        """Return what is left, how faithful it is beside random circuits, and what was not tried."""
+        """Return what remains, its faithfulness beside random circuits, and what was not tried."""
         row, options = whole_summary(self).to_dict("records")[0], self.run.options
         metric = str(row["metric"]).replace("_", " ")
         rule = "the answer loses" if options["by"] == "signed" else "the metric changes by"
@@ -280,7 +279,7 @@ class CircuitSearch(Result):
         return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the metric of what is left by the number of edges left, with the edges that were kept."""
+        """Draw the metric of the remaining circuit by its number of edges, with the edges that were kept."""
         return self._drawn(ax, title, figsize)
 
     def __repr__(self) -> str:
@@ -313,35 +312,35 @@ def find_circuit(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> CircuitSearch:
-    """Find a circuit greedily, by exact effects: an edge stays out where little is lost without it.
+    """Find a circuit greedily, by exact effects: an edge stays out if little is lost without it.
 
         hw.find_circuit(model, "The capital of France is", "The capital of Italy is",
                         metric=hw.logit_difference(" Paris", " Rome"), threshold=0.05, by="signed")  # 0.05 logits
 
     Receivers are taken from the logits down, as in ACDC (Conmy et al. 2023); the effect of an edge e is m(C - e) -
-    m(C), with C the circuit that is left when it is tried.
+    m(C), with C the circuit that remains when e is tried.
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is not changed.
         clean: one prompt, several, token ids, or a table of pairs; see `hw.run_circuits`.
         corrupted: the other prompt of each pair.
         metric: one of `hw.logit_difference(...)` and its relatives, or a function; see `hw.run_circuits`.
-        threshold: an edge stays out where the mean of the metric over pairs changes by less than this.
-        by: `size` lets any change count; `signed` only what the answer loses, so that edges that work against it go.
-        budget: how many edges are tried at most, each one run of every pair; edges that lead nowhere are not counted.
-            Where there are more edges, the search begins from so many of the strongest, which
-            `hw.edges(..., method="screened")` finds at about the same price; the others are left out at once. Default:
-            as many as there are.
-        start: the circuit that it begins from; what is outside is left out. What a budget leaves untried of it stays
+        threshold: an edge stays out if the mean of the metric over pairs changes by less than this.
+        by: with `size` any change counts; with `signed` only a loss of the answer, so edges against it are removed.
+        budget: largest number of edges to try, each with one run of every pair; edges that lead nowhere do not count.
+            If there are more edges, the search starts from this many of the strongest, which
+            `hw.edges(..., method="screened")` finds at about the same cost, and leaves out the others. Default: no
+            limit.
+        start: the circuit to start from; all other edges are left out. Edges of it that a budget leaves untried stay
             in.
-        values: what edges that are out carry; see `hw.run_circuits`.
-        dataset: the prompts of `mean` and `resample`.
-        placebos: how many random circuits of the shape of what is left are run beside it.
-        seed: of the random circuits and of `resample`.
-        hours: refuse to start what would take longer, roughly, at the rate at which the device multiplies matrices.
-        batch_size: circuits at once.
+        values: what removed edges carry; see `hw.run_circuits`.
+        dataset: the prompts for `mean` and `resample`.
+        placebos: number of random circuits of the same shape to run beside the result.
+        seed: seed of the random circuits and of `resample`.
+        hours: refuse to start if the estimated time, from the device's matrix multiplication rate, is longer.
+        batch_size: number of circuits per batch.
         progress: show a progress bar.
-        out: a folder; an interrupted search goes on where it stopped.
+        out: a folder; an interrupted search resumes where it stopped.
 
     Raises:
         InputError: an option or prompt cannot be used, there are several metrics, or it would take longer than
@@ -366,7 +365,7 @@ def find_circuit(
     if begun is not None and not len(begun):
         raise InputError("start= has no edges: there is nothing to search.")
     screens = begun is None and tries < graph.n_edges
-    # Before the screen, which is a search's price once more.
+    # Reported before the screen, which costs as much as a search.
     outcome.say_how_long(tries, progress, search=True, hours=hours)
     options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **outcome.options}
     options |= {"discovery": {FOUND: []}, "start": None if begun is None else digest(begun.names)}
@@ -389,7 +388,7 @@ def find_circuit(
 
 
 def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Greedy:
-    """Search with the options of a run, whose record says them, from all edges or from some."""
+    """Search with the options in the record of a run, from all edges or from some."""
     keep = outcome.pairs_to_keep(WALKS)
     options, runner = run.record.options, CircuitRunner(outcome, run.record.fingerprint, keep)
     pairs, steps = range(len(outcome)), count()
@@ -402,7 +401,7 @@ def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Greedy
         return means(f"batch-{next(steps)}", circuits, "values")[:, 0].numpy()
 
     clean, corrupted, _ = means("baselines", (), "baselines")[0].tolist()
-    # Which way the answer is lost: a metric may be larger in the corrupted run.
+    # The direction of a loss: a metric may be larger in the corrupted run.
     sign = (1 if clean >= corrupted else -1) if options["by"] == "signed" else 0
     layers = range(runner.graph.n_layers)
     together = any(attention_post_norm(outcome.plan.model, layer) is not None for layer in layers)
@@ -412,7 +411,7 @@ def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Greedy
 
 
 def tabulated(done: Greedy) -> pd.DataFrame:
-    """Lay a search out as rows, in the order in which edges were tried."""
+    """Return the search as rows, in the order in which edges were tried."""
     graph, edges = done.graph, np.arange(done.graph.n_edges)[::-1]
     columns = {"edge": [graph.name(edge) for edge in edges]} | graph.columns(edges)
     decision = np.array(DECISIONS, dtype=object)[done.decision[edges]]

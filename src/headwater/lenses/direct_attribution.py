@@ -1,22 +1,22 @@
-"""Direct logit attribution: what each head, MLP, embedding and bias writes straight into a logit difference.
+"""Direct logit attribution: the direct contribution of each head, MLP, embedding and bias to a logit difference.
 
-Elhage et al. 2021; Wang et al. 2022 (heads that move names write the logit difference). The residual stream after the
-last block is a sum: the embedding, what every head and every MLP added, and the attention's biases. With the scale of
-the final norm held as it was in this run, the logit difference is a sum over the same parts.
+Elhage et al. 2021; Wang et al. 2022 (name mover heads write the logit difference). The residual stream after the last
+block is a sum: the embedding, the outputs of all heads and MLPs, and the biases of attention. With the scale of the
+final norm frozen at its value in this run, the logit difference is a sum over the same parts.
 
-1. One run of the prompts keeps, at the positions read, the embedding, z of every head, what each MLP adds, and the
-   residual stream after the last block.
+1. One run of the prompts records, at the positions read, the embedding, z of every head, the output of each MLP, and
+   the residual stream after the last block.
 2. The direction w = W_U[correct] - W_U[wrong] is pulled back through the final norm at its recorded scale.
-3. A part contributes its dot product with that direction. A head's z W_O first goes through the norm after the
-   attention, where there is one (Gemma), at that norm's recorded scale.
-   A layer without heads (recurrent, convolution) has one part in their place, `mixer`: resid_mid - resid_pre.
-4. What depends on no input is `bias`: b_O of each layer, and, without a layer, the final norm's and the unembedding's.
+3. A part contributes its dot product with that direction. If a norm comes after attention (Gemma), a head's z W_O first
+   goes through it, at its recorded scale.
+   A layer without heads (recurrent, convolution) has one part instead, `mixer`: resid_mid - resid_pre.
+4. Constants are `bias`: b_O of each layer, and, without a layer, the biases of the final norm and the unembedding.
 5. By position, a head's contribution is split over what it attends to: z = Σ pattern[s] v[s], so that the source s has
-   the share pattern[s] v[s] W_O. Embeddings, MLPs and biases are those of the position that is read.
-6. The contributions of an example must sum to its logit difference; checked at every call.
+   the share pattern[s] v[s] W_O. Embeddings, MLPs and biases belong to the position that is read.
+6. The contributions of an example must sum to its logit difference; this is checked at every call.
 
-Where the architecture caps its logits (Gemma 2), they sum to the difference before the cap. The weights stay as the
-checkpoint has them: nothing is folded, and nothing needs to be.
+If the architecture caps its logits (Gemma 2), they sum to the difference before the cap. The weights are those of the
+checkpoint: nothing is folded, and nothing needs to be.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ BY = {
     "component": ["component"],
     "position": ["component", "layer", "head"],
 }
-"""What a row of the table is, and the columns that name it. By position it is a head and a source, too."""
+"""For each value of `by`, the columns that name a row of the table. By position, a row also has a source position."""
 
 
 @dataclass(frozen=True, repr=False)
 class DirectAttribution(Result):
-    """What each part of a model writes into the logit difference of each prompt."""
+    """The direct contribution of each part of a model to the logit difference of each prompt."""
 
     table: pd.DataFrame
     """A row per example, part and position: `example, component, layer, head, position, contribution` (logits).
-    `component` is embed, head, mlp, bias, or mixer (what a layer without heads adds in their place); `layer` and `head`
-    are `<NA>` where a row is of none or of all; `position` is where the logits are read, and with `by="position"` of a
-    head where it attends to. With several positions read a contribution is its share of their mean. Where positions are
-    named by role, `role` says which, and means are of each role by itself."""
+    `component` is embed, head, mlp, bias, or mixer (the output of a layer without heads); `layer` and `head` are
+    `<NA>` where a row has none or sums over them; `position` is where the logits are read, and, with `by="position"`,
+    for a head the position it attends to. If several positions are read, a contribution is its share of their mean.
+    With positions by role, `role` names the role, and means are for each role separately."""
     totals: pd.DataFrame
     """A row per example: `example, correct, wrong` (token ids), `logit_difference` (before a soft cap)."""
     run: RunRecord
@@ -94,11 +94,11 @@ class DirectAttribution(Result):
 
     @property
     def _roles(self) -> list[str]:
-        """The column that says what positions are, where there is one."""
+        """The column that names the role of positions, if there is one."""
         return [name for name in ("role",) if name in self.table.columns]
 
     def report(self) -> list[str]:
-        """Return the parts that write most for the correct token and for the wrong one; by role, of each role."""
+        """Return the parts that contribute most to the correct token and to the wrong one, for each role if any."""
         if not self._roles:
             return self._findings()
         sentences = []
@@ -140,29 +140,29 @@ def direct_logit_attribution(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> DirectAttribution:
-    """Split the logit difference of prompts into what each part of the model writes into it.
+    """Split the logit difference of prompts into the direct contributions of the parts of the model.
 
         hw.direct_logit_attribution(model, "The capital of France is", tokens=(" Paris", " Rome"), by="head")
 
-    Contributions are in logits, with the scale of the final norm held as it was, and sum to the logit difference
-    (Elhage et al. 2021).
+    Contributions are in logits, with the scale of the final norm frozen, and sum to the logit difference (Elhage et al.
+    2021).
 
     Args:
         model: the model.
         prompts: one prompt, several, or token ids.
         tokens: the correct and the wrong token, as texts (mind leading spaces) or ids; each one for all prompts, or one
             per prompt.
-        at: the position whose logits are read, as in `hw.patch`; of several, the mean. By role, of each role by itself,
-            in a column `role`.
-        by: a row of the table is a `head` (or MLP, embedding, bias of a layer), a `layer`'s heads together, a
+        at: the position whose logits are read, as in `hw.patch`; for several, their mean. With roles, each role is read
+            separately, and a column `role` names it.
+        by: what a row of the table is: a `head` (or MLP, embedding, bias of a layer), all heads of a `layer`, a
             `component` over all layers, or a head and a `position` that it attends to.
         batch_size: prompts in one run.
-        progress: show a bar.
-        out: a folder for the result. An interrupted run, repeated with it, continues.
+        progress: show a progress bar.
+        out: a folder for the result. An interrupted run resumes if it is called again with the same folder.
 
     Raises:
         InputError: a prompt, token, position or option cannot be used.
-        ModelError: the model's logits are not its final norm, unembedding and soft cap alone.
+        ModelError: the model's logits are computed by more than its final norm, unembedding and soft cap.
         NumericsError: the contributions do not sum to the logit difference.
     """
     check_model(model)
@@ -201,7 +201,7 @@ def direct_logit_attribution(
 
 
 class _Spot(NamedTuple):
-    """Positions of an example whose mean is one: those of a role, or all that are read."""
+    """Positions of an example that are averaged: those of a role, or all that are read."""
 
     example: int
     role: str | None
@@ -209,7 +209,7 @@ class _Spot(NamedTuple):
 
 
 def _spots(at: object, prompts: Sequence[Prompt]) -> list[_Spot]:
-    """Return what is read of each prompt, role by role."""
+    """Return the positions that are read in each prompt, one role at a time."""
     n = len(prompts)
     if not isinstance(at, Mapping):
         return [_Spot(i, None, positions_of(at, prompt, i, n)) for i, prompt in enumerate(prompts)]
@@ -233,7 +233,7 @@ def _answers(
 def _table(
     contributions: Float[Tensor, "row part"], parts: Sequence[Part], spots: Sequence[_Spot], by: str
 ) -> pd.DataFrame:
-    """Lay the contributions out as rows, those that are nowhere but 0 (a bias the model lacks) left out."""
+    """Return the contributions as rows, without biases that are 0 everywhere (because the model lacks them)."""
     counts = [len(spot.places) for spot in spots]
     shares = (contributions / torch.tensor(counts).repeat_interleave(torch.tensor(counts))[:, None]).numpy()
     present = [p for p, (component, *_) in enumerate(parts) if component != "bias" or np.any(shares[:, p])]
@@ -255,7 +255,7 @@ def _table(
         return table
     columns = list(table.columns)
     keys = ["example", *BY[by], *roles, "position"]
-    # dropna=False: rows without a layer or head are parts, too.
+    # dropna=False, because rows without a layer or head are parts too.
     table = table.groupby(keys, sort=False, dropna=False)["contribution"].sum().reset_index()
     return table.reindex(columns=columns).astype({"layer": "Int64", "head": "Int64"})
 
@@ -266,7 +266,7 @@ def _by_source(
     spots: Sequence[_Spot],
     contributions: Float[Tensor, "row part"],
 ) -> pd.DataFrame:
-    """Lay out what each head contributes from each position up to the one read, and the other parts as they are."""
+    """Return each head's contributions by source position, up to the position read; other parts are unchanged."""
     others = _table(contributions, parts, spots, "head")
     tables, row = [others[others["component"] != "head"]], 0
     for spot in spots:
@@ -282,7 +282,7 @@ def _by_source(
 
 
 def _totals(totals: Float[Tensor, " row"], spots: Sequence[_Spot], correct: Tensor, wrong: Tensor) -> pd.DataFrame:
-    """Lay out what the contributions of each example sum to."""
+    """Return the logit difference of each example, the sum of its contributions, as a table."""
     means = [part.mean().item() for part in totals.split([len(spot.places) for spot in spots])]
     examples = [spot.example for spot in spots]
     named: dict[str, Any] = {"example": examples, "correct": correct[examples], "wrong": wrong[examples]}
@@ -290,7 +290,7 @@ def _totals(totals: Float[Tensor, " row"], spots: Sequence[_Spot], correct: Tens
     return pd.DataFrame(named | roles | {"logit_difference": means})
 
 
-# What each part of a model writes into a logit difference, measured: steps 1 to 6.
+# The measurement: steps 1 to 6.
 
 
 Part: TypeAlias = tuple[str, int | None, int | None]
@@ -298,7 +298,7 @@ Part: TypeAlias = tuple[str, int | None, int | None]
 
 
 class Contributions:
-    """Measures what the parts of a model write into the logit difference of some prompts."""
+    """Measures the direct contributions of the parts of a model to the logit difference of prompts."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class Contributions:
         self.model, self.prompts, self.where, self.tokens = model, prompts, where, tokens
         self.head: UnembeddingHead = unembedding_head(model, record)[1]
         self.norm: Norm = final_norm(model)
-        self.weights = LoadedWeights(model, record.fingerprint)  # for all layers: it compares them with one run
+        self.weights = LoadedWeights(model, record.fingerprint)  # for all layers, because it compares them with one run
         n_layers, n_heads = model.shape.n_layers, model.shape.n_heads
         self.attended = SITES["z"].among(range(n_layers), model)
         self.parts: list[Part] = [("embed", None, None)]
@@ -325,11 +325,11 @@ class Contributions:
 
     @torch.inference_mode()
     def measure(self, examples: range) -> dict[str, Tensor]:
-        """Return the contributions, `row part`, and what they sum to; a row is a position read of an example."""
+        """Return the contributions, `row part`, and their sums; a row is a position read in an example."""
         recorded = self._run(examples)
         final = recorded[SITES["resid_post"].hook_name(self.model.shape.n_layers - 1)]
         tokens = to_device(self.tokens[[i for i in examples for _ in self.where[i]]], self.head.W_U.device)
-        # Picked before they are widened: W_U in float32 would be twice a bfloat16 model's.
+        # Columns are selected before the cast: W_U in float32 would take twice the memory of a bfloat16 model's W_U.
         wanted, unwanted = (self.head.W_U[:, ids].T.float() for ids in tokens.unbind(1))
         written = (wanted - unwanted).to(self.norm.gain.device)
         constant = torch.zeros(len(written), device=written.device)
@@ -338,7 +338,7 @@ class Contributions:
         total = (self.norm(final) * written).sum(-1) + constant
         if self.norm.bias is not None:
             constant = constant + written @ self.norm.bias
-        # One direction for all parts: each costs a dot product, and no part goes through the norm.
+        # One direction for all parts: each part costs one dot product, and none goes through the norm.
         direction = self.norm.pulled_back(final, written)
         columns = [_dot(recorded[SITES["resid_pre"].hook_name(0)], direction)[:, None]]
         sources = []
@@ -357,7 +357,7 @@ class Contributions:
         return found | ({"sources": torch.stack(sources, 1)} if sources else {})
 
     def _run(self, examples: range) -> dict[str, Tensor]:
-        """Run some prompts; return the activations wanted, by hook name, `row ...` at the positions read."""
+        """Run some prompts; return the needed activations by hook name, `row ...` at the positions read."""
         n_layers = self.model.shape.n_layers
         batch = Batch.of([self.prompts[i].ids for i in examples], pad_id(self.model.tokenizer)).named(examples)
         rows = torch.tensor([i - examples.start for i in examples for _ in self.where[i]])
@@ -368,7 +368,7 @@ class Contributions:
             of, at = to_device(rows, activation.device), to_device(places, activation.device)
             if name.endswith("pattern"):
                 taken = activation[of, :, at]
-            else:  # values at all positions, as each may be attended to
+            else:  # v at all positions, because each may be attended to
                 taken = activation[of] if name.endswith("hook_v") else activation[of, at]
             recorded[name] = taken.float()
 
@@ -386,7 +386,7 @@ class Contributions:
     def _of_layer(
         self, layer: int, recorded: dict[str, Tensor], direction: Tensor
     ) -> tuple[list[Float[Tensor, "row part"]], Float[Tensor, "row head key"] | None]:
-        """Return what a layer's heads (or mixer), attention bias and MLP contribute; if wanted, its heads by source."""
+        """Return the contributions of a layer's heads (or mixer), attention bias and MLP; if requested, by source."""
         mlp = _dot(recorded[SITES["mlp_out"].hook_name(layer)], direction)[:, None]
         if layer not in self.attended:
             before, middle = (recorded[SITES[site].hook_name(layer)] for site in ("resid_pre", "resid_mid"))
@@ -396,7 +396,7 @@ class Contributions:
         summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
         if factors.b_O is not None:
             summed = summed + factors.b_O
-        # In front of the norm after attention, at its recorded scale.
+        # Pulled back through the norm after attention, at its recorded scale.
         along = direction if post_norm is None else post_norm.pulled_back(summed, direction)
         along = residual_scale(self.model) * along.to(summed)
         heads = torch.einsum("rhk,hkd,rd->rh", z, factors.W_O, along)
@@ -408,16 +408,16 @@ class Contributions:
             return columns, None
         pattern, v = (recorded[SITES[site].hook_name(layer)].to(factors.W_O) for site in ("pattern", "v"))
         read = torch.einsum("hkd,rd->rhk", factors.W_O, along)
-        # The hook of v has key-value heads.
+        # The hook of v has key-value heads only.
         values = v.repeat_interleave(len(factors.W_O) // v.shape[2], dim=2)
         shares = pattern.double() * torch.einsum("rshk,rhk->rhs", values.double(), read.double())
         longest = max(len(prompt) for prompt in self.prompts)
         return columns, torch.nn.functional.pad(shares.cpu(), (0, longest - shares.shape[-1]))
 
     def _refuse_what_does_not_sum(self, contributions: Tensor, total: Tensor, examples: range) -> None:
-        """Check that contributions sum to the logit difference, to the rounding of the model's dtype."""
+        """Check that contributions sum to the logit difference, up to the rounding of the model's dtype."""
         sums = contributions.sum(1)
-        # Relative to the parts and not to their sum, which cancels: each part rounds by its own size.
+        # Relative to the parts and not to their sum, which cancels: a part's rounding error scales with its own size.
         rounding = max(1e-5, 16 * torch.finfo(self.model.dtype).eps) * (1 + contributions.abs().sum(1))
         wrong = ((sums - total).abs() > rounding).nonzero().flatten().tolist()
         if wrong:
@@ -431,6 +431,6 @@ class Contributions:
 
 
 def _dot(a: Tensor, b: Tensor) -> Float[Tensor, " row"]:
-    """The dot product along the last axis, in float64."""
+    """Return the dot product along the last axis, in float64."""
     # Terms of both signs nearly cancel, which would cost float32 several digits.
     return (a.to(b.device).double() * b.double()).sum(-1)

@@ -1,4 +1,4 @@
-"""What each layer would predict if it were the last: the logit lens, and the tuned lens.
+"""Predictions of each layer as if it were the last: the logit lens, and the tuned lens.
 
 nostalgebraist, "interpreting GPT: the logit lens", 2020; Belrose et al., "Eliciting Latent Predictions from
 Transformers with the Tuned Lens", 2023.
@@ -8,11 +8,11 @@ Transformers with the Tuned Lens", 2023.
 with the model's own final norm, unembedding, its bias and its soft cap. lens(h) is h itself, or h + A h + b with the
 (A, b) of that layer (the tuned lens), or any function of h and the layer.
 
-1. One run of the prompts keeps the residual stream after every layer requested, and the last, at the positions read.
-2. The last layer's logits must be the model's own: checked at the last token of every prompt, at every call.
-3. One pass over tiles of the vocabulary gives each layer's top tokens, the rank of the token that comes next (or of a
-   given answer), and KL(last layer ‖ layer) in nats: what is lost by reading here and not at the end
-   (`kernels.likelihood_blocked`). Logits are kept for a tile of the vocabulary, of all layers.
+1. One run of the prompts records the residual stream after every requested layer, and the last, at the positions read.
+2. The last layer's logits must equal the model's own: checked at the last token of every prompt, at every call.
+3. One pass over tiles of the vocabulary computes each layer's top tokens, the rank of the next token (or of a given
+   answer), and KL(last layer ‖ layer) in nats: the information lost by reading this layer instead of the last
+   (`kernels.likelihood_blocked`). Only one tile of the vocabulary has its logits in memory, for all layers.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ if TYPE_CHECKING:
 
 
 NONE = -1
-"""Stands for the token that comes next, where none does."""
+"""Token id that marks a position without a next token."""
 
 
 @dataclass(frozen=True, repr=False)
 class LayerPredictions(Result):
-    """What each layer would predict at each position of some prompts."""
+    """The predictions of each layer at each position of some prompts."""
 
     table: pd.DataFrame
-    """A row per example, layer, position and place among the top tokens: `example, layer, position, token` (what is
-    there), `top` (the place, from 1), `top_token, probability`, `rank` (of the token that comes next, or of the answer
-    given; 0 is the first choice; `<NA>` where nothing comes next) and `kl` (KL(last layer ‖ layer), in nats); `role`
-    too, where positions were named by role."""
+    """A row per example, layer, position and rank among the top tokens: `example, layer, position, token` (the prompt's
+    token there), `top` (the rank, from 1), `top_token, probability`, `rank` (of the next token, or of the given answer;
+    0 is the first choice; `<NA>` if there is no next token) and `kl` (KL(last layer ‖ layer), in nats); also `role`, if
+    positions were named by role."""
     targets: pd.DataFrame
-    """A row per example and position: `example, position, target, target_id`: the token whose rank the table has."""
+    """A row per example and position: `example, position, target, target_id`: the token whose rank is in the table."""
     run: RunRecord
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
@@ -95,7 +95,7 @@ class LayerPredictions(Result):
         return pd.DataFrame(rows, columns=["layer", "places", "agrees", "first", "rank", "kl", "low", "high"])
 
     def report(self) -> list[str]:
-        """Return from which layer on the last layer's choice is seen, and how much is lost by reading earlier."""
+        """Return the layer from which the last layer's choice is visible, and the KL divergence of the first layer."""
         layers = whole_summary(self)
         examples, places = self.table["example"].nunique(), int(layers["places"].iloc[-1])
         sentences = [f"Read: {places} position{'s' * (places != 1)} of {examples} prompt{'s' * (examples != 1)}."]
@@ -123,7 +123,7 @@ class LayerPredictions(Result):
     def plot(
         self, ax: Axes | None = None, *, example: int = 0, title: str | None = None, figsize: Size | None = None
     ) -> Axes:
-        """Draw a map of the prompt `example`: the top token of each layer and position, its probability as colour."""
+        """Draw a map of the prompt `example`: the top token of each layer and position, colored by its probability."""
         return cast("Axes", self._drawn(ax, title, figsize, example=example))
 
 
@@ -141,7 +141,7 @@ def lens(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> LayerPredictions:
-    """Read every layer as if it were the last: its top tokens, the rank of what comes next, how far it is from the end.
+    """Read every layer as if it were the last: its top tokens, the rank of the next token, KL from the last layer.
 
     The logits of a layer are cap(norm(lens(h)) W_U + b_U), with h the residual stream after its block; divergences
     are in nats (nostalgebraist 2020; Belrose et al. 2023).
@@ -150,24 +150,24 @@ def lens(
         model: the model.
         prompts: one prompt, several, or token ids.
         lens: how layers are read: "logit", the folder of a tuned lens (as the tuned-lens package writes it), a function
-            of the residual stream and the layer, or (A, b) of a tuned lens by layer.
-        layers: "all", a layer or several; the last is always read too. Layer l is the residual stream after its block.
+            of the residual stream and the layer, or the (A, b) of a tuned lens by layer.
+        layers: "all", a layer or several; the last is always included. Layer l is the residual stream after its block.
         positions: which positions are read, as in `hw.patch`.
-        answer: the token whose rank is requested at every position: a text or an id, one for all prompts or one per
-            prompt. Default: at each position the token that comes next in the prompt.
-        top_k: how many top tokens are kept.
+        answer: the token whose rank is computed at every position: a text or an id, one for all prompts or one per
+            prompt. Default: the next token of the prompt at each position.
+        top_k: number of top tokens to store.
         batch_size: prompts in one run.
-        progress: show a bar.
-        out: a folder for the result. An interrupted run, repeated with it, continues.
+        progress: show a progress bar.
+        out: a folder for the result. An interrupted run resumes if it is called again with the same folder.
 
     Raises:
         InputError: a prompt, lens, layer, position, answer or option cannot be used.
-        ModelError: the last layer's reading is not the model's own output.
+        ModelError: the last layer's logits are not the model's own output.
     """
     check_model(model)
     n_layers = model.shape.n_layers
     opened, read = opened_lens(lens, n_layers), read_prompts(model, prompts)
-    # The last layer always, as KL and the check against the model's own logits need it.
+    # Always includes the last layer, which KL and the check against the model's own logits need.
     chosen = sorted({*resolve_layers(layers, n_layers), n_layers - 1})
     transform = reader(opened, chosen, n_layers)
     top_k = checked_count("top_k", top_k, most=model.shape.d_vocab)
@@ -203,7 +203,7 @@ def lens(
 def _targets(
     model: HookedModel, prompts: Sequence[Prompt], where: Sequence[tuple[int, ...]], answer: Answer | None
 ) -> list[Tensor]:
-    """Return, for each prompt and position read, the token whose rank is requested."""
+    """Return, for each prompt and position read, the token whose rank is computed."""
     if answer is not None:
         ids = answer_ids(answer, model.tokenizer, len(prompts), model.shape.d_vocab)
         warn_of_missing_spaces([answer], [prompt.strings[-1] for prompt in prompts], model.tokenizer)
@@ -232,7 +232,7 @@ def _measured(
     head: UnembeddingHead,
     examples: range,
 ) -> dict[str, Tensor]:
-    """Run some prompts; return what the layers predict, `layer row ...`; a row is a position read of an example."""
+    """Run some prompts; return the predictions of layers, `layer row ...`; a row is a position read in an example."""
     batch = Batch.of([prompts[i].ids for i in examples], pad_id(model.tokenizer)).named(examples)
     rows = torch.tensor([i - examples.start for i in examples for _ in where[i]])
     places = torch.tensor([place for i in examples for place in where[i]])
@@ -247,12 +247,12 @@ def _measured(
 
     hooks = [(hook_name("resid_post", layer), read_hook(partial(keep, layer=layer))) for layer in layers]
     expected = model.run(batch, hooks, keep="last")[:, 0]
-    # Checked at the last tokens whatever is read: these logits the run gives anyway.
+    # Checked at the last tokens whatever positions are read, because the run computes these logits anyway.
     refuse_other_logits(model, head.logits(normalise(ends[0]).float(), slice(None)), expected)
     device = head.W_U.device
     last = normalise(recorded[layers[-1]]).to(device)
     hidden = [normalise(transform(recorded[layer], layer)).to(device).float() for layer in layers]
-    # The last position has no next token: it is given token 0, and its rank is taken out of the table.
+    # A position without a next token gets token 0, and its rank is removed from the table.
     target = to_device(torch.cat([targets[i] for i in examples]).clamp(min=0), device)
     found = layer_predictions(torch.stack(hidden), last, head, target, top_k)
     return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
@@ -265,11 +265,11 @@ def _table(
     prompts: Sequence[Prompt],
     places: pd.DataFrame,
 ) -> pd.DataFrame:
-    """Lay the predictions out by example, layer, position and place among the top tokens; `places` has the targets."""
+    """Return the predictions by example, layer, position and rank among the top tokens; `places` has the targets."""
     n_layers, n_rows, k = statistics["top"].shape
     example, position = (places[name].to_numpy() for name in ("example", "position"))
     token = np.array([prompts[i].strings[at] for i, at in zip(example, position, strict=True)], object)
-    # Each token is decoded once: layers and positions name the same few.
+    # Each token is decoded once, because layers and positions share few distinct tokens.
     used, index = np.unique(statistics["top"].numpy(), return_inverse=True)
     strings = np.array(model.token_strings(used.tolist()), dtype=object)
     each = np.tile(np.arange(n_rows), n_layers).repeat(k)
@@ -291,7 +291,7 @@ def _table(
 
 
 def _with_roles(table: pd.DataFrame, roles: Sequence[Mapping[str, Sequence[int]]]) -> pd.DataFrame:
-    """Return a table of examples and positions with a column `role`: all that a position has, with commas between."""
+    """Return a table of examples and positions with a column `role`: all roles of a position, separated by commas."""
     named: dict[tuple[int, int], list[str]] = {}
     for example, of_prompt in enumerate(roles):
         for role, places in of_prompt.items():
@@ -302,7 +302,7 @@ def _with_roles(table: pd.DataFrame, roles: Sequence[Mapping[str, Sequence[int]]
 
 
 def _target_table(model: HookedModel, where: Sequence[tuple[int, ...]], targets: Sequence[Tensor]) -> pd.DataFrame:
-    """Name the token whose rank each position has."""
+    """Return the table of the token whose rank is computed at each position."""
     ids = [int(token_id) for part in targets for token_id in part]
     known = sorted({token_id for token_id in ids if token_id != NONE})
     names = dict(zip(known, model.token_strings(known), strict=True)) if known else {}
@@ -316,12 +316,11 @@ def _target_table(model: HookedModel, where: Sequence[tuple[int, ...]], targets:
     )
 
 
-# Tuned lenses as the tuned-lens package keeps them: a folder with config.json and params.pt.
+# Tuned lenses as the tuned-lens package stores them: a folder with config.json and params.pt.
 #
-# The file holds a translator (`0.weight`, `0.bias`, `1.weight`, ...) for each of the model's blocks, and translator i
-# reads what goes *into* block i: h + A_i h + b_i. So translator i + 1 is that of the residual stream after block i,
-# where headwater reads layer i; translator 0 reads the embedding, which is not a layer here, and the last layer needs
-# none.
+# The file has a translator (`0.weight`, `0.bias`, `1.weight`, ...) for each of the model's blocks, and translator i
+# reads the input of block i: h + A_i h + b_i. So translator i + 1 belongs to the residual stream after block i, where
+# headwater reads layer i; translator 0 reads the embedding, which is not a layer here, and the last layer needs none.
 
 
 CONFIG, PARAMETERS = "config.json", "params.pt"
@@ -333,13 +332,13 @@ def load_tuned_lens(folder: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
     """Read a tuned lens from its folder.
 
     Args:
-        folder: what `TunedLens.save` wrote, or the folder of a published lens. Tensors are read, never code.
+        folder: a folder that `TunedLens.save` wrote, or that of a published lens. It is loaded without executing code.
 
     Returns:
-        By layer (A, b) in float32: what `lens=` takes. A lens of L blocks has those of layers 0 to L - 2.
+        (A, b) in float32 by layer, as `lens=` takes them. A lens of L blocks has those of layers 0 to L - 2.
 
     Raises:
-        InputError: the folder holds no tuned lens, or a damaged one.
+        InputError: the folder has no tuned lens, or a damaged one.
     """
     path = checked_path("lens", folder)
     if not (path / PARAMETERS).is_file():
@@ -379,14 +378,14 @@ def load_tuned_lens(folder: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
 
 Lens: TypeAlias = str | Path | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
 """The logit lens ("logit"); a folder that the tuned-lens package wrote; a function of the residual stream `token
-d_model` (float32) and the layer, which gives what the final norm is to read; or each layer's (A, b) of a tuned lens,
+d_model` (float32) and the layer, which returns the input of the final norm; or each layer's (A, b) of a tuned lens,
 which adds A h + b to the residual stream h."""
 Layers: TypeAlias = str | int | Sequence[int]
-"""The final layer, all of them ("all"), one or several."""
+"""The final layer ("final"), all layers ("all"), one or several."""
 
 
 def resolve_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
-    """Return the layers requested, in order."""
+    """Return the requested layers, in order."""
     if isinstance(layers, str):
         if layers not in ("final", "all"):
             raise InputError(f"layers={layers!r} is neither 'final' nor 'all', nor a layer, nor several.")
@@ -395,7 +394,7 @@ def resolve_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
 
 
 def opened_lens(lens: Lens, n_layers: int) -> Lens:
-    """Return a lens, read from its folder where it is given as one; refuse a mapping that is not a tuned lens."""
+    """Return a lens, loaded if it is a folder; refuse a mapping that is not a tuned lens."""
     pairs: Any = lens.items() if isinstance(lens, Mapping) else ()
     for layer, pair in pairs:
         if isinstance(layer, bool) or not isinstance(layer, Integral):
@@ -413,14 +412,14 @@ def opened_lens(lens: Lens, n_layers: int) -> Lens:
 
 
 def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor, int], Tensor]:
-    """Return what takes a layer's residual stream, in the model's dtype, to what the final norm reads."""
+    """Return the function from a layer's residual stream, in the model's dtype, to the input of the final norm."""
     if isinstance(lens, Mapping):
         missing = [layer for layer in layers if layer not in lens and layer != n_layers - 1]
         if missing:
             raise InputError(f"The tuned lens has no translator for layer {missing[0]}; it has {sorted(lens)}.")
 
         def translate(residual: Float[Tensor, "token d_model"], layer: int) -> Tensor:
-            # The last layer, which needs no translator; any other is refused before.
+            # The last layer needs no translator; any other layer without one was refused before.
             if layer not in lens:
                 return residual
             wide = residual.float()
@@ -455,7 +454,7 @@ def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int)
 
 
 def lens_named(lens: Lens) -> Any:
-    """Return what represents a lens in the record of a run: a mapping is named by the hash of its numbers."""
+    """Return the value that identifies a lens in the record of a run; for a mapping, a hash of its numbers."""
     if not isinstance(lens, Mapping):
         return lens
     return f"tuned lens {digest([(layer, [part.double() for part in lens[layer]]) for layer in sorted(lens)])}"

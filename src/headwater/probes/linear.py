@@ -1,16 +1,17 @@
-"""Linear probes of truthfulness: does a state of the model tell a wrong answer from a right one?
+"""Linear probes of truthfulness: does a state of the model distinguish a wrong answer from a right one?
 
 Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.2.
 
-1. One state per layer of each row, z = 1 or 0, and its group. `questions.states` reads those of answered questions.
-2. Per layer a logistic regression (scikit-learn) on the standardized states, fitted on all folds but one; folds keep
+1. The input is one state per layer of each row, its label z = 1 or 0, and its group. `questions.states` records the
+   states of answered questions.
+2. Per layer, a logistic regression (scikit-learn) on the standardized states is fitted on all folds but one; folds keep
    rows of one group (one question text) together and the share of wrong answers even. Standardization is folded into
    the weights: logit = state · weight + bias, P(z = 1) = sigmoid(logit), z = 1 for a wrong answer.
-3. l*, the best layer, has the highest AUC on the fold left out. Where a fold has fewer than `FEW` rows, its AUC says
-   little: then each is left out in turn, AUCs are averaged, and the probes are fitted on all rows in the end.
-4. Of the rows that it was fitted on a probe says nothing: with more coordinates than rows it tells them apart even
-   where there is nothing to tell. So it carries `folds`, fitted on one half of the rows each, and what is said of a row
-   comes from the coefficients that were not fitted on its question (`Probe.reader`).
+3. l*, the best layer, has the highest AUC on the held-out fold. If folds have fewer than `FEW` rows, one AUC says
+   little: then each fold is held out in turn, AUCs are averaged, and the final probes are fitted on all rows.
+4. A probe's output on the rows that it was fitted on is meaningless: with more coordinates than rows it separates them
+   even without any signal. So it has `folds`, each fitted on one half of the rows, and the output for a row comes from
+   coefficients that were not fitted on its question (`Probe.reader`).
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from headwater.stats.discrimination import auc
 
 FEW = 200
 FOLDS = 5
-"""One fold in so many is left out to choose the layer."""
+"""Number of folds; one is held out to choose the layer."""
 C = 0.1
 """Inverse strength of the L2 penalty on the weights of standardized states."""
 TOLERANCE = 1e-8
-"""Of the fit's gradient: scikit-learn's own, 1e-4, leaves logits of 4,096 coordinates off by a third of a unit."""
+"""Tolerance on the fit's gradient: scikit-learn's default, 1e-4, changes logits of 4,096 coordinates by about 0.33."""
 NOISE = 1e-6
-"""Coordinates that vary less than this, of the one that varies most, are not blown up to the size of the others."""
+"""Smallest standard deviation that is scaled to 1, relative to the largest, so that tiny variation is not amplified."""
 States = Float[Tensor, "layer example d_model"]
 
 
@@ -56,16 +57,16 @@ class Probe:
     """A linear probe of one layer: P(z = 1) = sigmoid(state · weight + bias), z = 1 for a wrong answer."""
 
     site: str
-    """What is read: `mlp_out`, `attn_out` or `resid_post`."""
+    """The site it reads: `mlp_out`, `attn_out` or `resid_post`."""
     token: str
-    """Where, such as `exact_answer_last`; see `headwater.questions.states`."""
+    """The position it reads, such as `exact_answer_last`; see `headwater.questions.states`."""
     layer: int
     weight: Float[Tensor, " d_model"]
     bias: float
     fitted_on: frozenset[str] = frozenset()
-    """The questions whose answers it was fitted on, where that is known."""
+    """The questions whose answers were used to fit it or to choose its layer, if known."""
     folds: tuple[Probe, ...] = ()
-    """The same probe fitted on parts of these answers: of every question, one at least has not seen the answers."""
+    """The same probe fitted on parts of these answers; for every question, one at least has not seen its answers."""
 
     def __repr__(self) -> str:
         return (
@@ -74,29 +75,29 @@ class Probe:
         )
 
     def reader(self, question: str) -> int | None:
-        """Return whose coefficients were not fitted on a question: -1 for its own, the place of a fold, or None."""
+        """Return which coefficients were not fitted on a question: -1 for this probe, the index of a fold, or None."""
         readers = enumerate((self, *self.folds), start=-1)
         return next((place for place, one in readers if question not in one.fitted_on), None)
 
     def logits(self, states: Float[Tensor, "example d_model"]) -> Float[Tensor, " example"]:
-        """Return the logit of z = 1 of each state, in the type of the weights."""
+        """Return the logit of z = 1 for each state, in the dtype of the weights."""
         return linear_logits(states, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
 class Probes:
-    """A linear probe per layer, and which layer does best."""
+    """A linear probe per layer, and the best layer."""
 
     site: str
     token: str
     weight: Float[Tensor, "layer d_model"]
     bias: Float[Tensor, " layer"]
     best: int
-    """l*: the layer with the highest AUC on rows left out."""
+    """l*: the layer with the highest AUC on held-out rows."""
     validation_auc: Float[Tensor, " layer"] | None = None
-    """The AUC of every layer on these rows."""
+    """The AUC of every layer on held-out rows."""
     fitted_on: frozenset[str] = frozenset()
-    """The questions whose answers they were fitted on, where that is known."""
+    """The questions whose answers were used to fit them or to choose the layer, if known."""
     folds: tuple[Probes, ...] = ()
     """The same probes fitted on parts of these answers; see `Probe.folds`."""
 
@@ -108,7 +109,7 @@ class Probes:
         if not -len(self.weight) <= layer < len(self.weight):
             raise InputError(f"There is no probe of layer {layer}; there are layers 0 to {len(self.weight) - 1}.")
         layer %= len(self.weight)
-        # Folds have no folds of their own, so that this ends.
+        # Folds have no folds themselves, so the recursion ends.
         folds = tuple(fold[layer] for fold in self.folds)
         return Probe(self.site, self.token, layer, self.weight[layer], float(self.bias[layer]), self.fitted_on, folds)
 
@@ -116,7 +117,7 @@ class Probes:
         return len(self.weight)
 
     def logits(self, states: States) -> Float[Tensor, "layer example"]:
-        """Return the logit of z = 1 of each state, in the type of the weights."""
+        """Return the logit of z = 1 for each state, in the dtype of the weights."""
         by_layer = zip(states, self.weight, self.bias, strict=True)
         return torch.stack([linear_logits(layer, weight, bias) for layer, weight, bias in by_layer])
 
@@ -124,9 +125,10 @@ class Probes:
 def linear_logits(
     states: Float[Tensor, "example feature"], weight: Float[Tensor, " feature"], bias: float | Tensor
 ) -> Float[Tensor, " example"]:
-    """Return the logit of each state, in the type of the weights; equal states have equal logits.
+    """Return the logit of each state, in the dtype of the weights; equal states have equal logits.
 
-    A matrix product rounds a row by its place in memory: that would order equal examples by chance, and with them AUCs.
+    A matrix product rounds a row depending on its place in memory. It would order equal examples at random, which would
+    change AUCs.
     """
     return (states.to(weight) * weight).sum(-1) + bias
 
@@ -134,7 +136,7 @@ def linear_logits(
 def read_linear(
     features: Float[ndarray, "example feature"], weight: Float[ndarray, " feature"], bias: float
 ) -> Float[ndarray, " example"]:
-    """Return the same of arrays, such as `fit_linear` gives."""
+    """Return the same for NumPy arrays, such as those from `fit_linear`."""
     return np.asarray(linear_logits(torch.from_numpy(features), torch.from_numpy(weight), bias).numpy())
 
 
@@ -151,22 +153,22 @@ def fit_probes(
     C: float = C,
     cross_fit: bool = True,
 ) -> Probes:
-    """Fit a probe per layer, and choose the best layer on rows left out.
+    """Fit a probe per layer, and choose the best layer on held-out rows.
 
     Args:
         states: a state of each row at every layer.
         z: 1 where the answer is wrong.
-        site: what the states are; carried along.
-        token: where they were read; carried along.
-        groups: rows of one group are never on both sides of a split. Give the question texts: by them the probes know
-            later which answers they were fitted on.
-        seed: for the split.
-        folds: one of this many folds is left out to choose the layer, or each in turn where they are small.
+        site: the site of the states; stored in the result.
+        token: the position of the states; stored in the result.
+        groups: rows of one group are never on both sides of a split. Pass the question texts, because by them the
+            probes record which answers they were fitted on.
+        seed: seed of the split.
+        folds: one of this many folds is held out to choose the layer, or each in turn if they are small.
         C: inverse strength of the L2 penalty on the standardized states.
-        cross_fit: also fit on each half of the rows alone (`Probes.folds`), so that these rows can be measured.
+        cross_fit: also fit on each half of the rows (`Probes.folds`), so that these rows can be evaluated.
 
     Raises:
-        InputError: there are too few rows of one kind to fit and to choose.
+        InputError: there are too few rows of one class to fit and to choose.
     """
     wrong = np.asarray(z, dtype=np.int64)
     splits = grouped_folds(wrong, groups, folds, seed)
@@ -189,9 +191,9 @@ def fit_probes(
 def with_halves(
     probes: Probes, states: States, z: ArrayLike, groups: Sequence[Hashable], half: NDArray[np.int64], C: float = C
 ) -> Probes:
-    """Return the probes with two folds: of half 0 and of half 1, each fitted on the rows of the other half.
+    """Return the probes with two folds, for half 0 and for half 1, each fitted on the rows of the other half.
 
-    All rows of a group have the same half; else as in `fit_probes`.
+    All rows of a group must be in the same half; otherwise as in `fit_probes`.
     """
     wrong = np.asarray(z, dtype=np.int64)
     folds = []
@@ -211,9 +213,9 @@ def _questions(groups: Iterable[Hashable]) -> frozenset[str]:
 def grouped_folds(
     z: NDArray[np.int64], groups: Sequence[Hashable], folds: int, seed: int
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Split rows into folds that keep groups whole and classes even: (the others, the fold) of each.
+    """Split rows into folds that keep groups whole and classes even: (the others, the fold) for each.
 
-    Groups are ordered by their share of wrong answers, at random where it is equal, and dealt out in turn.
+    Groups are sorted by their share of wrong answers, ties in random order, and assigned to the folds in turn.
     """
     checked_count("folds", folds, least=2)
     codes = pd.factorize(pd.Series(list(groups), dtype=object))[0]
@@ -225,7 +227,7 @@ def grouped_folds(
     if min(per_class) < folds:
         raise short
     shares = np.bincount(codes, weights=z) / np.bincount(codes)
-    # The last key of lexsort sorts first: by share, and at random within equal shares.
+    # lexsort uses its last key first: by share, and at random within equal shares.
     dealt = np.lexsort((np.random.default_rng(seed).random(len(shares)), shares))
     fold_of = np.empty(len(shares), dtype=np.int64)
     fold_of[dealt] = np.arange(len(shares)) % folds
@@ -256,9 +258,9 @@ def _aucs(
 def fit_linear(
     features: Float[ndarray, "example feature"], labels: NDArray[Any], C: float = C
 ) -> tuple[Float[ndarray, " feature"], float]:
-    """Fit a logistic regression on standardized features; return weight and bias for the features as they are.
+    """Fit a logistic regression on standardized features; return weight and bias for the unscaled features.
 
-    With labels of one kind only it is a constant: their share, drawn towards the middle by half an example.
+    If all labels are equal, the result is a constant: their share, moved towards the middle by half an example.
     """
     positive = int(labels.sum())
     if not 0 < positive < len(labels):
@@ -268,8 +270,8 @@ def fit_linear(
     mean, spread = features.mean(0), features.std(0)
     spread = np.maximum(spread, NOISE * spread.max()) if spread.any() else np.ones_like(spread)
     regression = LogisticRegression(C=C, max_iter=2000, tol=TOLERANCE)
-    with warnings.catch_warnings(), _threads().limit(limits=1, user_api="blas"):  # small products cost threads more
-        warnings.filterwarnings("ignore", "(?s).*ABNORMAL", ConvergenceWarning)  # as near as float64 comes
+    with warnings.catch_warnings(), _threads().limit(limits=1, user_api="blas"):  # threads slow small products down
+        warnings.filterwarnings("ignore", "(?s).*ABNORMAL", ConvergenceWarning)  # float64 allows no closer fit
         fitted = regression.fit((features - mean) / spread, labels)
     weight = fitted.coef_[0] / spread
     return weight, float(fitted.intercept_[0] - weight @ mean)
@@ -277,14 +279,14 @@ def fit_linear(
 
 @functools.cache
 def _threads() -> ThreadpoolController:
-    """The libraries of linear algebra in this process: looking for them takes as long as a small fit."""
+    """Return the controller of the BLAS libraries in this process; cached, because a search takes as long as a fit."""
     return ThreadpoolController()
 
 
-# The states that a probe is fitted on, whatever they were given as: `row feature` by layer.
+# The states that a probe is fitted on, from any input format: `row feature` by layer.
 #
-# A cache, an array `row feature` (one layer, called 0), an array `layer row feature`, or a mapping of layers to arrays.
-# A row of a cache is a real token of a prompt, in the order of prompts and positions.
+# A cache, an array `row feature` (one layer, with index 0), an array `layer row feature`, or a mapping of layers to
+# arrays. A row of a cache is a real token of a prompt, in the order of prompts and positions.
 
 
 WANTED = "Give what model.cache gives, an array `row feature` or `layer row feature`, or a mapping of layers to arrays."
@@ -294,14 +296,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class GivenStates:
-    """States by layer; in the record of a run they represent a model, that of the cache where they are of one."""
+    """States by layer; in the record of a run they take the place of a model (the cache's model, if from a cache)."""
 
     states: Mapping[int, Callable[[], Float[ndarray, "row feature"]]]
     site: str
     source: str
     """A hash of the states."""
     groups: tuple[Any, ...]
-    """What the rows belong to where nothing else is said: the prompts of a cache, else each row to itself."""
+    """Default groups of the rows: the prompts of a cache, otherwise each row separately."""
     name: str = "given states"
     fingerprint: str = "none"
     revision: str | None = None
@@ -316,12 +318,12 @@ class GivenStates:
 
     @property
     def rows(self) -> int:
-        """How many rows each layer has."""
+        """Number of rows of each layer."""
         return len(self.groups)
 
     @property
     def interventions(self) -> Mapping[str, object]:
-        """What the states are."""
+        """The hash that identifies the states."""
         return {"states": self.source}
 
     def of_layer(self, layer: int) -> Float[ndarray, "row feature"]:
@@ -335,7 +337,7 @@ class GivenStates:
 
 
 def given_states(data: object, site: str | None, layers: Sequence[int] | int | None) -> GivenStates:
-    """Read states and choose layers of them."""
+    """Resolve states from any input format, and select layers."""
     if hasattr(data, "to_numpy") and hasattr(data, "frame"):
         return _of_cache(data, site, layers)
     if site is not None and not isinstance(site, str):
@@ -357,7 +359,7 @@ def given_states(data: object, site: str | None, layers: Sequence[int] | int | N
 
 
 def _of_cache(cache: Any, site: str | None, layers: Sequence[int] | int | None) -> GivenStates:
-    """Read the token rows of a site of a cache."""
+    """Return the token rows of a site of a cache."""
     layers_by_site: dict[str, list[int]] = {}
     for key in cache.keys():  # noqa: SIM118  (a cache is not a dictionary)
         if isinstance(key, tuple):
@@ -367,7 +369,7 @@ def _of_cache(cache: Any, site: str | None, layers: Sequence[int] | int | None) 
     chosen = next(iter(layers_by_site), "") if site is None else checked_name("site", site, tuple(layers_by_site))
     if not layers_by_site:
         raise InputError("This cache holds nothing by layer that could be probed.")
-    # Read when a layer is fitted: a cache in files may be larger than memory.
+    # Loaded when a layer is fitted, because a cache in files may be larger than memory.
     states = {layer: partial(_of_site, cache, chosen, layer) for layer in _chosen(layers, layers_by_site[chosen])}
     run = cache.run
     return GivenStates(
@@ -377,7 +379,7 @@ def _of_cache(cache: Any, site: str | None, layers: Sequence[int] | int | None) 
 
 
 def _of_site(cache: Any, site: str, layer: int) -> Float[ndarray, "row feature"]:
-    # flatten(1): a site with heads has them side by side.
+    # flatten(1) concatenates the heads of a site.
     return np.asarray(cache.rows(site, layer).flatten(1).double().cpu().numpy())
 
 

@@ -1,19 +1,19 @@
-"""How well a linear probe reads labels from states, and how much of that it could have learned of anything.
+"""How well a linear probe decodes labels from states, compared with labels that it can only memorize.
 
 Hewitt & Liang, "Designing and Interpreting Probes with Control Tasks", EMNLP 2019.
 
-1. Per layer every row gets its logit from a probe that saw neither it nor its group (below).
-2. AUC counts pairs of one fold, accuracy all rows; the intervals draw groups, with the fits as they are.
-3. A control task has the same states and labels drawn at random, one per type (`types`): what a probe reads there it
-   has learned by heart. selectivity = accuracy - accuracy on the control task, the mean of several draws.
+1. Per layer, every row gets its logit from a probe that was fitted on neither it nor its group (below).
+2. AUC counts pairs within one fold, accuracy counts all rows; the intervals resample groups, with the fits fixed.
+3. A control task has the same states, and random labels, one per type (`types`): a probe can decode them only by
+   memorizing. selectivity = accuracy - accuracy on the control task, the mean of several draws.
 
-The probe of a row, with the penalty chosen without the row's fold:
+The probe for a row, with the penalty chosen without the row's fold:
 
-1. Rows are dealt into folds by group (`linear.grouped_folds`): no group is on both sides of a split.
-2. For each fold, the rows outside it are dealt into inner folds the same way; the strength of the penalty is the one
-   with the smallest mean log loss on inner rows left out. Where a class has too few groups for that it is the default.
+1. Rows are assigned to folds by group (`linear.grouped_folds`): no group is on both sides of a split.
+2. For each fold, the rows outside it are split into inner folds in the same way; the chosen penalty has the smallest
+   mean log loss on held-out inner rows. If a class has too few groups for that, the default penalty is used.
 3. A logistic regression on standardized states is fitted with it on all rows outside the fold, and gives the fold's
-   logits. Standardization, too, sees the rows outside alone.
+   logits. Standardization, too, uses only the rows outside.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ INNER = 3
 
 
 class CrossFit(NamedTuple):
-    """What probes fitted on the other folds say of each row."""
+    """The output for each row of the probe that was fitted on the other folds."""
 
     logit: Float[ndarray, " row"]
     fold: Int[ndarray, " row"]
     C: Float[ndarray, " row"]
-    """The inverse strength of the penalty that was chosen for the row's fold."""
+    """The inverse penalty strength that was chosen for the row's fold."""
 
 
 def cross_fitted(
@@ -74,12 +74,12 @@ def cross_fitted(
     strengths: Sequence[float],
     seed: int,
 ) -> CrossFit:
-    """Return the logit of label 1 of every row, for the splits that `grouped_folds` gives."""
+    """Return the logit of label 1 for every row, for the splits of `grouped_folds`."""
     fit = CrossFit(np.zeros(len(labels)), np.zeros(len(labels), dtype=np.int64), np.zeros(len(labels)))
     for number, (others, fold) in enumerate(splits):
         chosen = chosen_strength(states[others], labels[others], [groups[i] for i in others], strengths, seed)
         weight, bias = fit_linear(states[others], labels[others], chosen)
-        # Not a matrix product, which rounds equal rows otherwise by their place (`linear.linear_logits`).
+        # Not a matrix product, whose rounding depends on a row's place (`linear.linear_logits`).
         fit.logit[fold] = (states[fold] * weight).sum(-1) + bias
         fit.fold[fold] = number
         fit.C[fold] = chosen
@@ -93,21 +93,21 @@ def chosen_strength(
     strengths: Sequence[float],
     seed: int,
 ) -> float:
-    """Return the inverse strength with the smallest mean log loss on inner folds left out; the strongest of equals."""
+    """Return the inverse strength with the smallest mean log loss on held-out inner folds; ties: strongest penalty."""
     ordered = sorted(strengths)
     if len(ordered) == 1:
         return float(ordered[0])
     try:
         splits = grouped_folds(labels, groups, INNER, seed)
     except InputError:  # too few groups of a class
-        # The one nearest to the default, in steps of a factor.
+        # The one nearest to the default on a log scale.
         return float(min(ordered, key=lambda strength: abs(np.log(strength / C))))
     losses = np.zeros(len(ordered))
     for others, fold in splits:
         for place, strength in enumerate(ordered):
             weight, bias = fit_linear(states[others], labels[others], strength)
             logits = states[fold] @ weight + bias
-            # -log sigmoid(±logit), without the overflow of exp.
+            # -log sigmoid(±logit), without overflow of exp.
             losses[place] += np.logaddexp(0, np.where(labels[fold] == 1, -logits, logits)).sum()
     return float(ordered[int(losses.argmin())])
 
@@ -119,24 +119,23 @@ Groups = Sequence[Hashable]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ProbeFit(Result):
-    """What linear probes read from each layer, on rows left out, beside control tasks."""
+    """The performance of linear probes at each layer on held-out rows, beside control tasks."""
 
     table: pd.DataFrame
     """A row per layer: `layer, rows, groups`, `auc`, `accuracy`, `selectivity` with `..._low` and `..._high`,
-    `majority` (the accuracy of the majority class), `control_auc` and `control_accuracy` (means over
-    draws)."""
+    `majority` (the accuracy of the majority class), `control_auc` and `control_accuracy` (means over draws)."""
     predictions: pd.DataFrame
-    """A row per layer and row: `layer, row, group, label, fold, logit` (of label 1, from a probe that saw neither the
-    row nor its group) and `C` (the strength chosen for it)."""
+    """A row per layer and row: `layer, row, group, label, fold, logit` (of label 1, from a probe fitted on neither the
+    row nor its group) and `C` (the inverse penalty strength chosen for its fold)."""
     weight: Tensor
-    """`layer feature`: of probes fitted on all rows, to be used on others."""
+    """`layer feature`: the weights of probes fitted on all rows, for use on other rows."""
     bias: Tensor
-    """`layer`."""
+    """`layer`: the biases of these probes."""
     site: str
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
-        """Return the table by layer, without the ends of the intervals of accuracy."""
+        """Return the table by layer, without the interval bounds of accuracy."""
         return self.table.drop(columns=["accuracy_low", "accuracy_high"])
 
     @property
@@ -145,10 +144,10 @@ class ProbeFit(Result):
         return int(self.table["layer"].iloc[int(self.table["auc"].argmax())])
 
     def probe(self, layer: int | None = None) -> Probe:
-        """Return the probe of a layer (by default the best) fitted on all rows: for other rows than these.
+        """Return the probe of a layer (by default the best) fitted on all rows, for use on other rows.
 
         Raises:
-            InputError: there is no such layer.
+            InputError: the layer has no probe.
         """
         layers = self.table["layer"].tolist()
         wanted = self.best if layer is None else layer
@@ -159,7 +158,7 @@ class ProbeFit(Result):
         return Probe(self.site, "given", layers[place], self.weight[place], float(self.bias[place]), seen)
 
     def report(self) -> list[str]:
-        """Return what the best layer reads, and what of it a probe could have learned of anything."""
+        """Return the performance at the best layer, and how much of it a probe reaches on random labels."""
         row = max(each_row(self.table), key=lambda one: one["auc"])
         layers = len(self.table)
         auc_text = with_interval(row["auc"], row["auc_low"], row["auc_high"], places=3)
@@ -198,7 +197,7 @@ class ProbeFit(Result):
 
 @dataclass(frozen=True)
 class _Task:
-    """Rows with their labels, and how they are split."""
+    """Rows with their labels, and the settings of the splits."""
 
     labels: Int[ndarray, " row"]
     groups: Groups
@@ -211,17 +210,17 @@ class _Task:
     draws: Bootstrap = field(repr=False)
 
     def splits(self, labels: Int[ndarray, " row"]) -> list[tuple[ndarray, ndarray]] | None:
-        """Deal the rows into folds for some labels; None where a class has too few groups."""
+        """Assign the rows to folds for the given labels; None if a class has too few groups."""
         try:
             return list(grouped_folds(labels, self.groups, self.folds, self.seed))
         except InputError:
             return None
 
     def control(self, number: int) -> Int[ndarray, " row"]:
-        """Draw labels, one per type, as often 1 as the labels are."""
+        """Draw random labels, one per type, with the labels' share of ones."""
         codes = pd.factorize(pd.Series(list(self.types), dtype=object), use_na_sentinel=False)[0]
         n_types, rng = int(codes.max()) + 1, np.random.default_rng([self.seed, number])
-        # A control task with one label alone could not be fitted, and would have no AUC.
+        # With only one label a control task could not be fitted, and would have no AUC.
         ones = int(np.clip(round(self.labels.mean() * n_types), 1, n_types - 1)) if n_types > 1 else 1
         drawn = np.zeros(n_types, dtype=np.int64)
         drawn[rng.permutation(n_types)[:ones]] = 1
@@ -247,27 +246,27 @@ def fit_probe(
 ) -> ProbeFit:
     """Fit a linear probe per layer, cross-fitted by group, and compare it with control tasks.
 
-    P(label 1) = sigmoid(state · weight + bias), on standardized states; selectivity is the accuracy less that on
-    control tasks (Hewitt and Liang 2019).
+    P(label 1) = sigmoid(state · weight + bias), on standardized states; selectivity is the accuracy minus the accuracy
+    on control tasks (Hewitt and Liang 2019).
 
     Args:
-        cache: the states: what `model.cache` gives; an array `row feature`, `layer row feature`; or a mapping of layers
-            to arrays `row feature`.
+        cache: the states: a result of `model.cache`; an array `row feature` or `layer row feature`; or a mapping of
+            layers to arrays `row feature`.
         labels: 0 or 1 (or False and True) for each row.
-        groups: for each row what it belongs to, such as its question or text: rows of one group are never on both sides
-            of a split, and intervals draw groups. Default: the prompt of a cache's row, and else each row by itself.
-        types: for each row of what type it is, such as its word: a control task gives all rows of a type one random
-            label. Default: the groups. A type that recurs in several groups can be learned by heart; one that does not
-            leaves the control task at chance.
-        site: which of a cache's sites; needed where it holds several.
-        layers: which layers; default: all.
-        folds: each of this many folds is left out in turn.
-        strengths: inverse strengths of the L2 penalty; one is chosen for each fold without it.
-        controls: how many control tasks are drawn and averaged; 0 for none.
-        level: of the intervals.
-        seed: of the folds, the control tasks and the bootstrap.
-        progress: show a bar over layers.
-        out: a folder for the result. An interrupted run, repeated with it, continues.
+        groups: the group of each row, such as its question or text: rows of one group are never on both sides of a
+            split, and intervals resample groups. Default: the prompt of a cache's row, otherwise each row separately.
+        types: the type of each row, such as its word: a control task gives all rows of a type one random label.
+            Default: the groups. A type that occurs in several groups can be memorized; with types that do not, the
+            control task stays at chance.
+        site: the site of a cache; required if it has several.
+        layers: layers to fit; default: all.
+        folds: each of this many folds is held out in turn.
+        strengths: inverse strengths of the L2 penalty; one is chosen for each fold, without using the fold.
+        controls: number of control tasks that are drawn and averaged; 0 for none.
+        level: level of the intervals.
+        seed: seed of the folds, the control tasks and the bootstrap.
+        progress: show a progress bar over layers.
+        out: a folder for the result. An interrupted run resumes if it is called again with the same folder.
 
     Raises:
         InputError: states, labels, groups or options cannot be used, or a class has fewer groups than there are folds.
@@ -329,7 +328,7 @@ def fit_probe(
 
 
 def _named(option: str, names: Iterable[Hashable] | None, rows: int) -> list[Hashable]:
-    """Return the names of rows as a list."""
+    """Return the names of rows as a list, empty for None."""
     if names is None:
         return []
     listed = checked_several(option, names, "a list with a name for each row")
@@ -352,7 +351,7 @@ def _of_layer(
     logits, folds, labels = [], [], []
     for number in range(task.controls):
         drawn = task.control(number)
-        # Folds of its own: those of the labels need not hold both kinds of the drawn ones.
+        # Separate folds, because the folds of the labels need not contain both of the drawn labels.
         dealt = task.splits(drawn)
         if dealt is not None:
             control = cross_fitted(states, drawn, task.groups, dealt, task.strengths, task.seed)
@@ -370,7 +369,7 @@ def _of_layer(
 
 
 def _numbers(piece: Mapping[str, Tensor], task: _Task) -> dict[str, float]:
-    """Measure one layer."""
+    """Return the metrics of one layer."""
     arrays = {name: tensor.numpy() for name, tensor in piece.items()}
     labels, draws = task.labels, task.draws
     right = _right(arrays["logit"], labels)
@@ -391,7 +390,7 @@ def _numbers(piece: Mapping[str, Tensor], task: _Task) -> dict[str, float]:
 
 
 def _right(logits: Float[ndarray, " row"], labels: Shaped[ndarray, " row"]) -> Float[ndarray, " row"]:
-    """1 where the sign of the logit is the label's; half where it has none."""
+    """Return 1 where the logit's sign matches the label, otherwise 0; 0.5 where the logit is 0."""
     return np.where(logits == 0, 0.5, (logits > 0) == (labels == 1))
 
 

@@ -1,17 +1,17 @@
-"""The patch board: one pair of prompts laid open in a notebook or a page, to click on.
+"""The patch board: one pair of prompts in a notebook or a page, to click on.
 
-With a kernel and `headwater[live]` the board is a widget, and every click is computed when it is made. A page of its
-own (`view`, `save_html`) holds the effects of all single nodes and needs none. Both are
-the same script, and both are `headwater.views.clicks`, which needs no browser at all.
+With a kernel and `headwater[live]` the board is a widget, and every click is computed when it is made. A standalone
+page (`view`, `save_html`) contains the effects of all single nodes and needs no kernel. Both use the same script, and
+both are `headwater.views.clicks`, which needs no browser at all.
 
-The widget's page is in a frame of its own, which can reach nothing of the notebook. A few lines of script hand its
-messages to the kernel, and the answers back:
+The widget's page is in a separate frame without access to the notebook. A few lines of script pass its messages to the
+kernel, and the answers back:
 
-    {"id": 7, "how": "denoise", "nodes": [{"site": "z", "layer": 1, "head": 2}]}   what was clicked -> what it did
+    {"id": 7, "how": "denoise", "nodes": [{"site": "z", "layer": 1, "head": 2}]}   what was clicked -> its effect
     {"id": 8, "known": "zero"}                                                     the grids of another kind of change
     {"undo": true}                                                                 no answer
 
-An error is answered as one line of text.
+The answer to an error is one line of text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from headwater.views.clicks import EDGES, HEADS, HOWS, Clicks, HowName, Patched
 from headwater.views.page import asset, interactive, packed
 
 CELLS = ("resid_pre", "attn_out", "mlp_out")
-"""The sites whose cells a board shows, where the model has them."""
+"""The sites whose cells a board shows, if the model has them."""
 
 
 @checked_call
@@ -53,19 +53,19 @@ def board(
     sites: SiteName | Sequence[SiteName] | None = None,
     how: HowName = "denoise",
 ) -> Board:
-    """Lay one pair of prompts open, to click on: each click is an exact patch, drawn at once.
+    """Open a board for one pair of prompts: each click on it is an exact patch, drawn at once.
 
-    As the last line of a notebook's cell it shows itself: with a kernel and `headwater[live]`, clicks are computed;
-    else all effects of single nodes are in the page. Without a notebook, `click` does the same.
+    As the last line of a notebook cell the board displays itself. With a kernel and `headwater[live]`, clicks are
+    computed; otherwise the page contains all effects of single nodes. Without a notebook, `click` does the same.
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is not changed.
         clean: one prompt, or its token ids.
-        corrupted: the other prompt, token for token as long.
-        metric: one, as for `hw.patch`, that reads the logits.
-        dataset: the prompts of `mean`; default: both prompts.
-        sites: whose cells are shown, of those of the residual stream's width; default: resid_pre, attn_out and mlp_out.
-        how: what a click does at first: `denoise`, `noise`, `zero` or `mean`.
+        corrupted: the other prompt, with the same number of tokens.
+        metric: one metric that reads the logits, as for `hw.patch`.
+        dataset: the prompts for `mean`; default: both prompts.
+        sites: sites whose cells are shown, of the residual stream's width; default: resid_pre, attn_out and mlp_out.
+        how: the initial kind of change: `denoise`, `noise`, `zero` or `mean`.
 
     Raises:
         InputError: a prompt, metric or site cannot be used; several pairs or metrics were given.
@@ -88,20 +88,20 @@ def board(
 
 
 class Board(Clicks):
-    """One pair of prompts, to click on. Made by `hw.board`."""
+    """One pair of prompts, to click on. Created by `hw.board`."""
 
     def view(self, hows: HowName | Sequence[HowName] | None = None) -> View:
-        """Return the board as a page that needs no kernel: it holds the exact effects of all single nodes.
+        """Return the board as a page that needs no kernel: it contains the exact effects of all single nodes.
 
         These are every cell, every head, every head at every token, and every edge into the last token that the metric
-        reads: layers × (tokens × (sites + 2 × heads) + heads) patches for each of `hows`, all computed now. Of five
+        reads: layers × (tokens × (sites + 2 × heads) + heads) patches for each of `hows`, all computed now. For five
         tokens and SmolLM2 (30 layers, 9 heads) these are 3,420. Sets, and other edges, need the kernel.
 
         Args:
-            hows: one or several of `denoise`, `noise`, `zero`, `mean`; default: what a click does at first.
+            hows: one or several of `denoise`, `noise`, `zero`, `mean`; default: the current kind of change.
 
         Raises:
-            InputError: there is no such way to change a node, or the page would be too large.
+            InputError: the kind of change is unknown, or the page would be too large.
         """
         wanted = one_or_several(self.how if hows is None else hows)
         chosen = [checked_name("hows", one, tuple(HOWS)) for one in wanted]
@@ -110,16 +110,16 @@ class Board(Clicks):
         return board_page(self, chosen)
 
     def save_html(self, path: str | Path, hows: HowName | Sequence[HowName] | None = None) -> Path:
-        """Write `view` into one file that can be sent and opened anywhere.
+        """Write `view` into one self-contained HTML file.
 
         Raises:
-            InputError: see `view`; or the path cannot be one.
+            InputError: see `view`; or the path is not valid.
             RunFolderError: the file cannot be written.
         """
         return self.view(hows).save_html(path)
 
     def widget(self) -> Any:
-        """Return the board as a widget of a notebook whose clicks are computed by its kernel.
+        """Return the board as a notebook widget whose clicks are computed by the kernel.
 
         Raises:
             InputError: `headwater[live]` is not installed.
@@ -137,7 +137,7 @@ class Board(Clicks):
             "height": traitlets.Int().tag(sync=True),
         }
         shown = board_page(self, [self.how], live=True)
-        # The class is made here, since anywidget need not be installed.
+        # The class is created here, because anywidget may not be installed.
         widget = type("BoardWidget", (anywidget.AnyWidget,), spec)(page=shown.page, height=shown.height)
 
         def respond(_: object, message: object, buffers: object) -> None:
@@ -148,7 +148,7 @@ class Board(Clicks):
         return widget
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
-        """Return what a notebook shows: the widget where there is one, and a page for when there is no kernel."""
+        """Return what a notebook displays: the widget, if available, and a page for use without a kernel."""
         shown = {"text/plain": repr(self)}
         try:
             shown["text/html"] = self.view()._repr_html_()
@@ -159,12 +159,12 @@ class Board(Clicks):
 
 
 def has_widgets() -> bool:
-    """Whether what widgets need is installed."""
+    """Return whether the packages for widgets are installed."""
     return importlib.util.find_spec("anywidget") is not None
 
 
 def answer(clicks: Clicks, message: object) -> dict[str, Any] | None:
-    """Return the answer to a message of the page, as JSON values; None where it wants none."""
+    """Return the answer to a message of the page, as JSON values; None if it needs no answer."""
     fields = message if isinstance(message, Mapping) else {}
     named = {"id": fields.get("id")}
     try:
@@ -180,7 +180,7 @@ def answer(clicks: Clicks, message: object) -> dict[str, Any] | None:
 
 
 def as_json(patched: Patched) -> dict[str, Any]:
-    """Return what a click did as JSON values; NaN is None."""
+    """Return the result of a click as JSON values; NaN becomes None."""
     parts = patched.parts[["head", "position", "key", "effect"]].astype(object)
     return {
         "nodes": [node.described() for node in patched.nodes],
@@ -196,24 +196,24 @@ def as_json(patched: Patched) -> dict[str, Any]:
     }
 
 
-# The page of a patch board: the grids to click on, both runs' attention, and the effects that it knows already.
+# The page of a patch board: the grids to click on, both runs' attention, and the effects that are already computed.
 #
-# A page that is alone knows all single nodes: cells, heads, heads at each token, and edges into the last token that
-# the metric reads. One in a notebook knows the grids, and asks the kernel for whatever is clicked.
+# A standalone page has all single nodes: cells, heads, heads at each token, and edges into the last token that the
+# metric reads. A page in a notebook has the grids, and asks the kernel for anything else that is clicked.
 
 LONGEST = 256
-"""Tokens of the prompts of a page."""
+"""Largest number of tokens of the prompts of a page."""
 KINDS: dict[str, tuple[str, ...]] = {
     "cells": ("{site}", "layer", "position"),
     "heads": (HEADS, "layer", "head"),
     "places": (HEADS, "layer", "position", "head"),
     "edges": (EDGES, "layer", "head", "key", "position"),
 }
-"""The kinds of single nodes: where they lie, and what numbers one; the last of an edge is the same for all."""
+"""The kinds of single nodes: their site, and the axes that index them; the last axis of an edge is constant."""
 
 
 def board_page(clicks: Clicks, hows: Sequence[str], *, live: bool = False) -> View:
-    """Return the page of a board that knows some kinds of change; a live one asks a kernel for what is clicked."""
+    """Return the page of a board with some kinds of change precomputed; a live page asks a kernel for other clicks."""
     tokens = clicks.tokens(hows[0])
     if len(tokens) > LONGEST:
         raise InputError(f"A board shows prompts of at most {LONGEST} tokens; these have {len(tokens)}. Use click().")
@@ -235,7 +235,7 @@ def board_page(clicks: Clicks, hows: Sequence[str], *, live: bool = False) -> Vi
 
 
 def known(clicks: Clicks, how: str, live: bool) -> dict[str, Sweep]:
-    """Return the sweeps of single nodes: of each kind, or, for a page with a kernel, of cells and heads."""
+    """Return the sweeps of single nodes: of every kind, or, for a page with a kernel, of cells and heads only."""
     direction, values = HOWS[how]
     options: dict[str, Any] = {"metric": clicks.metric, "direction": direction, "values": values, "progress": False}
     options |= {"dataset": clicks.mean_of} if values == "mean" else {}
@@ -249,7 +249,7 @@ def known(clicks: Clicks, how: str, live: bool) -> dict[str, Sweep]:
 
 
 def stored(clicks: Clicks, sweeps: dict[str, Sweep]) -> dict[str, object]:
-    """Return the effects of each kind as arrays: of cells `site layer position`, else in the order of their axes."""
+    """Return the effects of each kind as arrays: cells as `site layer position`, others in the order of their axes."""
     arrays: dict[str, object] = {}
     for kind, sweep in sweeps.items():
         index = ["site", "layer", "position"] if kind == "cells" else list(KINDS[kind][1:4])
@@ -262,7 +262,7 @@ def stored(clicks: Clicks, sweeps: dict[str, Sweep]) -> dict[str, object]:
 
 
 def about(clicks: Clicks, how: str) -> dict[str, object]:
-    """Return what is known of one kind of change before anything is clicked."""
+    """Return the data of one kind of change that are independent of clicks."""
     bench = clicks.bench(how)
     before, goal = bench.unedited
     ids = bench.before.likeliest(5)
@@ -283,7 +283,7 @@ def about(clicks: Clicks, how: str) -> dict[str, object]:
 
 
 def patterns(clicks: Clicks) -> dict[str, object]:
-    """Return the square roots of both runs' attention, in 8 bits, `layer head query key`."""
+    """Return the square roots of both runs' attention weights, in 8 bits, `layer head query key`."""
     arrays: dict[str, object] = {}
     for name, prompts in (("clean", clicks.clean), ("corrupted", clicks.corrupted)):
         cache = clicks.model.cache(prompts, sites=[EDGES], progress=False)

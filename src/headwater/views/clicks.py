@@ -1,20 +1,21 @@
-"""Clicks on one pair of prompts: what is clicked is changed, and the exact effect is there at once.
+"""Clicks on one pair of prompts: each click changes a node, and its exact effect appears at once.
 
-What is clicked is a cell (a layer at a token), a head (at one token or at all), an attention edge (a token that reads
-another), or a set of these, which is always changed together: effects do not add up. How it is changed:
+A click selects a cell (a layer at a token), a head (at one token or at all), an attention edge (a token that reads
+another), or a set of these. A set is always changed together, because effects do not add up. The kinds of change:
 
     denoise   the clean run's values into the corrupted run
     noise     the corrupted run's values into the clean run
-    zero      nothing into the clean run
+    zero      zeros into the clean run
     mean      the mean over `dataset` (default: both prompts) into the clean run
 
-Every number is that of `hw.patch`, and `Patched.code` is the call that gives it. How they are there at once:
+Every number equals that of `hw.patch`, and `Patched.code` is the call that returns it. This is how they are computed
+fast:
 
-1. Both prompts are run once. What every layer holds at the sites requested is kept, as a sweep keeps it.
-2. For some nodes, and for each of several other sets of nodes beside them, one variant of the edited run goes down the
-   layers from its first change on (`headwater.patching.walk`): the numbers are those of `hw.patch`.
-3. The residual stream after every layer is read at the positions of the metric. Through the last norm and the
-   unembedding it gives the metric by layer (logit lens), and at the end the answers with their probabilities.
+1. Both prompts are run once. The activations of every layer at the requested sites are kept, as in a sweep.
+2. For the clicked nodes, and for each of several additional sets of nodes, one variant of the edited run goes through
+   the layers from its first change on (`headwater.patching.walk`); the numbers are those of `hw.patch`.
+3. The residual stream after every layer is read at the positions of the metric. The final norm and the unembedding turn
+   it into the metric by layer (logit lens), and, after the last layer, into the answers with their probabilities.
 """
 
 from __future__ import annotations
@@ -51,40 +52,40 @@ HOWS = {
     "zero": ("noise", "zero"),
     "mean": ("noise", "mean"),
 }
-"""What a board offers to do, as `direction=` and `values=` of `hw.patch`."""
+"""The kinds of change that a board offers, as `direction=` and `values=` of `hw.patch`."""
 HEADS, EDGES = "z", "pattern"
 TOP = 8
-"""How many answers are listed, before and after together."""
+"""Number of answers listed, before and after together."""
 STATE = "resid_post"
-"""What is read after each layer."""
+"""The site that is read after each layer."""
 
 
 @dataclass(frozen=True)
 class Patched:
-    """What a click did."""
+    """The result of a click."""
 
     nodes: tuple[ActivationNode, ...]
-    """What was changed together."""
+    """The nodes that were changed together."""
     how: str
     """`denoise`, `noise`, `zero` or `mean`."""
     before: float
-    """The metric of the run that is edited."""
+    """The metric of the edited run before the change."""
     after: float
     """The metric with the nodes changed."""
     goal: float
     """The metric of the other run."""
     top: pd.DataFrame
-    """The likeliest answers, before and after: `token, before, after, change`, in probability."""
+    """The most likely answers, before and after: `token, before, after, change`, as probabilities."""
     layers: pd.DataFrame
-    """What it does downstream: the metric as each layer would have it by the logit lens: `layer, before, after,
-    change`."""
+    """The downstream effect: the metric at each layer by the logit lens: `layer, before, after, change`."""
     parts: pd.DataFrame
-    """Each by itself: of a cell its layer's heads at that token, of a head what it reads at its token (or at the last
-    one that the metric reads): `head, position, key, effect, normalized_effect`; empty for sets and edges."""
+    """Effects of single parts: for a cell its layer's heads at that token, for a head the edges it reads at its token
+    (or at the last one that the metric reads): `head, position, key, effect, normalized_effect`; empty for sets and
+    edges."""
     seconds: float = field(compare=False)
-    """From the click to these numbers."""
+    """Seconds from the click to these numbers."""
     code: str = ""
-    """The call that gives the effect, with the names `model, clean, corrupted, metric` as given to `hw.board`."""
+    """The call that returns the effect, with the names `model, clean, corrupted, metric` as passed to `hw.board`."""
 
     @property
     def effect(self) -> float:
@@ -93,12 +94,12 @@ class Patched:
 
     @property
     def normalized_effect(self) -> float:
-        """The effect as a share of the way to the other run; NaN where the runs do not differ."""
+        """The effect as a fraction of the gap to the other run; NaN if the runs do not differ."""
         return share(self.effect, self.goal - self.before)
 
     @property
     def answer(self) -> str:
-        """The likeliest answer after the change."""
+        """The most likely answer after the change."""
         return str(self.top["token"].iloc[self.top["after"].argmax()])
 
     def __repr__(self) -> str:
@@ -107,13 +108,13 @@ class Patched:
 
 
 def share(effect: float, gap: float) -> float:
-    """Return an effect as a share of a gap; NaN where there is none."""
+    """Return an effect as a fraction of a gap; NaN if the gap is 0."""
     return effect / gap if abs(gap) > 1e-9 else float("nan")
 
 
 @dataclass(eq=False, repr=False)
 class Clicks:
-    """One pair of prompts whose nodes are changed by clicks, each kept until it is undone."""
+    """One pair of prompts whose nodes are changed by clicks; each click is kept until it is undone."""
 
     model: HookedModel
     clean: Prompts
@@ -124,13 +125,13 @@ class Clicks:
     sites: tuple[str, ...]
     _how: HowName
     clicks: list[Patched] = field(init=False, default_factory=list)
-    """What was clicked and not undone, the latest last."""
+    """The clicks that were not undone, the latest last."""
     _benches: dict[str, RecordedPair] = field(init=False, default_factory=dict)
     _known: dict[tuple[str, tuple[ActivationNode, ...]], Patched] = field(init=False, default_factory=dict)
 
     @property
     def how(self) -> HowName:
-        """What a click does: `denoise`, `noise`, `zero` or `mean`."""
+        """The kind of change of a click: `denoise`, `noise`, `zero` or `mean`."""
         return self._how
 
     @how.setter
@@ -143,10 +144,10 @@ class Clicks:
         return self.bench(how).pair.prompts[0].strings
 
     def bench(self, how: str) -> RecordedPair:
-        """Return the recorded runs for one kind of change, made once."""
+        """Return the recorded runs for one kind of change; they are computed once."""
         if how not in self._benches:
             direction, values = HOWS[how]
-            # Each kind of change has recorded runs of its own: noise edits the run that denoise reads from.
+            # Each kind of change has separate recorded runs: noise edits the run that denoise reads from.
             sides = PromptPair(self._sides.clean, self._sides.corrupted, direction)
             names = [*self.sites, HEADS, EDGES]
             dataset = self.mean_of if values == "mean" else None
@@ -157,7 +158,7 @@ class Clicks:
 
     @property
     def mean_of(self) -> Prompts:
-        """The prompts of `mean`: by default both."""
+        """The prompts for `mean`: by default both prompts."""
         if self.dataset is not None:
             return self.dataset
         return [list(prompts[0].ids) for prompts in (self._sides.clean, self._sides.corrupted or ())]
@@ -173,19 +174,19 @@ class Clicks:
         how: HowName | None = None,
         add: bool = False,
     ) -> Patched:
-        """Change a cell, a head or an attention edge, and see what comes of it.
+        """Change a cell, a head or an attention edge, and return the effect.
 
         Args:
             layer: the layer.
-            position: the token; of an edge, the one that reads. Default: all of them.
-            head: a head instead of the cell.
-            key: with `head` and `position`, the token that is read: an attention edge.
-            site: of a cell; default: the first that the board shows.
-            how: see `hw.board`; it stays chosen.
-            add: to what was clicked last: all of it is then changed together.
+            position: the token; for an edge, the token that reads. Default: all tokens.
+            head: selects a head instead of the cell.
+            key: with `head` and `position`, the token that is read: selects an attention edge.
+            site: site of a cell; default: the first site of the board.
+            how: kind of change, see `hw.board`; it becomes the current kind.
+            add: add the node to those of the last click, and change all of them together.
 
         Raises:
-            InputError: there is no such place.
+            InputError: the node does not exist.
         """
         default = EDGES if key is not None else HEADS if head is not None else self.sites[0]
         node = {"site": default if site is None else site, "layer": layer, "position": position}
@@ -194,10 +195,10 @@ class Clicks:
         return self.change([*before, *clicked], how)
 
     def change(self, nodes: Any, how: HowName | None = None) -> Patched:
-        """Change several nodes together; each is a mapping with `site`, `layer`, `position`, `head`, `key` as meant.
+        """Change several nodes together; each is a mapping with those of `site, layer, position, head, key` it needs.
 
         Raises:
-            InputError: there is no such node, or one occurs twice.
+            InputError: a node does not exist, or occurs twice.
         """
         how = self._how if how is None else how
         checked_name("how", how, tuple(HOWS))
@@ -207,14 +208,14 @@ class Clicks:
             raise InputError(f"This board has no {absent[0]}; it has {', '.join((*self.sites, HEADS, EDGES))}.")
         self._how = how
         key = (how, read)
-        # A click that is undone and repeated costs nothing.
+        # Results are cached, so that repeating an undone click costs nothing.
         if key not in self._known:
             self._known[key] = self._look(bench, read, how)
         self.clicks.append(self._known[key])
         return self.clicks[-1]
 
     def undo(self) -> Patched | None:
-        """Take the latest click back; return the one before it, or None."""
+        """Undo the latest click; return the click before it, or None."""
         if self.clicks:
             self.clicks.pop()
         return self.clicks[-1] if self.clicks else None
@@ -227,7 +228,7 @@ class Clicks:
         return pd.DataFrame(rows, columns=names)
 
     def code(self, nodes: Sequence[Mapping[str, object]], how: str) -> str:
-        """Return the call of `hw.patch` that changes described nodes together, with the names given to `hw.board`."""
+        """Return the call of `hw.patch` that changes the described nodes together, with the names as in `hw.board`."""
         direction, values = HOWS[how]
         options = [f"direction={direction!r}"] + ([f"values={values!r}"] if values != "other run" else [])
         both = "[clean, corrupted]" if isinstance(self.clean, str) else "[*clean, *corrupted]"
@@ -265,7 +266,7 @@ class Clicks:
         )  # fmt: skip
 
     def _parts(self, bench: RecordedPair, nodes: tuple[ActivationNode, ...]) -> list[ActivationNode]:
-        """List what a single node is made of: of a cell its layer's heads there, of a head what it reads."""
+        """Return the parts of a single node: for a cell its layer's heads there, for a head the edges it reads."""
         if len(nodes) > 1 or nodes[0].key is not None:
             return []
         (node,) = nodes
@@ -278,7 +279,7 @@ class Clicks:
         return []
 
     def _top(self, first: NextTokens, then: NextTokens) -> pd.DataFrame:
-        """List the likeliest answers of both runs, those that gained most first."""
+        """Return the most likely answers of both runs, the most likely after the change first."""
         after = then.likeliest(TOP)
         ids = list(dict.fromkeys([*after[: TOP // 2], *first.likeliest(TOP // 2), *after]))[:TOP]
         table = pd.DataFrame({"token": self.model.token_strings(ids)})
@@ -293,22 +294,22 @@ class Clicks:
 
 @dataclass(frozen=True, eq=False)
 class NextTokens:
-    """What the residual stream after every layer says of the next token."""
+    """Predictions of the next token from the residual stream after every layer."""
 
     by_layer: list[float]
-    """The metric as each layer would have it, were it the last."""
+    """The metric at each layer, read as if it were the last."""
     probabilities: Float[Tensor, " d_vocab"]
-    """Of all tokens at the last position of the metric, after the last layer."""
+    """Probabilities of all tokens at the last position of the metric, after the last layer."""
 
     def likeliest(self, count: int) -> list[int]:
-        """Return the ids of the likeliest tokens, the likeliest first."""
+        """Return the ids of the most likely tokens, in descending order."""
         return self.probabilities.topk(min(count, len(self.probabilities))).indices.tolist()
 
 
 class RecordedPair:
-    """Two recorded runs of one pair, one of which is edited with values of one kind; nodes may lie at some sites.
+    """Two recorded runs of one pair, one of which is edited with one kind of values; nodes can be at the given sites.
 
-    Values that are drawn several times are not for this, and neither are metrics that read no logits.
+    It does not support values that are drawn several times, or metrics that do not read the logits.
     """
 
     def __init__(
@@ -329,12 +330,12 @@ class RecordedPair:
         every = [
             ActivationNode(s.name, layer) for s in named for layer in s.among(s.layers(model.shape), model, edited=True)
         ]
-        # Cells of every node, none of which is measured: they say what the runs have to record.
+        # Cells of every node; none is measured, but they determine what the runs record.
         cells = CellTable.of([(0, [joint_template([node], 0, self.replacement) for node in every])])
         states = tuple((STATE, layer) for layer in range(model.shape.n_layers))
         self.plan = Plan(model, pair, cells, (metric,), self.replacement, states=states, states_at=metric.at)
         self.normalise, self.head = unembedding_head(model)
-        # Recorded activations of weights that have changed since would be combined with new ones without an error.
+        # Activations recorded with old weights would silently be combined with new ones after a change of the model.
         self._fingerprint = model.fingerprint
         self._runner: WalkRunner | WholeRuns
         with torch.inference_mode(), model.lock:
@@ -350,17 +351,17 @@ class RecordedPair:
 
     @property
     def unedited(self) -> tuple[float, float]:
-        """The metric of the run that is edited, and of the other."""
+        """The metric of the edited run before the change, and of the other run."""
         found = self._runner.readout.unedited(range(1))
         return float(found.unedited[0, 0]), float(found.other[0, 0])
 
     def look(
         self, nodes: Sequence[ActivationNode], parts: Sequence[Sequence[ActivationNode]]
     ) -> tuple[float, list[float], Float[Tensor, "layer kept d_model"]]:
-        """Change nodes together, and each of the other sets by itself, in one walk.
+        """Change nodes together, and each of the other sets separately, in one walk.
 
-        Return the metric after the change, the same for each other set, and what is after each layer, at the positions
-        of the metric.
+        Return the metric after the change, the metric for each other set, and the states after each layer, at the
+        positions of the metric.
         """
         if self.model.fingerprint != self._fingerprint:
             raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")
@@ -381,7 +382,7 @@ class RecordedPair:
         with torch.inference_mode(), self.model.lock:
             variants = runner.group.variants(cells)
             changes = (
-                # Only the first set's states are shown by layer; of the others the logits suffice.
+                # Only the first set's states are shown by layer; the other sets need only the logits.
                 change if number == variants.which[0] else replace(change, readings=(end,))
                 for number, change in enumerate(variants.changes)
             )
@@ -390,18 +391,18 @@ class RecordedPair:
 
     @cached_property
     def before(self) -> NextTokens:
-        """What the run that is edited says, read once."""
+        """The predictions of the edited run before the change, computed once."""
         base = self._runner.readout.base
         return self.read(self._at_metric([base[reading][0] for reading in self.plan.states]))
 
     def read(self, states: Float[Tensor, "layer kept d_model"]) -> NextTokens:
-        """Return what states after every layer say, each read as if it were the last (logit lens).
+        """Return the predictions of states after every layer, each read as if it were the last (logit lens).
 
-        A metric that is against the clean run is against that run's logits at the end.
+        A metric that compares with the clean run uses that run's final logits.
         """
         with torch.inference_mode():
             logits = self.logits(states)
-            # Layers take the place of examples here: each is a row with the same answers.
+            # Layers take the place of examples: each is a row with the same answers.
             answers = [to_device(ids[:1], logits.device).repeat(len(logits)) for ids in self.plan.answers[0]]
             clean = None
             if self.metric.against_clean:
@@ -413,13 +414,13 @@ class RecordedPair:
             return NextTokens(metric, logits[-1, -1].double().softmax(-1).cpu())
 
     def logits(self, states: Float[Tensor, "layer kept d_model"]) -> Float[Tensor, "layer kept d_vocab"]:
-        """Return the logits that states after some layers would give."""
+        """Return the logits of states after some layers, each read as if it were the last."""
         with torch.inference_mode(), self.model.lock:
-            # W_U may lie on another GPU than the states.
+            # W_U may be on another GPU than the states.
             hidden = self.normalise(states.flatten(0, 1)).to(self.head.W_U.device).float()
             return self.head.logits(hidden, slice(None)).view(*states.shape[:2], -1)
 
     def _at_metric(self, states: list[Tensor]) -> Float[Tensor, "layer kept d_model"]:
-        """Put together what is after some layers, at those of all positions read that the metric reads."""
+        """Stack the states after some layers, and select the positions that the metric reads."""
         columns = [self.plan.positions[0].index(position) for position in self.kept]
         return torch.stack(states)[:, columns]

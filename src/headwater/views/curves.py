@@ -1,6 +1,6 @@
 """Views of curves and tokens: memorization by question depth, token statistics, pathways.
 
-Memorization by question depth: boxes to point at, scores by layer, and the tokens of questions.
+Memorization by question depth: boxes with dots to hover over, scores by layer, and the tokens of questions.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from headwater.runs.result import VIEWS, View
 from headwater.views.page import interactive, line_of, packed, picture, rounded, short_of
 
 QUESTIONS = 1500
-"""Questions whose words and tokens are in a page; beyond them its boxes have dots that open nothing."""
+"""Largest number of questions whose words and tokens are in a page; with more, the dots of its boxes open nothing."""
 
 
 @VIEWS.add(DepthProfile)
 def view_depth_profile(profile: DepthProfile) -> View:
-    """Show a box per depth for every score, what each dot is made of, and means by layer where several were read."""
+    """Show a box per depth for every score, the data of each dot, and means by layer if several layers were read."""
     scores = [name for name in profile.by_layer["score"].unique() if name in profile.depthwise]
     by_group, averages = profile.run.options["aggregate"] == "group", profile.depthwise
     looks = looks_of_depths(profile)
@@ -81,9 +81,9 @@ def _questions(profile: DepthProfile) -> list[dict[str, Any]]:
 
 
 def _by_layer(profile: DepthProfile, scores: list[str]) -> dict[str, object]:
-    """Charts of each score against the layer, with the figure's sign: minus the score of the tables."""
+    """Return charts of each score against the layer, with the figure's sign: minus the score of the tables."""
     curves = profile.by_layer.assign(**{name: -profile.by_layer[name] for name in ("value", "low", "high")})
-    # A minus sign swaps the ends of an interval.
+    # A minus sign swaps the bounds of an interval.
     curves = curves.rename(columns={"low": "high", "high": "low"})
     ordered = [profile.main, *(name for name in scores if name != profile.main)]
     columns = "layer", "value", "low", "high"
@@ -103,10 +103,10 @@ def _by_layer(profile: DepthProfile, scores: list[str]) -> dict[str, object]:
     }
 
 
-# The view of token statistics: a text as its tokens, in the colours of how likely each is; the lowest are framed.
+# The view of token statistics: a text as its tokens, colored by their probability; the lowest are framed.
 
 LARGEST = 100_000
-"""Rows of the table in a page: texts beyond are left out, and the page says so."""
+"""Largest number of table rows in a page: further texts are omitted, and the page reports this."""
 
 
 @VIEWS.add(TextStatistics)
@@ -115,7 +115,7 @@ def view_likelihood(stats: TextStatistics, *, texts: Sequence[int] | int | None 
 
     Args:
         stats: a result of `token_statistics`.
-        texts: which, by their index; the first ones by default, as many as a page takes.
+        texts: indices of texts; default: the first ones, as many as fit in a page.
     """
     chosen = _chosen(stats, texts)
     if not len(stats.table):
@@ -147,7 +147,7 @@ def _text(number: int, rows: pd.DataFrame, record: Mapping[Hashable, Any]) -> di
 
 
 def _chosen(stats: TextStatistics, texts: Sequence[int] | int | None) -> list[int]:
-    """Return the texts requested, or as many as a page takes."""
+    """Return the requested texts, or as many of the first as fit in a page."""
     indices = stats.texts["text"].tolist()
     if texts is None:
         sizes = stats.table["text"].value_counts().reindex(indices, fill_value=0).cumsum().to_numpy()
@@ -160,7 +160,7 @@ def _chosen(stats: TextStatistics, texts: Sequence[int] | int | None) -> list[in
 
 @VIEWS.add(Pathways)
 def view_pathways(pathways: Pathways) -> View:
-    """Show the curves of every way to split the examples, and the control, with their intervals."""
+    """Show the curves of every way to split the examples, and of the control, with their intervals."""
     first = default_split(pathways)
     splits = list(dict.fromkeys([first, *pathways.curves["split_by"]]))
     windowed = pathways.run.options["window"] is not None
@@ -199,7 +199,7 @@ def _lines(pathways: Pathways, split: str, value: str) -> list[dict[str, object]
 
 
 def _controls(pathways: Pathways, value: str) -> list[dict[str, object]]:
-    """As many random tokens of the question knocked out, over all examples."""
+    """Return the lines of the control: equally many random question tokens are knocked out, over all examples."""
     table, columns = pathways.controls, _columns(value)
     drawn = table[(table["intervention"] == RANDOM) & (table["group"] == ALL)]
     return [

@@ -1,8 +1,8 @@
 """Views by layer: head maps, the evidence of a relation, sweeps, circuits, attention patterns.
 
-Head maps: layer by head; hover for a head's relations, filter, colour by a relation, open its card.
-Several maps are side by side (`beside=`): what is pointed at, kept, filtered or coloured in one is so in all. With
-`model=` a head's card says what it writes and suppresses, for the tokens that it writes most strongly about.
+Head maps: layer by head; hover for a head's relations, filter, color by a relation, open its card.
+Several maps are shown side by side (`beside=`) and linked: hovering, selecting, filtering and coloring apply to all of
+them. With `model=` a head's card lists what it writes and suppresses, for the tokens that it affects most strongly.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.views.page import drawn, interactive, line_of, packed, page_around, picture, rounded, short_of, table_of
 
 CARDS = 64
-"""Heads at most whose cards say what they write: the classified ones first, by their best excess."""
+"""Largest number of heads whose cards list what they write: the classified ones first, by their best excess."""
 SOURCES, TARGETS = 5, 5
-"""Tokens that a card shows: those the head writes most strongly about, and what it writes for each."""
+"""Tokens in a card: those for which the head writes most strongly, and what it writes for each."""
 NUMBERS = ("score", "expected", "q_value")
 FLAGS = {"implemented": 1, "suppressed": 2, "copying": 4}
-"""What the rule says of a head and a relation, as bits of one number."""
+"""The rule's results for a head and a relation, as bits of one number."""
 
 
 @VIEWS.add(HeadMap)
@@ -64,8 +64,8 @@ def view_head_map(
 
     Args:
         head_map: a result of `classify_heads`.
-        model: the model of `head_map`: cards then say what its heads write, up to 64 of them.
-        beside: other head maps, side by side with this one and linked.
+        model: the model of `head_map`: cards then list what their heads write, for at most 64 heads.
+        beside: other head maps, shown side by side with this one and linked.
     """
     listed = list(beside) if isinstance(beside, Sequence) else [beside]
     maps = [head_map, *(checked_kind("beside", other, HeadMap, "hw.classify_heads(...)") for other in listed)]
@@ -87,7 +87,7 @@ def view_head_map(
 
 
 def _map(name: str, head_map: HeadMap, relations: Sequence[str], legend: Sequence[str]) -> dict[str, object]:
-    """Return one map: arrays are `layer head relation`, over the relations of all maps."""
+    """Return one map: arrays are `layer head relation`, with the relations of all maps."""
     table, categories = head_map.table, head_map.categories
     layers, heads = extent(categories)
     place = tuple(table[axis].to_numpy() for axis in ("layer", "head"))
@@ -101,7 +101,7 @@ def _map(name: str, head_map: HeadMap, relations: Sequence[str], legend: Sequenc
         whole[at] = values.to_numpy(dtype=float)
         return whole
 
-    # What heads suppress: layer, head, relation, and the numbers of that side.
+    # Suppression by heads: layer, head, relation, and the numbers of the suppressing side.
     rows = table[table["suppressed"]]
     numbers = [rounded(rows[f"suppression{'' if name == 'score' else f'_{name}'}"]) for name in NUMBERS]
     places = rows["layer"], rows["head"], rows["relation"].map(list(relations).index)
@@ -118,7 +118,7 @@ def _map(name: str, head_map: HeadMap, relations: Sequence[str], legend: Sequenc
         "q": packed(laid(table["q_value"]), "f2"),
         "flags": packed(laid(flags, 0.0), "u1"),
         "suppressed": [[*map(int, row[:3]), *row[3:]] for row in suppressed],
-        # 0 not measured, 1 no, 2 yes: whole numbers of 8 bits have no NaN.
+        # 0 not measured, 1 no, 2 yes, because 8-bit integers have no NaN.
         "use": packed(laid(table["used"].astype("Int64").fillna(-1) + 1, 0.0), "u1") if head_map.is_validated else None,
         "loss": packed(laid(table["loss"]), "f2") if head_map.is_validated else None,
         "writes": None,
@@ -126,7 +126,7 @@ def _map(name: str, head_map: HeadMap, relations: Sequence[str], legend: Sequenc
 
 
 def _written(head_map: HeadMap, model: HookedModel | str | Path) -> dict[str, list[list[object]]]:
-    """Return what heads write, by "layer.head": a row per salient token: it, sigma, and the tokens of each sign."""
+    """Return what heads write, by "layer.head": a row per salient token: token, sigma, and the tokens of each sign."""
     table = head_map.salient_of(heads_with_cards(head_map), model=model, sources=SOURCES, targets=TARGETS)
     rows: dict[str, list[list[object]]] = {}
     for (layer, head, _), of_source in table.groupby(["layer", "head", "rank"]):
@@ -137,24 +137,24 @@ def _written(head_map: HeadMap, model: HookedModel | str | Path) -> dict[str, li
 
 
 def heads_with_cards(head_map: HeadMap) -> list[tuple[int, int]]:
-    """Return the heads whose cards say what they write: all of a small model, of a large one the classified first."""
+    """Return the heads whose cards list what they write: all in a small model, the classified first in a large one."""
     every = head_map.categories[["layer", "head", "label"]]
     best = best_excess(head_map.table).fillna(0)
     strength = best.reindex(pd.MultiIndex.from_frame(every[["layer", "head"]])).fillna(0).to_numpy()
-    # The last key of lexsort sorts first: classified heads, and among these by strength.
+    # lexsort uses its last key first: classified heads, and among these by strength.
     order = np.lexsort((-strength, every["label"] == UNCLASSIFIED))[:CARDS]
     return [(layer, head) for layer, head in every.iloc[order][["layer", "head"]].to_numpy().tolist()]
 
 
 # The view of one relation's evidence: maps of the margin of the weights, attention and effects, by layer and head.
 #
-# A head that is clicked in one map is marked in all of them, and in the tables of what ablation costs and of which way
-# names which head; its card has all its numbers, and what the last position carries before and after its layer.
+# A head that is clicked in one map is marked in all of them, and in the tables of ablation costs and of the ways that
+# name heads; its card has all its numbers, and the share that the last position carries before and after its layer.
 
 
 @VIEWS.add(Evidence)
 def view_evidence(evidence: Evidence) -> View:
-    """Show the heads of a relation in linked maps; where the model cannot do it, the sentence that says so."""
+    """Show the heads of a relation in linked maps; if the model cannot do the relation, only its report."""
     if not evidence.is_measured:
         return picture(evidence)
     by_head = evidence.table.sort_values(["layer", "head"])
@@ -182,7 +182,7 @@ def view_evidence(evidence: Evidence) -> View:
 
 
 def _rows(title: str, table: pd.DataFrame, columns: list[str]) -> dict[str, Any]:
-    """Return a table of the page, and which heads each of its rows is about."""
+    """Return a table of the page, and the heads that each of its rows is about."""
     cells = zip(*(rounded(table[name]) if table[name].dtype == float else table[name] for name in columns), strict=True)
     about = [re.findall(r"\d+\.\d+", heads) for heads in table["heads"]]
     return {"columns": [title, *columns[1:]], "rows": list(map(list, cells)), "about": about}
@@ -201,10 +201,10 @@ def _when(when: pd.DataFrame) -> dict[str, object]:
     }
 
 
-# The view of a sweep: a heat map of two axes; site, metric, role, example and scale to choose, and cells to pick.
+# The view of a sweep: a heat map of two axes, with controls for site, metric, role, example and scale.
 
 MOST_NUMBERS = 2**22
-"""Numbers of a page, at most: of larger sweeps the page holds the means over examples alone."""
+"""Largest number of values in a page: for larger sweeps the page contains only the means over examples."""
 
 
 @VIEWS.add(Sweep)
@@ -230,7 +230,7 @@ def _panel(name: Sequence[object], part: pd.DataFrame, examples: Sequence[int] |
     axes = panel_axes(part, {})
     places = [_places(part[axis]) for axis in axes]
     numbers = {}
-    for column in [name for name in MEASURES if name in part]:  # of one run alone no effect is normalized
+    for column in [name for name in MEASURES if name in part]:  # a single run has no normalized effects
         means = part.groupby(["example", *axes] if examples else axes, sort=False, dropna=False)[column].mean()
         index = [pd.Index(one) for one in ([examples, *places] if examples else places)]
         whole = means.reindex(pd.MultiIndex.from_product(index, names=means.index.names))
@@ -251,23 +251,23 @@ def _panel(name: Sequence[object], part: pd.DataFrame, examples: Sequence[int] |
 
 
 def _places(column: pd.Series) -> list[int | str]:
-    """Return the places along an axis: numbers in order, names as they come first."""
+    """Return the places along an axis: numbers in ascending order, names in order of first occurrence."""
     seen = column.dropna().drop_duplicates()
     return [int(one) for one in seen.sort_values()] if is_numeric_dtype(column) else [str(one) for one in seen]
 
 
 # The view of edges and of circuits: layers upward, the strongest first; each edge with its interval and placebo.
 #
-# The placebo of an edge is drawn from the other edges between the same kinds of parts in the same layers: the 95 %
-# quantile of the sizes of their mean effects. The interval is the bootstrap's, over examples. How faithful the
-# strongest edges are alone is read of runs of just these, never in between.
+# The placebo of an edge is the 95 % quantile of the sizes of the mean effects of all other edges between the same kinds
+# of parts in the same layers. The interval is a bootstrap interval over examples. The faithfulness of the strongest
+# edges comes only from runs of exactly these edges; it is never interpolated.
 
 LARGEST = 200
-"""Edges that a page holds by default."""
+"""Default number of edges in a page."""
 MOST = 5000
-"""Edges that a page holds at most."""
+"""Largest number of edges in a page."""
 ROWS = 50
-"""Edges in the table below a circuit."""
+"""Number of edges in the table below a circuit."""
 
 
 @VIEWS.add(EdgeEffects)
@@ -278,9 +278,9 @@ def view_edges(
 
     Args:
         edges: a result of `hw.edges`.
-        n: how many edges the slider reaches; up to 200 by default.
-        metric: on which metric; the first by default.
-        runs: of `hw.run_circuits`: how faithful the strongest edges are alone, `edges.circuit(n)` of several sizes.
+        n: largest number of edges of the slider; default: at most 200.
+        metric: name of the metric; default: the first.
+        runs: a result of `hw.run_circuits`, for the faithfulness of `edges.circuit(n)` alone, at several sizes.
     """
     most = min(MOST, len(edges.chosen))
     n = min(LARGEST, most) if n is None else checked_count("n", n, most=most)
@@ -303,7 +303,7 @@ def view_circuit(
     metric: str | None = None,
     runs: CircuitRuns | None = None,
 ) -> View:
-    """Show a circuit: what `Circuit.view` says."""
+    """Show a circuit; see `Circuit.view`."""
     if not len(circuit):
         raise InputError("The circuit has no edges: there is nothing to show.")
     most = min(MOST, len(circuit))
@@ -317,7 +317,7 @@ def view_circuit(
 def spec_of(
     edges: EdgeEffects | None, circuit: Circuit, metric: str | None, runs: CircuitRuns | None
 ) -> dict[str, object]:
-    """Return what the script draws: nodes by place, the lines between them, and edges, the strongest first."""
+    """Return the input of the script: nodes with places, the lines between them, and edges, the strongest first."""
     graph, order = circuit.graph, strength_order(circuit.effects)
     lines, rank = lines_of(circuit), np.argsort(order)
     places = layout(graph, lines)
@@ -342,7 +342,7 @@ def spec_of(
 
 
 def _intervals(edges: EdgeEffects, numbers: np.ndarray, metric: str | None) -> dict[str, object]:
-    """Return the interval and placebo of some edges, and whether their effects are runs."""
+    """Return the interval and placebo of some edges, and whether their effects are exact."""
     checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
     m = 0 if metric is None else list(edges.metrics).index(checked_name("metric", metric, tuple(edges.metrics)))
     exact, estimated = (part[:, 0, :, m].double().numpy() for part in (edges.effects, edges.estimates))
@@ -357,7 +357,7 @@ def _intervals(edges: EdgeEffects, numbers: np.ndarray, metric: str | None) -> d
 
 
 def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
-    """Return how faithful the strongest edges are alone, by how many, beside random circuits of their shape."""
+    """Return the faithfulness of the strongest edges alone, by number, beside random circuits of their shape."""
     checked_kind("runs", runs, CircuitRuns, "hw.run_circuits(...)")
     named = {name: one for name, one in runs.circuits.items() if 0 < len(one) <= len(numbers)}
     nested = [name for name, one in named.items() if set(one.edges.tolist()) == set(numbers[: len(one)].tolist())]
@@ -375,7 +375,7 @@ def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
 
 
 def _placebos(graph: Graph, chosen: np.ndarray, means: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Return of each edge how large other edges of its shape are (their 95 % quantile), and how many these are."""
+    """Return for each edge the 95 % quantile of the effect sizes of other edges of its stratum, and their number."""
     shapes, sizes = graph.stratum[chosen], np.abs(means)
     quantiles, counts = np.full(len(columns), np.nan), []
     for place, column in enumerate(columns):
@@ -387,20 +387,21 @@ def _placebos(graph: Graph, chosen: np.ndarray, means: np.ndarray, columns: np.n
     return quantiles, counts
 
 
-# The view of a cache: the attention patterns of texts, head by head, each with its text to point at.
+# The view of a cache: the attention patterns of texts, head by head, each with its text to hover over.
 #
-# Weights travel as the square roots of 8-bit numbers, `a ≈ (q / 255)²`: off by at most 0.004. In a long text most
-# weights are small: those below `SMALLEST` of what even attention would give each key are 0 in the page, which halves
-# it and leaves out 0.03 of a query's attention (Gemma 3 270M, 241 tokens). With `values=model` a head's weight can be
-# multiplied by the length of what the key writes through it, `|v_j W_O|` (Kobayashi et al., EMNLP 2020).
+# Weights are stored as square roots in 8 bits, `a ≈ (q / 255)²`, with an error of at most 0.004. In a long text most
+# weights are small: those below `SMALLEST` of the uniform attention to a key are stored as 0, which halves the page and
+# omits 0.03 of a query's attention (Gemma 3 270M, 241 tokens). With `values=model` a head's weight can be multiplied by
+# the norm of what the key writes through it, `|v_j W_O|` (Kobayashi et al., EMNLP 2020).
 
 
 LONGEST = 2048
-"""Tokens of a text whose patterns are drawn."""
+"""Largest number of tokens of a text whose patterns are drawn."""
 SMALLEST, MANY = 1 / 4, 64
-"""Weights below this part of even attention are sent as 0; of a query with fewer than `MANY` keys those below 0.004."""
+"""Weights below this fraction of uniform attention are stored as 0; for a query with fewer than `MANY` keys, those
+below 0.004."""
 SMALL = 2**20
-"""Weights in a page, of all its texts together, where nobody chose the texts; of one text there may be more."""
+"""Largest number of weights in a page, over all texts, if the caller chose no texts; a single text may have more."""
 
 
 @VIEWS.add(Cache)
@@ -411,12 +412,12 @@ def view_cache(
     layers: int | Sequence[int] | None = None,
     values: HookedModel | None = None,
 ) -> View:
-    """Show the attention patterns of texts; a cache that keeps none shows how large its activations are.
+    """Show the attention patterns of texts; a cache without patterns shows the sizes of its activations.
 
     Args:
-        cache: with `pattern` among its sites, at all positions.
-        example: which text, or several to choose among; default: the first ones, as many as make a small page.
-        layers: which layers; all that are kept by default.
+        cache: a cache with `pattern` among its sites, at all positions.
+        example: index of a text, or several to choose from; default: the first ones, as many as make a small page.
+        layers: layers to show; default: all layers in the cache.
         values: the model the cache was made with: weights can then be multiplied by what each key writes.
     """
     if "pattern" not in cache.kept:
@@ -442,7 +443,7 @@ def view_cache(
 
 
 def _chosen(cache: Cache, example: int | Sequence[int] | None, heads: int) -> list[int]:
-    """Return the texts requested, or as many of the first as make a small page."""
+    """Return the requested texts, or as many of the first as make a small page."""
     most = len(cache.texts) - 1
     if example is not None:
         listed = one_or_several(example)
@@ -469,9 +470,9 @@ def _text(cache: Cache, number: int, layers: Sequence[int], values: HookedModel 
 
 
 def weights_of(patterns: Float[np.ndarray, "layer head query key"]) -> dict[str, object]:
-    """Return patterns as a page holds them, key by key; where no query looks ahead, without what would be 0."""
+    """Return patterns in the format of a page, key by key; without the upper triangle if no query looks ahead."""
     queries, keys = patterns.shape[-2:]
-    # Read from the numbers: half of a causal pattern need not be sent, a bidirectional model needs all of it.
+    # Determined from the numbers: half of a causal pattern is omitted, a bidirectional model needs all of it.
     causal = not np.triu(patterns, 1).any()
     # Key by key, because a key that few queries read gives runs of zeros.
     key, query = np.triu_indices(queries) if causal else np.indices((keys, queries)).reshape(2, -1)
@@ -483,7 +484,7 @@ def weights_of(patterns: Float[np.ndarray, "layer head query key"]) -> dict[str,
 def written_norms(
     model: HookedModel, cache: Cache, example: int, layers: Sequence[int]
 ) -> Float[Tensor, "layer head key"]:
-    """Return the length of what each key would write alone through each head, `|v_j W_O|`."""
+    """Return the norm of what each key alone would write through each head, `|v_j W_O|`."""
     check_model(model, "values")
     if other := cache.run.mismatch(model):
         raise InputError(f"The cache was made with {cache.run.model}, and values= is another model: it has {other}.")

@@ -1,6 +1,6 @@
-"""The parts of a self-contained page: its frame and style, escaped text, tables, and pictures held as data.
+"""The parts of a self-contained page: its frame and style, escaped text, tables, and pictures embedded as data.
 
-The view of a result that has none of its own: what it says, its figure as a picture, and its summary.
+Also the default view of a result without a specific view: its report, its figure as a picture, and its summary.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ code{font-size:.9em}footer{margin-top:3rem;font-size:.8rem;color:var(--faint)}
 
 
 def page_of(title: str, body: str, run: RunRecord | None = None, policy: str = "") -> str:
-    """Return a page of HTML with a heading and, where there is a run, a line at its end that says what made it."""
+    """Return an HTML page with a heading and, if a run is given, a footer that describes the run."""
     foot = f"<footer>{escape(made_by(run))}</footer>" if run is not None else ""
     return _document(escape(title), STYLE, f"<h1>{escape(title)}</h1>{body}{foot}", policy)
 
 
 def _document(title: str, style: str, body: str, policy: str) -> str:
-    """Return a page whose title and body are HTML."""
+    """Return a page from a title and body that are already HTML."""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{policy}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -63,15 +63,15 @@ def _document(title: str, style: str, body: str, policy: str) -> str:
 
 
 def short_of(text: str) -> str:
-    """Return a text on one line: whole, or how it begins and how it ends, where prompts of one kind differ."""
+    """Return a text on one line: whole, or shortened to its beginning and its end, where similar prompts differ."""
     line = " ".join(text.split())
     return line if len(line) <= 47 else f"{line[:26]} … {line[-18:]}"
 
 
 def picture_of(png: bytes, caption: str, dpi: int = 300) -> str:
-    """Return a picture of so many dots per inch as HTML that holds it, a little larger than print."""
+    """Return HTML with an embedded picture of the given dots per inch, a little larger than in print."""
     data = base64.b64encode(png).decode()
-    # The first number of a PNG's header is its width.
+    # The first number of a PNG header is the width.
     width = int.from_bytes(png[16:20], "big") * 126 / dpi
     return (
         f'<figure><img src="data:image/png;base64,{data}" width="{width:.0f}" alt="{escape(caption)}">'
@@ -80,7 +80,7 @@ def picture_of(png: bytes, caption: str, dpi: int = 300) -> str:
 
 
 def made_by(run: RunRecord) -> str:
-    """Say what made a result."""
+    """Return a sentence with the model, versions and time of a run."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     return f"Model {run.model} ({run.dtype} on {run.device}); {versions}; {run.created}."
 
@@ -108,12 +108,12 @@ def _cell(value: Any) -> str:
 
 
 DPI = 144
-"""Dots per inch of the picture below a view: a notebook holds it twice."""
+"""Dots per inch of the picture below a view; kept low because a notebook stores it twice."""
 
 
 @VIEWS.add(Result)
 def picture(result: Result) -> View:
-    """Show what a result reports, its main figure and its summary."""
+    """Show the report of a result, its main figure and its summary."""
     report = "".join(f"<p>{escape(sentence)}</p>" for sentence in result.report())
     figure = drawn(result)
     height = f"<script>{asset('height.js')}</script>"
@@ -122,7 +122,7 @@ def picture(result: Result) -> View:
 
 
 def drawn(result: Result | Circuit) -> bytes | str:
-    """Return the figure of a result or circuit as a PNG, or the reason for which there is none; none is left open."""
+    """Return the figure of a result or circuit as a PNG, or the reason why there is none; close the figure."""
     try:
         figure = result.plot()
     except HeadwaterError as error:
@@ -132,7 +132,7 @@ def drawn(result: Result | Circuit) -> bytes | str:
     finally:
         # pyplot keeps every figure until it is closed, and warns when more than 20 are open.
         plt.close(figure_of(figure))
-    # A quarter as large in few colours; those far from the others, as a legend's, stay.
+    # 128 colors make it a quarter as large; MAXCOVERAGE keeps colors that are far from the others, as in a legend.
     written = BytesIO()
     few = whole.quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(written, "png", optimize=True)
@@ -140,47 +140,47 @@ def drawn(result: Result | Circuit) -> bytes | str:
 
 
 def picture_in(figure: bytes | str, caption: str) -> str:
-    """Return what `drawn` gave as HTML."""
+    """Return the result of `drawn` as HTML."""
     if isinstance(figure, str):
         return f'<p class="failed">{escape(figure)}</p>'
     return picture_of(figure, caption, DPI)
 
 
-# An interactive view: a page with its numbers, the script that draws them, and the picture shown without it.
+# An interactive view: a page with its numbers, the script that draws them, and a picture for use without the script.
 #
-# 1. Numbers go into the page as base64 of deflated bytes, all else as JSON that no text can break out of. Lines with
-#    their intervals against one number are charts that the page's switches choose among.
-# 2. The script draws on canvas and puts texts in as text. It may reach for nothing outside: the page says so to the
-#    browser (content security policy), and a notebook shows it in a frame of its own (`headwater.runs.result.View`).
-# 3. Below is what every view has: what the result reports, its figure as a picture, and its summary. The script hides
-#    the picture once it has drawn; where scripts do not run it is what one sees.
+# 1. Numbers are in the page as base64 of deflated bytes, everything else as JSON from which no text can break out.
+#    Lines with intervals against one number are charts, and the page has switches to choose among them.
+# 2. The script draws on a canvas and inserts texts as text. It may load nothing from outside: the page enforces this
+#    (content security policy), and a notebook shows it in a separate frame (`headwater.runs.result.View`).
+# 3. Below are the parts of every view: the report of the result, its figure as a picture, and its summary. The script
+#    hides the picture once it has drawn; without scripts the picture stays visible.
 
 
 Encoding = Literal["u1", "u2", "f2", "f4"]
-"""How numbers travel: whole numbers of 8 or 16 bits, floats of 16 or 32."""
+"""The encodings of numbers: unsigned integers of 8 or 16 bits, floats of 16 or 32."""
 LARGEST = 64 * 2**20
-"""Bytes of a page."""
+"""Largest size of a page's data, in bytes."""
 POLICY = (
     '<meta http-equiv="Content-Security-Policy" '
     "content=\"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:\">"
 )
-"""What a page with a script may load: nothing."""
+"""The policy of a page with a script: it may load nothing from outside."""
 
 
 def caption_of(result: Result) -> str:
-    """Return what is below a result's figure."""
+    """Return the caption of a result's figure."""
     return f"{type(result).__name__} of {result.run.model}"
 
 
 def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
-    """Return numbers as JSON: base64 of their little-endian bytes, deflated where that makes them smaller."""
+    """Return numbers as JSON: base64 of their little-endian bytes, deflated if that makes them smaller."""
     kind = np.dtype(f"<{encoding}")
     if kind.kind == "u" and values.size and not (values.min() >= 0 and values.max() <= np.iinfo(kind).max):
         raise InputError(f"Numbers from {values.min()} to {values.max()} do not fit {encoding}.")
-    # Above 65,504 a float16 is infinite, which the page shows as a dash.
+    # A float16 above 65,504 becomes infinite, which the page shows as a dash.
     with np.errstate(over="ignore"):
         raw = np.ascontiguousarray(values, dtype=kind).tobytes()
-    # In single bytes runs repeat and little else does: looking for more took five times as long, for larger pages.
+    # In single bytes little repeats except runs: a search for other matches took five times as long, for larger pages.
     strategy = zlib.Z_RLE if kind.itemsize == 1 else zlib.Z_DEFAULT_STRATEGY
     writer = zlib.compressobj(6, strategy=strategy)
     small = writer.compress(raw) + writer.flush()
@@ -192,9 +192,9 @@ def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
 def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str, object], height: int = 620) -> View:
     """Return the page of a result that is drawn by a script: files in `assets/`, after `core.js`; the last one draws.
 
-    `spec` is what the script reads: JSON values, and numbers as `packed` gives them. Its `title` heads the page, that
-    of the figure where one draws the same; its `note`, if there is one, is below. The frame in a notebook has `height`
-    pixels until the page says its own.
+    `spec` is the input of the script: JSON values, and numbers from `packed`. Its `title` is the heading of the page,
+    the same as that of the corresponding figure; its `note`, if any, comes below. The frame in a notebook has `height`
+    pixels until the page reports its own height.
     """
     report = "".join(f"<p>{escape(sentence)}</p>" for sentence in result.report())
     below = f'{report}{table_of(result.summary())}<p class="faint">{escape(made_by(result.run))}</p>'
@@ -208,16 +208,16 @@ def page_around(
     below: str,
     height: int = 620,
 ) -> View:
-    """Return a page that is drawn by a script, as `interactive` says.
+    """Return a page that is drawn by a script, as in `interactive`.
 
-    `figure` is shown where scripts do not run: a PNG, or why there is none, and its caption. `below` is HTML that
-    unfolds below the view.
+    `figure` is shown if scripts do not run: a PNG, or the reason why there is none, and its caption. `below` is HTML
+    that unfolds below the view.
     """
-    # ASCII alone, whatever encoding the page is served in; a browser's JSON.parse refuses NaN.
+    # ASCII only, so that the page works in any encoding; a browser's JSON.parse refuses NaN.
     text = json.dumps(spec, ensure_ascii=True, allow_nan=False)
     if len(text) > LARGEST:
         raise InputError(f"This view would take {len(text) / 2**20:.0f} MB: choose fewer layers, heads or examples.")
-    # "</script>" in a text would end the block. In JSON these marks occur only in strings, where an escape is the same.
+    # "</script>" in a text would end the block. In JSON these characters occur only in strings, which may escape them.
     for mark in "<>&":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     drawing = "".join(map(asset, [scripts] if isinstance(scripts, str) else scripts))
@@ -233,7 +233,7 @@ def page_around(
 
 
 def asset(name: str) -> str:
-    """Return a file of `assets/`: a script or a style of our own, put into the page whole."""
+    """Return the content of a file of `assets/` (a script or a style), which is inserted into the page."""
     return files("headwater.views").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -247,10 +247,10 @@ def line_of(
     control: bool = False,
     count: str | None = None,
 ) -> dict[str, object]:
-    """Return one line as the script draws it, in a colour and with a mark: its `look`.
+    """Return one line for the script, in a color and with a marker (`look`).
 
-    `columns` of its points are where each is, its value, and the ends of its interval; `count` is the one that says
-    over how many each is. A control is drawn in grey, and left beside a line that is looked at alone.
+    `columns` name the x position of its points, the value, and the bounds of its interval; `count` names the column
+    with the number of examples of each point. A control is grey, and stays visible when a single line is selected.
     """
     at, *values = columns
     curve = {key: rounded(rows[column]) for key, column in zip(("value", "low", "high"), values, strict=True)}
@@ -260,5 +260,5 @@ def line_of(
 
 
 def rounded(numbers: pd.Series | np.ndarray) -> list[float | None]:
-    """Return numbers as JSON has them: to seven digits, and None where there is none."""
+    """Return numbers for JSON: rounded to seven digits, with None for missing ones."""
     return [float(f"{one:.7g}") if math.isfinite(one) else None for one in map(float, numbers)]
