@@ -9,7 +9,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.planted import circuits
 from tests import chance
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.tiny import WORDS, embedded, tiny_model, tiny_tokenizer
 
 NAMES = [
     ("Anna", "Boris", "Clara"),
@@ -59,6 +59,27 @@ def test_the_planted_edges_are_the_strongest_and_hold_on_other_prompts(method):
         .table["held_out"]
         .item()
     )
+
+
+def test_a_claim_leaves_out_the_prompts_that_chose_its_own_circuit_and_no_others():
+    model, capitals = embedded(), {"France": "Paris", "Spain": "Madrid", "Germany": "Berlin", "Italy": "Rome"}
+    clean = [f"The capital of {country} is" for country in capitals]
+    answers = [f" {city}" for city in capitals.values()]
+
+    def pairs(at: slice) -> dict[str, object]:
+        difference = hw.logit_difference(answers[at], [*answers[1:], answers[0]][at])
+        return {"clean": clean[at], "corrupted": [*clean[1:], clean[0]][at], "metric": difference, "progress": False}
+
+    chosen_on = {"first": [0], "second": [1, 2]}
+    chosen = {
+        name: hw.edges(model, **pairs(slice(seen[0], seen[-1] + 1)), method="sublayer").circuit(40)
+        for name, seen in chosen_on.items()
+    }
+    runs = hw.run_circuits(model, circuits=chosen, placebos=5, **pairs(slice(None)))
+    for name, seen in chosen_on.items():
+        own = runs.table[(runs.table["circuit"] == name) & runs.table["placebo"].isna()]
+        effect = (own["value"] - own["corrupted"]).to_numpy()
+        assert runs.claim(name).table["held_out"].item() == pytest.approx(np.delete(effect, seen).mean(), rel=1e-4)
 
 
 @pytest.mark.planted

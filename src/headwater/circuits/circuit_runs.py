@@ -132,8 +132,9 @@ class CircuitRuns(ByMetric, Result):
         """
         other = None if other is None else checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
         table, name = self.table, _chosen(self.table, "circuit", circuit)
-        # Indices of the run's prompts on which a circuit was chosen; None if those of this circuit are unknown.
-        discovery = coinciding(self.run) if self.run.options["discovery"].get(name) else None
+        # Indices of the run's prompts on which this circuit was chosen; None if these prompts are unknown.
+        chosen_on = self.run.options["discovery"].get(name)
+        discovery = places_among(self.run.options["prompts"][0], chosen_on) if chosen_on else None
         options = {"circuit": name, "metric": metric, "margin": margin, "seed": seed, "seen": discovery}
         level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
         margin = None if margin is None else checked_number("margin", margin, above=0.0)
@@ -332,19 +333,15 @@ def gap_sentences(table: pd.DataFrame) -> list[str]:
 
 
 def discovery_sentences(run: RunRecord) -> list[str]:
-    """Return a sentence on how many of a run's prompts its circuits were chosen on, if any."""
-    if not (shared := coinciding(run)):
+    """Return a sentence on how many of a run's (clean) prompts one of its circuits was chosen on, if any."""
+    prompts = run.options["prompts"][0]
+    if not (shared := places_among(prompts, chain.from_iterable(run.options["discovery"].values()))):
         return []
     some = ", ".join(map(str, shared[:8]))
     return [
-        f"{len(shared)} of the {len(run.options['prompts'][0])} prompts ({some}) are among those that a circuit was "
-        "chosen on: for these this is not a test."
+        f"{len(shared)} of the {len(prompts)} prompts ({some}) are among those that a circuit was chosen on: for these "
+        "this is not a test."
     ]
-
-
-def coinciding(run: RunRecord) -> list[int]:
-    """Return the indices of a run's (clean) prompts on which one of its circuits was chosen."""
-    return places_among(run.options["prompts"][0], chain.from_iterable(run.options["discovery"].values()))
 
 
 # faithfulness f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
