@@ -1,7 +1,7 @@
 """`python -m headwater`: the same as the `headwater` command.
 
 `accelerate launch -m headwater ...` (or `torchrun`) starts it several times: then the processes share the work of a run
-with `--out` (`headwater.runs.folder`); only the main one draws progress bars and prints results.
+with `--out` (`headwater.runs.folder`); only the main process draws progress bars and prints results.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Join the other processes where there are any, and run the command line."""
+    """Join the other processes (if any), and run the command line."""
     with _joined() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else contextlib.nullcontext():
         from headwater.cli import main as run
 

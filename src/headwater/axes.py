@@ -1,6 +1,6 @@
 """The axis vocabulary: one word per axis, the same in annotations, table columns and docstrings.
 
-The aliases below name the shapes that travel between rooms. Anything else is annotated in place with jaxtyping, in the
+The aliases below name the shapes that rooms exchange. All other shapes are annotated in place with jaxtyping, in the
 words of `AXES`.
 """
 
@@ -77,7 +77,7 @@ AXES = {
     "classifier": "the classifiers of one detector",
     "pathway": "question and answer",
     "class": "what a head attends to: previous, duplicate, induction",
-    # of how kernels cut their work
+    # of how kernels divide their work
     "block": "heads, or columns, that a kernel takes at once",
     "alive": "of these, what is not decided yet",
     "part": "shares of the vocabulary whose results are joined, or contributions to a sum",
@@ -90,10 +90,10 @@ AXES = {
     "written": "dimensions that are written",
     "rows": "rows of a weight",
 }
-"""Every word that an annotation uses for an axis, and what runs along it."""
+"""Every word that an annotation uses for an axis, with its meaning."""
 
 Tokens = Int[Tensor, "batch position"]
-"""Token ids, right- or left-padded; a mask travels beside them."""
+"""Token ids, right- or left-padded; a mask accompanies them."""
 
 ResidualCache = Float[Tensor, "layer batch position d_model"]
 """The residual stream at one site of several layers."""

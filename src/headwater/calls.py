@@ -1,6 +1,6 @@
-"""Public calls: what a function does not take, what it lacks, and an argument that nothing can read, are one line each.
+"""Checks of public calls: an unknown option, a missing argument and an unreadable one each give an error of one line.
 
-`@checked_call` is written at each function that a room offers; results, models and circuits check their public methods.
+`@checked_call` decorates each function that a room exports; results, models and circuits check their public methods.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from headwater.foreign_names import hint_for
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 DEEPEST = 100
-"""Lists in one another beyond which nothing is meant."""
+"""Nesting of lists beyond this depth is an error."""
 
 
 def checked_call(function: F) -> F:
-    """Let a public function or method say which option was meant, and which of its arguments cannot be read."""
+    """Make a public function or method report which option was meant, and which of its arguments cannot be read."""
     if hasattr(function, "is_checked"):
         return function
     signature = inspect.signature(function)
@@ -40,7 +40,7 @@ def checked_call(function: F) -> F:
                 raise InputError(f"{here}: {hint}." if hint else f"{here}.{did_you_mean(name, known)}")
         try:
             return function(*args, **options)
-        except KeyboardInterrupt as error:  # also what a call inside this one raised: the reader made the outermost
+        except KeyboardInterrupt as error:  # also from a nested call: the user called the outermost function
             reason = "" if isinstance(error, Interrupted) or not str(error) else f": {error}"
             raise Interrupted(f"{called} was interrupted{reason}.{_how_to_continue(known, options)}") from None
         except (RuntimeError, TypeError, ValueError):
@@ -56,7 +56,7 @@ def checked_call(function: F) -> F:
 
 
 def _how_to_continue(known: Sequence[str], options: Mapping[str, Any]) -> str:
-    """Say what an interrupted call left, where it takes a folder."""
+    """Return what an interrupted call kept, if it takes a folder."""
     if "out" not in known:
         return ""
     if options.get("out") is None:
@@ -65,7 +65,7 @@ def _how_to_continue(known: Sequence[str], options: Mapping[str, Any]) -> str:
 
 
 def checked_calls(kind: C) -> C:
-    """Check the calls of a class's own public methods."""
+    """Check the calls of the public methods that a class defines."""
     for name, member in list(vars(kind).items()):
         if name.startswith("_") and name != "__init__":
             continue
@@ -77,7 +77,7 @@ def checked_calls(kind: C) -> C:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Return what a function is called by: a class's own name, if it makes one."""
+    """Return the name by which a function is called: for `__init__` the name of its class."""
     return function.__qualname__.rpartition(".")[0] if function.__name__ == "__init__" else function.__name__
 
 
@@ -102,14 +102,14 @@ def _misfit(
 
 
 def _described(function: Callable[..., Any], argument: str) -> str:
-    """Return what the docstring of a function says first of an argument."""
+    """Return the first part of an argument's description in the docstring of a function."""
     ends = r"[.;]\s|\n *\w+: |\n\n|\Z"
     found = re.search(rf"(?ms)^ *{argument}: (.+?)(?={ends})", inspect.getdoc(function) or "")
     return " ".join(found[1].split()) if found else ""
 
 
 def _flaw(value: object) -> str | None:
-    """Say what nothing can read in a value: lists that hold themselves or lie deep in one another, a sparse tensor."""
+    """Return why a value cannot be read: lists that contain themselves or are nested too deeply, a sparse tensor."""
     torch, within = sys.modules.get("torch"), list[Iterator[Any]]([iter((value,))])
     while within:
         for part in within[-1]:

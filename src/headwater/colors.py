@@ -1,4 +1,4 @@
-"""Colours of what is drawn: distinct for colour-blind readers, and always with a shape or a line style beside them."""
+"""Colours of figures: distinct for colour-blind readers, and always combined with a shape or a line style."""
 
 from collections.abc import Iterable
 
@@ -12,11 +12,11 @@ OF_KNOWN = {
     **{"properties": 0, "paraphrased": 1, "natural": 2, "multi_hop": 3},
     **{"popqa": 0, "triviaqa": 1, "hotpotqa": 2, "nq": 3, "nq_open": 3},
 }
-"""Which of them a set of the embedded world or of the literature has, in whatever figure, with whatever other sets."""
+"""Indices in `SETS` for sets of the embedded world or of the literature, in every figure, with any other sets."""
 
 
 def places_of_sets(names: Iterable[str]) -> dict[str, int]:
-    """Return which of `SETS` each question set is drawn in: its own where it has one, else the first that is free."""
+    """Return the index in `SETS` of each question set: its fixed one if it has one, else the first that is free."""
     listed = list(dict.fromkeys(names))
     places: dict[str, int] = {}
     for name in listed:

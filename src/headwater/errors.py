@@ -1,4 +1,4 @@
-"""The exceptions of headwater. Every message says what was asked, what was found, and what to do."""
+"""The exceptions of headwater. Every message says what was requested, what was found, and what to do."""
 
 import difflib
 import re
@@ -8,11 +8,11 @@ from itertools import takewhile
 from pathlib import Path, PurePath
 
 LONGEST_WORD = 200
-"""Of a longer stretch without a space (a name of 5,000 characters, the dump of an array) the beginning is shown."""
+"""Words of this many characters or more (a long name, the dump of an array) are cut to their beginning."""
 
 
 class HeadwaterError(Exception):
-    """Base of every error that headwater raises on purpose; `exit_code` is what the command line returns for it."""
+    """Base of every error that headwater raises on purpose; `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
@@ -31,12 +31,12 @@ class Interrupted(KeyboardInterrupt):
     """A call was interrupted; the message says whether it can be continued."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython and notebooks show: the message alone."""
+        """Return what IPython and notebooks show: only the message."""
         return [f"KeyboardInterrupt: {self}"]
 
 
 class InputError(HeadwaterError):
-    """Something the user gave cannot be used: a name, a file, a row, an option."""
+    """A user's input cannot be used: a name, a file, a row, an option."""
 
     exit_code = 2
 
@@ -58,38 +58,38 @@ class InterventionError(HeadwaterError):
 
 
 class UnknownNameError(HeadwaterError, AttributeError):
-    """The package, a model or a result has nothing of this name; the message says what to use."""
+    """The package, a model or a result has no attribute of this name; the message says what to use."""
 
 
 class BeginningWarning(UserWarning):
-    """Texts of a model begin otherwise than its tokenizer or TransformerLens would begin them."""
+    """Texts of a model begin differently than its tokenizer or TransformerLens would begin them."""
 
 
 class AgreementWarning(UserWarning):
-    """What heads are taken to read is not near what the first block writes."""
+    """The assumed input of the heads is not close to the output of the first block."""
 
 
 def readable(message: str) -> str:
-    """Return a message as it can be printed and read: no half characters, no addresses of objects, no endless words."""
-    text = message.encode("utf-8", "backslashreplace").decode()  # names in data may be half characters
+    """Return a message in printable and readable form: no half characters, object addresses or endless words."""
+    text = message.encode("utf-8", "backslashreplace").decode()  # names in data may contain half characters
     text = re.sub(r"<(?:[\w.]+\.)?(?:<locals>\.)?(\w+) object at 0x[0-9a-f]+>", r"<\1>", text)
     text = re.sub(r" at 0x[0-9a-f]+>", ">", text)
     return re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:80]}... ({len(word[0]):,} characters)", text)
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message in one line, cut where it goes on for long."""
+    """Return an exception's message in one line, cut if it is long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:300] + " ..."
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type when it has none."""
+    """Return the first line of an exception's message, or its type if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def did_you_mean(given: object, valid: Iterable[str], *, or_all: bool = True) -> str:
-    """Return " Did you mean ...?" with the nearest valid names; where nothing is near all of them, or nothing."""
+    """Return " Did you mean ...?" with the nearest valid names; if none is near, all of them, or nothing."""
     names = sorted(valid)
     near = []
     given = str(given) if isinstance(given, PurePath) else given

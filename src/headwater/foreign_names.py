@@ -1,6 +1,6 @@
-"""Names and options of other libraries, and what does the same here: errors say it.
+"""Names and options of other libraries, and their equivalents here, for error messages.
 
-A table for each place where such a name is met: in the package, of a model, and as an option of a function.
+There is a table for each place where such a name may occur: in the package, on a model, and as a function's option.
 """
 
 from __future__ import annotations
@@ -171,16 +171,16 @@ HINTS = {
 
 
 def hint_for(place: str, name: str) -> str | None:
-    """Return what does here what another library has under a name; None for a name that is not known.
+    """Return the equivalent here of another library's name; None if the name is not known.
 
-    The place where it was met is "package", "model", "result", "Cache", or the function whose option it was.
+    The place where it occurred is "package", "model", "result", "Cache", or the function whose option it was.
     """
     hint = HINTS.get((place, name))
     return hint.replace("{name}", name) if hint else None
 
 
 def missing(owner: str, place: str, name: str, known: Iterable[str], raw: object = None) -> str:
-    """Say of a name that its owner lacks what to use instead; `raw` is TransformerLens's model, which may have it."""
+    """Return the message for a missing name, with what to use; `raw` is TransformerLens's model, which may have it."""
     hint, here = hint_for(place, name), f"{owner} has no {name!r}"
     if hasattr(raw, name):
         own = (

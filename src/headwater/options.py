@@ -1,4 +1,4 @@
-"""Options of the analyses, checked: one that cannot be used is one line that says what was given and what there is."""
+"""Checks of the analyses' options: an error is one line with what was passed and what is valid."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from headwater.errors import InputError, did_you_mean, readable
 
 T = TypeVar("T")
 _A_FILE = f".{'x' * 60}.tmp"
-"""A name as long as those of the files that are written into a folder."""
+"""A name as long as the names of files that are written into a folder."""
 LONGEST_SHOWN = 300
-"""Of a value that takes more characters the beginning is shown."""
+"""A value that takes more characters is cut to its beginning."""
 MOST_REPEATS = 1000
-"""The average over so many repeats is known to 3 % of how far they differ: more of them are work for nothing."""
+"""This many repeats give the average to within 3 % of their spread: more are wasted work."""
 
 
 def checked_name(option: str, value: object, valid: Sequence[str]) -> str:
-    """Return a name that is one of the valid ones."""
+    """Return a name if it is one of the valid ones."""
     if not isinstance(value, str) or value not in valid:
         hint = did_you_mean(value, valid, or_all=False)
         raise InputError(f"{option}={shown(value)} is not one of {', '.join(valid)}.{hint}")
@@ -32,14 +32,14 @@ def checked_name(option: str, value: object, valid: Sequence[str]) -> str:
 
 
 def checked_flag(option: str, value: object) -> bool:
-    """Return True or False, of Python or numpy."""
+    """Return True or False, from Python or numpy."""
     if not isinstance(value, bool | np.bool_):
         raise InputError(f"{option}={shown(value)} must be True or False.")
     return bool(value)
 
 
 def checked_kind(option: str, value: object, kind: type[T], source: str) -> T:
-    """Return an object that is of a kind; `source` says what gives one, as "hw.patch(...)"."""
+    """Return an object if it is of a kind; `source` names what returns one, as "hw.patch(...)"."""
     if not isinstance(value, kind):
         a = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise InputError(f"{option} must be {a} {kind.__name__}, as {source} gives; found a {type(value).__name__}.")
@@ -47,28 +47,28 @@ def checked_kind(option: str, value: object, kind: type[T], source: str) -> T:
 
 
 def is_one(value: Any) -> bool:
-    """Whether something is one thing and not several: a text, bytes, a number, a tensor or an array without axes."""
+    """Return whether a value is one thing: a text, bytes, a number, a tensor or an array without axes."""
     if isinstance(value, str | bytes):
         return True
     try:
         iter(value)
-    except TypeError:  # a tensor without axes is an Iterable, and says so only here
+    except TypeError:  # a tensor without axes is an Iterable, and fails only here
         return True
     return False
 
 
 def one_or_several(value: Any) -> list[Any]:
-    """Return one thing, or what a list, an array, a column or an iterator holds, as a list."""
+    """Return one thing, or the items of a list, an array, a column or an iterator, as a list."""
     return [value] if is_one(value) else list(value)
 
 
 def has_no_order(value: object) -> bool:
-    """Whether something is gone through by its keys or columns, or in no fixed order: a mapping, a table, a set."""
+    """Return whether a value iterates over keys or columns, or in no fixed order: a mapping, a table, a set."""
     return isinstance(value, Mapping | AbstractSet) or hasattr(value, "columns")
 
 
 def checked_several(option: str, value: Any, wanted: str) -> list[Any]:
-    """Return several things as a list, in their order; `wanted` is what is to be given, as "a list of texts"."""
+    """Return several things as a list, in their order; `wanted` describes valid input, as "a list of texts"."""
     if is_one(value) or has_no_order(value):
         kind = type(value).__name__
         raise InputError(f"A{'n' * (kind[0] in 'aeio')} {kind} was given as {option}: give {wanted}.")
@@ -76,24 +76,24 @@ def checked_several(option: str, value: Any, wanted: str) -> list[Any]:
 
 
 def shown(value: object) -> str:
-    """Write out a value on one line, as it is in a message; of one that takes many characters, its beginning."""
+    """Format a value on one line for a message; a long one is cut to its beginning."""
     try:
         written = repr(value)
-    except Exception:  # nested too deep, or of a class of the user's whose repr fails
+    except Exception:  # nested too deep, or of a user's class whose repr fails
         written = f"<a {type(value).__name__} that cannot be written out>"
     text = readable(" ".join(line.strip() for line in written.splitlines()))
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
 
 
 def whole_number(value: Any) -> int:
-    """Return a whole number of whatever library as Python's own."""
+    """Convert a whole number of any library to a Python int."""
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         raise TypeError(f"{value!r} is not a number")
     return operator.index(value)
 
 
 def whole_numbers(value: Any) -> list[int]:
-    """Return one whole number, or several, of whatever library."""
+    """Convert one whole number, or several, of any library to a list."""
     try:
         return [whole_number(value)]
     except TypeError:
@@ -103,9 +103,9 @@ def whole_numbers(value: Any) -> list[int]:
 
 
 def resolve_indices(values: Any, size: int, axis: str, option: str | None = None) -> tuple[int, ...]:
-    """Return indices along an axis, ascending: None is all of them, negative ones count from the end.
+    """Return indices along an axis, ascending: None means all, negative ones count from the end.
 
-    `option` is what the values were given as; default: the name of the axis with an s.
+    `option` is the name of the option with the values; default: the name of the axis with an s.
     """
     option = option or f"{axis}s"
     if values is None:
@@ -127,7 +127,7 @@ def resolve_indices(values: Any, size: int, axis: str, option: str | None = None
 
 
 def checked_count(option: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """Return a whole number, of whatever library, that is neither too small nor too large."""
+    """Return a whole number, of any library, if it is neither too small nor too large."""
     limit = f"at least {least}" if most is None else f"from {least} to {most}"
     try:
         number = whole_number(value)
@@ -139,25 +139,25 @@ def checked_count(option: str, value: object, least: int = 1, most: int | None =
 
 
 def checked_repeats(option: str, value: object) -> int:
-    """Return how often something is to be done anew, such as splitting into halves, to average over it."""
+    """Return the number of repeats to average over, such as of a split into halves."""
     return checked_count(option, value, most=MOST_REPEATS)
 
 
 def is_label(label: object) -> bool:
-    """Whether something is a label, 0 or 1."""
+    """Return whether a value is a label, 0 or 1."""
     try:
         return label in (0, 1)
-    except (ValueError, RuntimeError):  # of an array or a tensor with several numbers
+    except (ValueError, RuntimeError):  # from an array or a tensor with several numbers
         return False
 
 
 def checked_seed(value: object) -> int:
-    """Return a seed that every generator takes."""
+    """Return a seed that every generator accepts."""
     return checked_count("seed", value, least=0, most=2**32 - 1)
 
 
 def checked_layer(option: str, value: object, n_layers: int, most: int | None = None) -> int:
-    """Return the number of a layer; `most` is the largest, where that is not the model's last."""
+    """Return the number of a layer; `most` is the largest, if that is not the model's last."""
     try:
         return checked_count(option, value, least=0, most=n_layers - 1 if most is None else most)
     except InputError:
@@ -165,7 +165,7 @@ def checked_layer(option: str, value: object, n_layers: int, most: int | None = 
 
 
 def checked_path(option: str, value: object) -> Path:
-    """Return a path, its `~` read as the user's home. Nothing need be there."""
+    """Return a path, with `~` expanded to the user's home. It need not exist."""
     if not isinstance(value, str | Path):
         found = type(value).__name__
         raise InputError(f"{option}={shown(value)} must be a path: a text or a pathlib.Path, not {found}.")
@@ -174,10 +174,10 @@ def checked_path(option: str, value: object) -> Path:
     text = repr(str(value) if len(str(value)) < 80 else f"{str(value)[:60]}... ({len(str(value))} characters)")
     try:
         path = Path(value).expanduser()
-        str(path).encode()  # parquet and safetensors take names in UTF-8 only
+        str(path).encode()  # parquet and safetensors accept only names in UTF-8
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             (path / _A_FILE).stat()
-    except (ValueError, RuntimeError) as error:  # NUL, half a character, the home of nobody
+    except (ValueError, RuntimeError) as error:  # NUL, half a character, the home of an unknown user
         raise InputError(f"{option}={text} is not a path: {error}.") from None
     except OSError as error:  # too long, or a folder that may not be entered
         raise InputError(f"{option}={text} cannot be used as a path: {error.strerror}.") from None
@@ -185,7 +185,7 @@ def checked_path(option: str, value: object) -> Path:
 
 
 def checked_number(option: str, value: Any, above: float, below: float = float("inf"), up_to: bool = False) -> float:
-    """Return a number, of whatever library, between two others; with `up_to` it may be the second itself."""
+    """Return a number, of any library, between two others; with `up_to` it may equal the second."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not (above < value < below or (up_to and value == below)):
         limit = f"above {above:g}" if below == float("inf") else f"between {above:g} and {below:g}"

@@ -1,8 +1,8 @@
-"""Rows by name: what there is of a kind, in the order in which it was added.
+"""Registries: rows by name, in the order in which they were added.
 
-A registry is the one list of a kind of thing: sites, metrics, scores, families, figures. Tables, legends, the command
+A registry is the only list of a kind of thing: sites, metrics, scores, families, figures. Tables, legends, the command
 line and suggestions read it, so adding a row adds it everywhere. A row is added, never replaced: an unknown name and a
-name that is taken are errors.
+name that is already taken are errors.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Registry(Mapping[K, T], Generic[K, T]):
 
     Args:
         kind: what a row is, for messages: "site", "metric".
-        filled_by: modules, or packages with all their modules, that add rows when they are imported; imported at the
-            first look.
+        filled_by: modules, or packages with all their modules, that add rows when they are imported; imported on the
+            first access.
     """
 
     def __init__(self, kind: str, *filled_by: str):
@@ -40,7 +40,7 @@ class Registry(Mapping[K, T], Generic[K, T]):
     def add(self, name: K) -> Callable[[T], T]: ...
 
     def add(self, name: K, row: T | None = None) -> T | Callable[[T], T]:
-        """Add a row; without `row`, as a decorator of it."""
+        """Add a row; without `row`, return a decorator that adds one."""
         if row is None:
             return lambda made: self.add(name, made)
         if name in self._rows:
@@ -59,19 +59,19 @@ class Registry(Mapping[K, T], Generic[K, T]):
         return self[next((base for base in kind.__mro__ if base in self), kind)]
 
     def unknown(self, name: object) -> str:
-        """Return the sentence that says that there is no such row, with the nearest or all that there are."""
+        """Return the message that there is no such row, with the nearest names or all names."""
         rows = [row if isinstance(row, str) else _name(row) for row in self._filled()]
         return f"There is no {self.kind} {_name(name)}.{did_you_mean(name, rows)}"
 
     def remove(self, name: K) -> T:
-        """Take a row out, as for a plug-in that is gone."""
+        """Remove a row, for example of a plug-in that was unloaded."""
         row = self[name]
         del self._rows[name]
         return row
 
     @contextmanager
     def with_row(self, name: K, row: T) -> Iterator[T]:
-        """Add a row for the length of a `with` block."""
+        """Add a row for the duration of a `with` block."""
         self._filled()
         self.add(name, row)
         try:

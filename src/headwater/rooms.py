@@ -1,7 +1,7 @@
-"""What the package and its rooms offer, loaded on first use: `hw.patch`, `hw.heads.ablate_heads`, `hw.models.sites`.
+"""Exports of the package and its rooms, loaded on first use: `hw.patch`, `hw.heads.ablate_heads`, `hw.models.sites`.
 
-A room's `__init__` names what it offers once, as imports under `if TYPE_CHECKING:`, which editors and type checkers
-read. `lazy_exports` reads the same lines, unimported, so that `import headwater` loads nothing and everything is found.
+A room's `__init__` lists its exports once, as imports under `if TYPE_CHECKING:`, which editors and type checkers read.
+`lazy_exports` reads these lines without importing them: `import headwater` loads nothing, and every name is found.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     """Return the `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
-        package: its `__name__`. It offers the names that it imports under TYPE_CHECKING, and its modules; of the
-            modules at the top, `dir` lists the rooms alone.
+        package: its `__name__`. It exports the names that it imports under TYPE_CHECKING, and its modules; for the top
+            package, `dir` lists only the rooms among its modules.
     """
     homes = homes_of(package)
     modules = {one.name: one.ispkg for one in pkgutil.iter_modules(sys.modules[package].__path__)}
@@ -43,7 +43,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         hint = hint_for("package", name)
         near = did_you_mean(name, {*homes, *modules}, or_all=False)
         advice = f": {hint}." if hint else f".{near}" if near else f"; dir({package}) lists its names."
-        # `from package import name` asks for it inside importlib, and would raise an ImportError without the advice.
+        # `from package import name` calls this from importlib, which would raise an ImportError without the advice.
         if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
             raise ImportError(f"cannot import name {name!r} from {package!r}{advice}", name=package)
         raise UnknownNameError(f"module {package!r} has no attribute {name!r}{advice}")
@@ -52,7 +52,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
 
 def homes_of(package: str) -> dict[str, str]:
-    """Return, by each name that a package imports under TYPE_CHECKING, the module that defines it."""
+    """Return the module that defines each name that a package imports under TYPE_CHECKING."""
     loader: Any = sys.modules[package].__loader__
     blocks = [node for node in ast.parse(loader.get_source(package)).body if isinstance(node, ast.If)]
     lines = [line for block in blocks if ast.unparse(block.test) == "TYPE_CHECKING" for line in block.body]

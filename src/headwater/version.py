@@ -1,3 +1,3 @@
-"""The version, written here alone."""
+"""The version, defined only here."""
 
 __version__ = "0.2.0"

@@ -1,10 +1,10 @@
 """Rows of a file of any shape: JSON lines, a JSON array (bare, or under a key of an object), CSV, TSV, parquet.
 
-- `read_rows` yields (number, row) one row at a time, so that a file of gigabytes is never in memory as a whole. The
+- `read_rows` yields (number, row) one row at a time, so that a file of gigabytes is never completely in memory. The
   number is the one a person would look for: the line of JSON lines, CSV and TSV, the item of a JSON array, the row of
   parquet.
-- `read_texts` yields one text of each row, or of each line, likewise; what cannot be read is a row without a text.
-- `read_objects` returns all rows of a file that is small, each with where it is.
+- `read_texts` yields one text per row, or per line, in the same way; an unreadable row counts as a row without a text.
+- `read_objects` returns all rows of a small file, each with its location.
 """
 
 import csv
@@ -30,7 +30,7 @@ OBJECTS = (".jsonl", ".json", ".parquet")
 NOT_TEXTS = (".json", ".parquet", ".arrow", ".xlsx", ".gz", ".zst", ".bz2", ".xz", ".zip")
 CHUNK = 2**20
 ROWS_AT_A_TIME = 1024
-"""Of a parquet file."""
+"""Rows of a parquet file in memory at a time."""
 
 
 @checked_call
@@ -39,10 +39,10 @@ def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
 
     Args:
         path: the file.
-        what: the things it holds a row of each of, for messages: "questions".
+        what: what each row of it is, for messages: "questions".
 
     Raises:
-        InputError: there is no such file, it is of another kind, or a row cannot be read; the message has its number.
+        InputError: the file does not exist, is of another kind, or has an unreadable row, whose number is reported.
     """
     check_readable(path, what)
     if path.suffix not in SUFFIXES:
@@ -97,7 +97,7 @@ def _text_in(line: str, field: str) -> str | None:
 
 
 def read_objects(path: Path) -> list[tuple[str, dict[str, object]]]:
-    """Return the rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with where it is."""
+    """Return the rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with its location."""
     try:
         if path.suffix == ".jsonl":
             lines = path.read_bytes().split(b"\n")
@@ -124,7 +124,7 @@ def _object(where: str, line: bytes) -> tuple[str, dict[str, object]]:
 
 
 def check_readable(path: Path, what: str) -> None:
-    """Refuse a file that is not there, is a folder, or may not be read."""
+    """Refuse a file that does not exist, is a folder, or may not be read."""
     try:
         path.open("rb").close()
     except FileNotFoundError:
@@ -138,26 +138,26 @@ def check_readable(path: Path, what: str) -> None:
 
 
 def refuse_repeated(where: object, names: Iterable[object]) -> None:
-    """Refuse a table two of whose columns have one name, of which a reader would take the last."""
+    """Refuse a table with two columns of one name, because a reader would use the last."""
     twice = next((name for name, times in Counter(names).items() if times > 1 and name != ""), None)
     if twice is not None:
         raise InputError(f"{where} has the column {twice!r} twice. Rename or remove one of the two.")
 
 
 def read_parquet(path: Path) -> pd.DataFrame:
-    """Read a parquet file without what pandas noted in it: a damaged note does not damage the data."""
+    """Read a parquet file without its pandas metadata, so that damaged metadata do not make the data unreadable."""
     try:
         with pq.ParquetFile(path) as file:
             refuse_repeated(path, file.schema_arrow.names)
             table = file.read()
-        table.validate(full=True)  # as pandas, arrow takes text for UTF-8 until it is looked at
+        table.validate(full=True)  # arrow, like pandas, assumes text is UTF-8 until it is read
         return table.to_pandas(ignore_metadata=True)
     except (ArrowException, ValueError, OSError) as error:
         raise InputError(f"{path} cannot be read ({error}).") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of a parquet file, a few of its rows in memory at a time; an empty cell is a cell not there."""
+    """Yield the rows of a parquet file, with few of its rows in memory at a time; empty cells are omitted."""
     number = 1
     try:
         with pq.ParquetFile(path) as file:
@@ -188,7 +188,7 @@ def _cells(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
 
 
 def _table(path: Path, file: TextIO, advice: str = "") -> tuple[Sequence[str], Iterator[tuple[int, dict[str, Any]]]]:
-    """Return the header of a table of cells, and its rows by their lines; None for a cell that is missing."""
+    """Return the header of a table of cells, and its rows by their lines; None for a missing cell."""
     csv.field_size_limit(2**27)
     reader = csv.DictReader(file, delimiter=SEPARATORS[path.suffix])
 
@@ -212,7 +212,7 @@ def _table(path: Path, file: TextIO, advice: str = "") -> tuple[Sequence[str], I
 
 
 def _json_items(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
-    """Yield the items of the array that the file is, or of the first array that it holds under a key."""
+    """Yield the items of the array that the file consists of, or of the first array under a key."""
     stream = _JsonStream(path, file)
     if stream.take("["):
         yield from stream.items()
@@ -236,7 +236,7 @@ def _json_items(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
 
 
 class _JsonStream:
-    """A JSON text read piece by piece: at any time only one value and a chunk of the file are in memory."""
+    """A JSON text read piece by piece: only one value and a chunk of the file are in memory at a time."""
 
     def __init__(self, path: Path, file: TextIO):
         self._path, self._file = path, file
@@ -244,7 +244,7 @@ class _JsonStream:
         self._decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
 
     def items(self) -> Iterator[tuple[int, object]]:
-        """Yield the values up to the end of the array that has begun, numbered from 1."""
+        """Yield the values up to the end of the current array, numbered from 1."""
         number = 1
         while not self.take("]"):
             if number > 1:
@@ -253,20 +253,20 @@ class _JsonStream:
             number += 1
 
     def take(self, sign: str) -> bool:
-        """Step over `sign` if it comes next."""
+        """Skip `sign` if it comes next; return whether it did."""
         self._skip_blanks()
         found = self._text.startswith(sign, self._place)
         self._place += found
         return found
 
     def expect(self, sign: str, where: str = "") -> None:
-        """Step over `sign`, which must come next."""
+        """Skip `sign`, which must come next."""
         if not self.take(sign):
             found = self._text[self._place : self._place + 1]
             raise InputError(f"{self._path}: {where}not JSON (expected {sign!r}, found {found or 'the end'!r}).")
 
     def value(self, what: str) -> Any:
-        """Return the value that comes next, reading on for as long as it is not whole."""
+        """Return the next value, reading on until it is complete."""
         self._skip_blanks()
         while True:
             try:

@@ -1,4 +1,4 @@
-"""JSON from data files, where anything may be, and texts that are not Unicode: each an error of one line."""
+"""JSON from data files, which may contain anything, and texts that are not Unicode: each error is one line."""
 
 import json
 import re
@@ -12,7 +12,7 @@ _WRITE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of keys and values; a repeated key, of which JSON keeps the last value, is an error."""
+    """Make an object from keys and values; a repeated key, of which JSON would keep the last value, is an error."""
     if len(made := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
@@ -30,14 +30,14 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise ValueError("nested too deep") from None
-    # Halves come by escapes alone, or in a text that has them already: to write each value again takes as long as it.
+    # Halves come only from escapes, or from a text that contains them: writing a value again takes as long as reading.
     if not is_unicode(value if "\\u" in plain else plain):
         raise ValueError(HALF_A_CHARACTER)
     return value
 
 
 def is_unicode(value: object) -> bool:
-    """Whether every text in a JSON value can be written in UTF-8."""
+    """Return whether every text in a JSON value can be written in UTF-8."""
     try:
         _WRITE(value).encode()
     except (UnicodeEncodeError, RecursionError):
@@ -46,7 +46,7 @@ def is_unicode(value: object) -> bool:
 
 
 def refuse_half_characters(text: str) -> None:
-    """Refuse a text that cannot be written as UTF-8, which tokenizers answer with an error of their own."""
+    """Refuse a text that cannot be written as UTF-8, for which tokenizers raise errors of their own."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -58,13 +58,13 @@ def refuse_half_characters(text: str) -> None:
 
 
 class JsonDocument:
-    """A JSON file that knows on which line its parts are."""
+    """A JSON file that can report the line of each of its parts."""
 
     _space = re.compile(r"[ \t\n\r]*")
     _decoder = json.JSONDecoder()
 
     def __init__(self, file: Path, what: str):
-        """Read a file, which messages call `what`: "relation file"."""
+        """Read a file, described in messages as `what`: "relation file"."""
         self.file = file
         try:
             self.text = file.read_bytes().decode("utf-8-sig")
@@ -81,7 +81,7 @@ class JsonDocument:
             raise InputError(f"{file} is not a {what} in JSON ({error}).") from None
 
     def line(self, position: int) -> int:
-        """Return the line, from 1, of what is at or after a position."""
+        """Return the line, from 1, of the next character at or after a position that is not blank."""
         return self.text.count("\n", 0, self._skip(position)) + 1
 
     def error(self, position: int, what: str) -> InputError:
@@ -97,7 +97,7 @@ class JsonDocument:
         return position
 
     def members(self) -> dict[str, tuple[int, Any]]:
-        """Return {key: (position of the value, value)} of the object that the file holds."""
+        """Return {key: (position of the value, value)} for the object in the file."""
         members: dict[str, tuple[int, Any]] = {}
         position = self._skip(self._skip(0) + 1)
         while self.text[position] != "}":

@@ -2,15 +2,15 @@
 
     S(i, j) = |A(i, j) · ∂L/∂A(i, j)|        averaged over heads; i the query, j the key
 
-`saliency_reference` is this line, given the gradient that autograd leaves at a stored pattern: T × T numbers per head,
+`saliency_reference` is this formula, with the gradient from autograd at a stored pattern: T × T numbers per head,
 twice. A head's output is z(i) = Σ_j A(i, j) v(j), so with g(i) = ∂L/∂z(i)
 
     A(i, j) · ∂L/∂A(i, j) = A(i, j) · ⟨g(i), v(j)⟩
 
-and `edge_saliency` forms the rows and columns requested and no others. The keys and values of grouped heads are read
-where they are: query heads h · group_size ... share key-value head h.
+and `edge_saliency` computes only the requested rows and columns. The keys and values of grouped heads are read without
+copies: query heads h · group_size ... share key-value head h.
 
-`reweighted` multiplies edges by 1 + s, differentiably in s: what a gradient at an edge is the first order of.
+`reweighted` multiplies edges by 1 + s, differentiably in s; a gradient at an edge is the first-order effect of s.
 """
 
 from typing import Literal, TypeAlias
@@ -23,7 +23,7 @@ from torch import Tensor
 from headwater.axes import Pattern
 
 Heads: TypeAlias = Literal["mean_abs", "abs_mean"]
-"""Over heads: the mean of the absolute values, or the absolute value of the mean."""
+"""How to reduce over heads: the mean of the absolute values, or the absolute value of the mean."""
 Pairs: TypeAlias = Literal["mean", "sum"]
 
 
@@ -51,10 +51,10 @@ def edge_saliency(
     """
     wide = torch.promote_types(pattern.dtype, torch.float32)
     n_kv_heads = values.shape[1]
-    # kv is the outer factor: the query heads of one key-value head are neighbours, as transformers' repeat_kv has them.
+    # kv is the outer factor: the query heads of one key-value head are neighbours, as in transformers' repeat_kv.
     grouped = rearrange(gradient, "batch row (kv group) d_head -> batch kv group row d_head", kv=n_kv_heads)
     slopes = einsum(
-        # float16 has nothing below 6e-8: products of small gradients with values would be 0 there.
+        # float16 has nothing below 6e-8: products of small gradients with values would underflow to 0.
         grouped.to(wide),
         values.to(wide),
         "batch kv group row d_head, batch kv column d_head -> batch kv group row column",
@@ -67,9 +67,9 @@ def over_pairs(
     saliency: Float[Tensor, "batch row column"], edges: Bool[Tensor, "batch row column"], pairs: Pairs = "mean"
 ) -> Float[Tensor, " batch"]:
     """Return the mean or the sum of S over a set of edges; NaN where the set is empty."""
-    # Not a product with the mask: what is not finite outside the set would reach the sum as NaN.
+    # Not a product with the mask: a non-finite value outside the set would reach the sum as NaN.
     total, n_edges = torch.where(edges, saliency, 0).sum((1, 2)), edges.sum((1, 2))
-    # Divided by True a sum stays; by False an empty set is NaN also as a sum, which would read as no saliency.
+    # Divided by True a sum is unchanged; divided by False an empty set is NaN, where its sum 0 would mean no saliency.
     return total / (n_edges if pairs == "mean" else n_edges > 0)
 
 
@@ -81,11 +81,11 @@ def reweighted(
 ) -> Pattern:
     """Return a pattern whose edges from `columns` (read) to `rows` (reading) are multiplied by 1 + scale.
 
-    The other weights stay as they are, and nothing is renormalised; gradients reach `scale`. As a hook:
+    The other weights are unchanged, and nothing is renormalised; gradients reach `scale`. As a hook:
     `(f"blocks.{layer}.attn.hook_pattern", lambda pattern, hook: reweighted(pattern, rows, columns, scale))`.
 
     Args:
-        pattern: weights after the softmax; its queries may be the last few positions only.
+        pattern: weights after the softmax; its queries may be only the last few positions.
         rows: True at the queries that read, among the queries of the pattern.
         columns: True at the keys that are read.
         scale: one number, one per example `[batch, 1]`, or one per example and head.

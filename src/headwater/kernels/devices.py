@@ -1,4 +1,4 @@
-"""What is asked of a device: whether it is there, its memory, Triton, products in float32; and what failed on it."""
+"""Devices: availability, memory, Triton, float32 products; and error messages for failures on them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from headwater.errors import HeadwaterError, InputError
 
 GIVE = "Give cpu, cuda, or cuda:1."
 TAKE_A_COPY_FIRST = frozenset({"cuda"})
-"""Devices to which a copy of pageable memory is made of a copy: what it came from may change or go at once."""
+"""Devices to which pageable memory is sent from a copy of it: the source may be changed or freed at once."""
 COPIED_AT_ONCE = 2**16
-"""Bytes up to which that is so without waiting; more goes by way of pinned memory, which torch keeps for the next."""
+"""Most bytes for which this needs no wait; larger arrays go through pinned memory, which torch caches for reuse."""
 
 
 def usable_device(device: str | torch.device) -> torch.device:
-    """The device that is meant."""
+    """Return the named device, or refuse one that cannot be used."""
     try:
         parsed = torch.device(device)
-    except (RuntimeError, TypeError, ValueError):  # a text, something else, a number beyond all
+    except (RuntimeError, TypeError, ValueError):  # a text, something else, a number out of range
         raise InputError(f"device={str(device)!r} cannot be used: torch knows none of this name. {GIVE}") from None
     try:
-        # torch.device takes any index of any backend; only an allocation asks whether the device is there.
+        # torch.device accepts any index of any backend; only an allocation checks that the device exists.
         torch.empty(0, device=parsed)
     except NotImplementedError:  # its message lists every kernel of torch
         reason = f"this torch computes nothing on {parsed.type}"
@@ -45,50 +45,50 @@ def usable_device(device: str | torch.device) -> torch.device:
                 f"device={str(device)!r} cannot be used: torch {torch.__version__} finds no CUDA device here. Give cpu,"
                 " or leave it out."
             ) from None
-        # CUDA's messages go on with advice on debugging environment variables.
+        # CUDA's messages continue with advice on debugging environment variables.
         reason = str(error).split("\n", 1)[0].rstrip(".")
         raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
     return parsed
 
 
 def is_on(device: torch.device, here: torch.device) -> bool:
-    """Whether what is on the device `here` is on the one that is meant: "cuda:1" is that card, "cuda" is any."""
+    """Return whether the device `here` is the specified one: "cuda:1" is that card, "cuda" is any."""
     any_index = device.type == "cpu" or device.index is None or here.index is None
     return device.type == here.type and (any_index or device.index == here.index)
 
 
 def to_device(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:
-    """Return numbers of the host on a device, which receives them after what it was given to do before.
+    """Copy numbers from the host to a device without waiting; the device receives them after its earlier work.
 
-    `tensor.to(device)`, `torch.tensor(..., device=device)` and an index by a list wait until all of that is done.
+    `tensor.to(device)`, `torch.tensor(..., device=device)` and an index by a list wait until all of that work is done.
     """
     host = torch.from_numpy(host) if isinstance(host, np.ndarray) else host
     asynchronous = host.device.type == "cpu" and torch.device(device).type in TAKE_A_COPY_FIRST
     if asynchronous and host.nbytes > COPIED_AT_ONCE:
-        # Pageable memory of this size would be staged by the driver, which makes the host wait for it.
+        # The driver would stage pageable memory of this size, which makes the host wait for it.
         host = host.pin_memory()
     return host.to(device, non_blocking=asynchronous)
 
 
 def to_device_many(parts: Sequence[Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
-    """Return several vectors of the host on a device, in one copy."""
+    """Copy several vectors from the host to a device, in one copy."""
     return to_device(torch.cat([*parts]), device).split([len(part) for part in parts]) if parts else ()
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether the Triton twin of a kernel is the one for this tensor's device."""
+    """Return whether this tensor's device runs the Triton version of a kernel."""
     return tensor.is_cuda and is_ampere(tensor.device) and _triton_works()
 
 
 @lru_cache
 def is_ampere(device: torch.device) -> bool:
-    """Whether a CUDA device is of the Ampere generation or later: its tensor cores take bfloat16 and TF32."""
+    """Return whether a CUDA device is of the Ampere generation or later: its tensor cores take bfloat16 and TF32."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @lru_cache
 def _triton_works() -> bool:
-    """Whether Triton is there, and the C compiler that it builds its launchers with."""
+    """Return whether Triton is installed, and the C compiler that it builds its launchers with."""
     # Triton alone is not enough: without a compiler its first launch fails, not its import.
     compilers = ("cc", "gcc", "clang")
     return importlib.util.find_spec("triton") is not None and any(map(shutil.which, compilers))
@@ -96,10 +96,10 @@ def _triton_works() -> bool:
 
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
-    """Multiply float32 matrices in float32 inside, even where the caller lets torch use fewer bits (TF32, bfloat16)."""
+    """Multiply float32 matrices in float32 inside, even if the caller lets torch use fewer bits (TF32, bfloat16)."""
     try:
         before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch answers so once its newer switch, one per backend, has been used
+    except RuntimeError:  # torch raises this once its newer switch, one per backend, has been used
         with contextlib.ExitStack() as stack:
             for backend in operator.attrgetter("cuda.matmul", "mkldnn.matmul")(torch.backends):
                 stack.enter_context(_ieee_products(backend))
@@ -117,12 +117,12 @@ def full_float32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ieee_products(backend: Any) -> Iterator[None]:
-    """Hold one backend's own switch, `torch.backends.{backend}.matmul.fp32_precision`, at float32 inside.
+    """Keep one backend's switch, `torch.backends.{backend}.matmul.fp32_precision`, at float32 inside.
 
-    A switch at "none" reads as whatever `torch.backends.fp32_precision` says, and must follow that again afterwards.
+    A switch at "none" reads as the value of `torch.backends.fp32_precision`, and must follow that again afterwards.
     """
     before = backend.fp32_precision
-    # Reading does not tell a switch that is set from one that follows: cleared, one that follows keeps its value.
+    # A read does not show whether the switch is set or follows: one that follows keeps its value when cleared.
     backend.fp32_precision = "none"
     follows = backend.fp32_precision == before
     backend.fp32_precision = "ieee"
@@ -140,16 +140,16 @@ def exact_product(a: Tensor, b: Tensor) -> Tensor:
     """
     is_half = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
     # torch.__version__ compares as a version, not as text: "2.10" comes after "2.8".
-    if a.is_cuda and is_half and is_ampere(a.device) and torch.__version__ >= "2.8":  # earlier ones cannot give float32
+    if a.is_cuda and is_half and is_ampere(a.device) and torch.__version__ >= "2.8":  # earlier: no float32 output
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
-# What fits in memory: refuse what is known to be too large before it starts, and go on in halves where it ran out.
+# Memory: refuse what is known to be too large before it starts, and continue in halves when memory runs out.
 #
-# What has a known size (a model's weights, a cache, a table) and would not fit is refused with the figures, because a
-# machine that begins to swap, or a process that the system ends, says nothing. What a run takes is not forecast: where
-# memory runs out, `in_halves` takes the same items in two parts, and those again, down to single ones.
+# Data of known size (a model's weights, a cache, a table) that would not fit are refused with the figures, because a
+# machine that begins to swap, or a process that the system kills, reports nothing. The memory of a run is not
+# forecast: when memory runs out, `in_halves` processes the same items in two parts, and again, down to single ones.
 
 
 Value = TypeVar("Value")
@@ -158,13 +158,13 @@ Value = TypeVar("Value")
 def available_memory(device: torch.device) -> int:
     """Return the bytes that can still be allocated on a device."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, to be used again
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch, reusable
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     return int(psutil.virtual_memory().available)
 
 
 def refuse_too_large(what: str, needed: int, device: torch.device, advice: str) -> None:
-    """Refuse what needs more bytes than a device has left."""
+    """Refuse anything that needs more bytes than a device has free."""
     available = available_memory(device)
     if needed > available:
         raise InputError(
@@ -173,7 +173,7 @@ def refuse_too_large(what: str, needed: int, device: torch.device, advice: str) 
 
 
 def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str) -> None:
-    """Refuse what needs more bytes than the disk has left; what the folder holds already counts as written."""
+    """Refuse anything that needs more bytes than the disk has free; safetensors files in the folder are counted in."""
     there = sum(file.stat().st_size for file in folder.rglob("*.safetensors")) if folder.is_dir() else 0
     above = next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path())
     free = shutil.disk_usage(above).free
@@ -184,21 +184,21 @@ def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str)
 
 
 def spelled_bytes(count: int) -> str:
-    """Name a number of bytes in GiB, or where that would be hardly any in MiB."""
+    """Format a number of bytes in GiB, or if that would be close to zero in MiB."""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:,.1f} MiB"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a GPU or a CPU."""
+    """Return whether an error means that memory ran out, on a GPU or a CPU."""
     # torch's allocator on the CPU raises a plain RuntimeError, which only its text identifies.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 @contextlib.contextmanager
 def failures_named(what: str, *, in_a_run: bool = True) -> Iterator[None]:
-    """Say which of the functions that a caller gave failed, and how; what it raised is chained.
+    """Report which of a caller's functions failed, and how; the original exception is chained.
 
-    Memory that runs out in a run of the model is not the function's failure: the run is made again in halves.
+    Running out of memory in a run of the model is not the function's failure: the run is repeated in halves.
     """
     try:
         yield
@@ -210,12 +210,12 @@ def failures_named(what: str, *, in_a_run: bool = True) -> Iterator[None]:
 
 
 def in_halves(items: Any, work: Callable[[Any], Value]) -> list[Value]:
-    """Do the work on all items at once; when memory runs out, on one half and then the other, and so on.
+    """Do the work on all items at once; if memory runs out, on one half and then the other, and so on.
 
-    Items are whatever has a length and gives parts of it by slices. The work must undo what it did when it fails.
+    Items may be anything with a length and slices. The work must undo its effects when it fails.
 
     Returns:
-        What each part of the work returned, in order.
+        The results of each part of the work, in order.
     """
     try:
         return [work(items)]
@@ -223,7 +223,7 @@ def in_halves(items: Any, work: Callable[[Any], Value]) -> list[Value]:
         if not is_out_of_memory(error):
             raise
         reason = str(error)
-    # After the except clause: until it ends, the traceback keeps alive the tensors that are to go.
+    # After the except clause: until it ends, the traceback keeps alive the tensors that are to be freed.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

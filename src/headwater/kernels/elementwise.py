@@ -1,4 +1,4 @@
-"""GELU's tanh form, and the softmax of short rows: a few passes over a few rows, as a processor likes them."""
+"""GELU's tanh form, and the softmax of short rows: a few passes over a few rows, which suits a processor's cache."""
 
 import math
 
@@ -10,39 +10,39 @@ from torch import Tensor
 #
 # gelu(x) = x / 2 · (1 + tanh(√(2/π) (x + 0.044715 x³))) = x · sigmoid(2 √(2/π) (1 + 0.044715 x²) x)
 #
-# torch's own kernel computes its tanh without the vector library of a CPU; sigmoid goes through it, at half the time.
-# Some rows at once stay in the cache from the first pass to the last.
+# torch's own kernel computes tanh without the CPU's vector library; sigmoid uses it, and takes half the time. A few
+# rows at a time stay in the cache from the first pass to the last.
 
 
 SLOPE = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715
 AT_ONCE = 1 << 18
-"""Numbers per processor core that are taken through all passes before the next."""
+"""Numbers per processor core that go through all passes before the next block starts."""
 
 
 def tanh_gelu(x: Float[Tensor, "*row d"]) -> Float[Tensor, "*row d"]:
-    """Return GELU of x in its tanh form; with torch's kernel off the CPU, in other types, and under a gradient."""
-    # Under a gradient the passes below cannot be used: autograd refuses out=.
+    """Return GELU of x in its tanh form; on other devices, in other dtypes and with gradients by torch's kernel."""
+    # With gradients the passes below cannot be used: autograd refuses out=.
     if x.device.type != "cpu" or x.dtype != torch.float32 or (x.requires_grad and torch.is_grad_enabled()):
         return torch.nn.functional.gelu(x, approximate="tanh")
-    # view(-1) below needs one stretch of memory; no copy but for slices.
+    # view(-1) below needs contiguous memory; this copies only slices.
     x = x.contiguous()
-    # addcmul takes a tensor, not a number, as what is added to; one without axes broadcasts.
+    # addcmul takes a tensor, not a number, as its first summand; one without axes broadcasts.
     out, slope = torch.empty_like(x), torch.tensor(SLOPE)
     at_once = AT_ONCE * torch.get_num_threads()
     for x_part, out_part in zip(x.view(-1).split(at_once), out.view(-1).split(at_once), strict=True):
-        # The argument of the sigmoid without its factor x, which is multiplied in by the next pass.
+        # The argument of the sigmoid without its factor x, which the next pass multiplies in.
         torch.addcmul(slope, x_part, x_part, value=SLOPE * CUBIC, out=out_part)
         out_part.mul_(x_part).sigmoid_().mul_(x_part)
     return out
 
 
-# Softmax over rows shorter than a vector of the processor, such as the attention of a prompt of twelve tokens.
+# Softmax over rows shorter than a vector register, such as the attention of a prompt of twelve tokens.
 #
 # softmax(x) = softmax(x, -inf, ..., -inf) without its last numbers
 #
-# torch takes a row of at least `VECTOR` numbers a vector at a time, and a shorter one number by number: twelve take ten
-# times as long as sixteen.
+# torch processes a row of at least `VECTOR` numbers one vector at a time, and a shorter one number by number: twelve
+# numbers take ten times as long as sixteen.
 
 
 VECTOR = 16
@@ -50,9 +50,9 @@ VECTOR = 16
 
 
 def softmax(x: Float[Tensor, "*row key"]) -> Float[Tensor, "*row key"]:
-    """Return the softmax over the last axis; a row all of whose numbers are -inf becomes NaN, as with torch's."""
+    """Return the softmax over the last axis; a row of nothing but -inf becomes NaN, as in torch."""
     width = x.shape[-1]
     if x.device.type != "cpu" or width >= VECTOR:
         return x.softmax(-1)
-    # With the copies still eight times as fast as torch at 12 keys (benchmarks/NOTES.md).
+    # Even with the copies eight times as fast as torch at 12 keys (benchmarks/NOTES.md).
     return torch.nn.functional.pad(x, (0, VECTOR - width), value=-torch.inf).softmax(-1)[..., :width]

@@ -1,6 +1,6 @@
-"""The statistics of `kernels.likelihood`, and what layers predict, going once over tiles of the vocabulary.
+"""The statistics of `kernels.likelihood`, and predictions of layers, in one pass over tiles of the vocabulary.
 
-Of the statistics the sums of two tiles merge after both are moved to the larger of their maxima, δ = m - m' ≤ 0:
+To merge the statistics of two tiles, the sums of both are moved to the larger of their maxima, δ = m - m' ≤ 0:
 
     S0' = e^δ S0      S1' = e^δ (S1 + δ S0)      S2' = e^δ (S2 + 2 δ S1 + δ² S0)
 
@@ -17,11 +17,11 @@ from headwater.kernels.devices import full_float32, runs_triton
 from headwater.kernels.likelihood import Moments, TokenStatistics, UnembeddingHead, statistics_of
 
 WORKSPACE_BYTES = 32 * 2**20
-"""What the tiles of `token_statistics` may take beside its inputs and its five numbers per token."""
+"""Memory for the tiles of `token_statistics`, besides its inputs and its five numbers per token."""
 
 _TOKENS_AT_ONCE = 512
 _WIDEST = 4096
-"""Columns of a tile at most: those of few tokens are then multiplied and summed in the processor's caches."""
+"""Most columns of a tile: for few tokens it is then multiplied and summed in the processor's caches."""
 
 
 def token_statistics(
@@ -38,17 +38,17 @@ def token_statistics(
     Args:
         hidden: the final hidden states at the scored positions, after the final norm, in any floating dtype.
         head: the unembedding. Padding columns that the tokenizer never uses count unless `W_U` is given without them.
-        target: the token that came, at each position.
+        target: the actual next token, at each position.
         precision: one of `PRECISIONS`. On CUDA "highest" multiplies float32 states with all their bits. "high" takes
-            three tensor-core products with float32 weights, off by less than 2⁻¹⁸ of Σ |h_i W_i|, and two in place of
-            three with bfloat16 weights, off by less than 2⁻¹⁶ of it. The CPU always multiplies in full.
+            three tensor-core products with float32 weights, with an error below 2⁻¹⁸ of Σ |h_i W_i|, and two instead of
+            three with bfloat16 weights, with an error below 2⁻¹⁶ of it. The CPU always multiplies in full.
 
     Returns:
         The five statistics, log-probabilities in nats, in float32; products and sums are in float32 or wider whatever
-        the dtype of the inputs. Beside inputs and outputs at most about `WORKSPACE_BYTES` are kept.
+        the dtype of the inputs. Besides inputs and outputs at most about `WORKSPACE_BYTES` are allocated.
     """
     if runs_triton(hidden):
-        # Imported late: the file imports triton, which torch for CPUs does not bring.
+        # Imported late: the file imports triton, which torch for CPUs does not install.
         from headwater.kernels import likelihood_triton
 
         return likelihood_triton.token_statistics(hidden, head, target, precision)
@@ -65,24 +65,24 @@ def token_statistics(
 
 
 class _Workspace:
-    """Every array of a tile's size, allocated once: freed and allocated anew, they would scatter the heap."""
+    """The arrays of a tile's size, allocated once: allocating and freeing them each time would fragment the heap."""
 
     def __init__(self, rows: int, width: int, head: UnembeddingHead, device: torch.device):
-        # A float32 W_U is multiplied where it lies; its tile would be a copy for nothing.
+        # A float32 W_U is multiplied in place; a copy of its tile would be useless.
         convert = head.W_U.dtype != torch.float32
         self.weights = torch.empty_like(head.W_U[:, :width], dtype=torch.float32) if convert else None
         self.logits, self.weighted = torch.empty(2, rows * width, device=device)
 
     def head_of(self, head: UnembeddingHead, tile: slice) -> UnembeddingHead:
-        """Return the head for a tile alone, its weights in float32."""
+        """Return the head for one tile, with weights in float32."""
         weights = head.W_U[:, tile]
         if self.weights is not None:
-            # copy_ converts into memory that is there; .float() would allocate a tile of weights each time.
+            # copy_ converts into existing memory; .float() would allocate a tile of weights each time.
             weights = self.weights[:, : weights.shape[1]].copy_(weights)
         return head._replace(W_U=weights, bias=None if head.bias is None else head.bias[tile])
 
     def arrays(self, rows: int, tile: slice) -> list[Tensor]:
-        """Return the array for the logits and the one to work in, as `rows` × tile."""
+        """Return the array for the logits and a scratch array, as `rows` × tile."""
         size = rows * (tile.stop - tile.start)
         return [array[:size].view(rows, -1) for array in (self.logits, self.weighted)]
 
@@ -94,14 +94,14 @@ def _statistics_of_chunk(
     tiles: list[slice],
     workspace: _Workspace,
 ) -> TokenStatistics:
-    # From W_U as the model keeps it: tiles are converted one by one, and a target may lie in any of them.
+    # From W_U in the model's dtype: tiles are converted one by one, and a target may lie in any of them.
     target_logits = head.target_logit(hidden, target)
     rank = torch.zeros_like(target)
     total: Moments | None = None
     for tile in tiles:
         logits, scratch = workspace.arrays(len(hidden), tile)
         workspace.head_of(head, tile).logits(hidden, slice(None), out=logits)
-        # Before the moments: they use the logits up.
+        # Before the moments, because they overwrite the logits.
         rank += _count_above(logits, target_logits, target - tile.start, scratch)
         of_tile = _moments(logits, scratch)
         total = of_tile if total is None else _merge(total, of_tile)
@@ -121,55 +121,55 @@ def _count_above(
     column: Int[Tensor, " token"],
     above: Float[Tensor, "token vocabulary_tile"],
 ) -> Int[Tensor, " token"]:
-    """Count larger logits without the target's own column: computed apart, its logit may differ in the last bit."""
+    """Count larger logits, except in the target's column: computed separately, its logit may differ in the last bit."""
     torch.gt(logits, target_logits[:, None], out=above)
     inside = ((column >= 0) & (column < logits.shape[1])).nonzero()[:, 0]
-    # By index, not by where(): a mask of a tile's size would be a further pass over memory.
+    # By index, not by where(): a mask of a tile's size would be another pass over memory.
     above[inside, column[inside]] = 0
     # A sum of booleans would copy the tile to int64; ones in float32 are counted exactly up to 2^24.
     return above.sum(-1).long()
 
 
 def _moments(logits: Float[Tensor, "token vocabulary_tile"], weighted: Tensor) -> Moments:
-    """Sum over a tile; `logits` is used up, `weighted` is an array of its size to work in.
+    """Sum over a tile; overwrites `logits`, and uses `weighted`, of the same size, as scratch memory.
 
-    Sums within a tile are in float32 (torch adds pairwise): given float64, torch would first copy the tile.
+    Sums within a tile are in float32 (torch adds pairwise): for float64, torch would first copy the tile.
     """
-    # A finite number also for a tile of nothing but -inf: -inf - -inf is NaN.
+    # Finite even for a tile of nothing but -inf, because -inf - -inf is NaN.
     peak = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)
-    # Below the tile's own maximum, so that no exponential overflows; the merge moves all to a common one.
-    # e^-200 is 0 in float32, so the bound changes no sum; it keeps -inf · 0 out of them, and NaN in.
+    # Relative to the tile's own maximum, so that no exponential overflows; the merge moves all tiles to a common one.
+    # e^-200 is 0 in float32, so the bound changes no sum; it prevents -inf · 0, and lets NaN through.
     y = logits.sub_(peak[:, None]).clamp_(min=-200)
     torch.exp(y, out=weighted)
     s0 = weighted.sum(-1).double()
-    # y e^y becomes y² e^y in the next line, in the same memory.
+    # The next line turns y e^y into y² e^y, in the same memory.
     s1 = weighted.mul_(y).sum(-1).double()
     s2 = weighted.mul_(y).sum(-1).double()
     return Moments(peak.double(), s0, s1, s2)
 
 
 def _merge(a: Moments, b: Moments) -> Moments:
-    # To the larger one: shifts are then at most 0 and exponentials at most 1.
+    # To the larger maximum: shifts are then at most 0 and exponentials at most 1.
     peak = torch.maximum(a.peak, b.peak)
     return Moments(peak, *(x + y for x, y in zip(a.moved_to(peak)[1:], b.moved_to(peak)[1:], strict=True)))
 
 
-# What several layers would predict, read through one unembedding: top tokens, rank of a target, KL to the last one.
+# Predictions of several layers through one unembedding: top tokens, rank of a target, KL to the last layer.
 #
 # With logits x of a layer and x' of the last, p = softmax(x), p' = softmax(x'):
 #
 #     top       the k largest log p             rank = #{v != t : x_v > x_t} of a target t
 #     KL        Σ p' (x' - x) - lse(x') + lse(x) = KL(p' ‖ p), in nats; 0 for the last layer itself
 #
-# `layer_predictions_reference` is these lines on full logits. `layer_predictions` goes once over tiles of the
-# vocabulary, with the states of all layers in one product: sums are kept below the largest logit seen so far, and the k
-# largest of a tile are joined with those before.
+# `layer_predictions_reference` applies these formulas to full logits. `layer_predictions` makes one pass over tiles of
+# the vocabulary, with the states of all layers in one product: sums are relative to the largest logit so far, and the k
+# largest of a tile are merged with the earlier ones.
 
 
 TILE_BYTES = 32 * 2**20
-"""What a tile's logits and its converted weights may take."""
+"""Memory for a tile's logits and its converted weights."""
 ROWS_AT_ONCE = 1024
-"""States of all layers in one product: with few, reading W_U would take longer than multiplying with it."""
+"""Most states of all layers in one product: with few, reading W_U would take longer than multiplying with it."""
 
 
 class Predicted(NamedTuple):
@@ -178,7 +178,7 @@ class Predicted(NamedTuple):
     log_probability: Float[Tensor, "layer token k"]
     top: Int[Tensor, "layer token k"]
     rank: Int[Tensor, "layer token"]
-    """How many other tokens have a larger logit than the target."""
+    """Number of other tokens with a larger logit than the target."""
     kl: Float[Tensor, "layer token"]
 
 
@@ -189,7 +189,7 @@ def layer_predictions_reference(
     target: Int[Tensor, " token"],
     k: int,
 ) -> Predicted:
-    """The formula on full float64 logits: what `layer_predictions` must equal."""
+    """Apply the formula to full float64 logits: `layer_predictions` must equal this."""
     wide = head._replace(W_U=head.W_U.double())
     final = wide.logits(last.double(), slice(None)).log_softmax(-1)
     by_layer = []
@@ -209,14 +209,14 @@ def layer_predictions(
     target: Int[Tensor, " token"],
     k: int,
 ) -> Predicted:
-    """Return what layers predict, in one pass over the vocabulary.
+    """Return the predictions of layers, in one pass over the vocabulary.
 
     Args:
         hidden: states of several layers at some tokens, after the final norm.
-        last: the same of the last layer.
+        last: the states of the last layer.
         head: the unembedding.
-        target: the token whose rank is requested, for each.
-        k: how many of the largest.
+        target: the token whose rank is requested, for each token.
+        k: number of largest log-probabilities.
 
     Returns:
         Numbers in float32; products are in float32, sums in float64.
@@ -233,27 +233,27 @@ def layer_predictions(
 
 
 class _Running:
-    """The sums of each row over the tiles seen so far."""
+    """The sums of each row over the tiles so far."""
 
     def __init__(self, states: Tensor, head: UnembeddingHead, target: Tensor):
-        # Before the tiles: every one of them is compared with it, and the target's own may come last.
+        # Before the tiles: each tile is compared with the target's logit, and the target's own tile may come last.
         self.target, self.own = target, head.target_logit(states, target)
         self.rank = torch.zeros_like(target)
-        # -inf makes the first tile a merge like the others: exp(-inf) · 0 is 0.
+        # With -inf the first tile is merged like the others: exp(-inf) · 0 is 0.
         self.peak = torch.full(target.shape, -torch.inf, dtype=torch.float64, device=states.device)
         self.total = torch.zeros_like(self.peak)
         self.values = torch.empty(len(target), 0, device=states.device)
         self.top = torch.empty(len(target), 0, dtype=torch.long, device=states.device)
 
     def add(self, logits: Float[Tensor, "row vocabulary_tile"], start: int, k: int) -> None:
-        """Take in a tile whose first column is `start`."""
+        """Add a tile whose first column is `start`."""
         above = logits > self.own[:, None]
         column = self.target - start
         inside = (column >= 0) & (column < logits.shape[1])
         own = column.clamp(0, logits.shape[1] - 1)[:, None]
-        # By index: the target's logit in the tile may differ in the last bit from the one computed apart.
+        # By index: the target's logit in the tile may differ in the last bit from the separately computed one.
         self.rank += above.sum(-1) - (above.gather(1, own)[:, 0] & inside).long()
-        # topk of the tile first: joining it with those before would copy a whole tile.
+        # topk of the tile first: concatenating it with the earlier values would copy a whole tile.
         values, places = logits.topk(min(k, logits.shape[1]))
         values, top = torch.cat([self.values, values], -1), torch.cat([self.top, places + start], -1)
         self.values, order = values.topk(min(k, values.shape[1]))
@@ -269,10 +269,10 @@ class _Running:
 
 
 def _of_chunk(states: Tensor, target: Tensor, head: UnembeddingHead, k: int) -> Predicted:
-    """Return what layers predict but the last, `states` being `layer token d_model`."""
+    """Return the predictions of all layers except the last, for `states`, `layer token d_model`."""
     by_layer, rows = states.shape[:2], states.flatten(0, 1)
     d_model, d_vocab = head.W_U.shape
-    # Four arrays of a tile's size: logits, and what is made of them on the way to a sum.
+    # Four arrays of a tile's size: logits, and intermediate results of the sums.
     width = max(128, TILE_BYTES // (4 * (d_model + 4 * len(rows))))
     running = _Running(rows, head, target.repeat(by_layer[0]))
     difference = torch.zeros(by_layer, dtype=torch.float64, device=states.device)
@@ -282,7 +282,7 @@ def _of_chunk(states: Tensor, target: Tensor, head: UnembeddingHead, k: int) -> 
             bias=None if head.bias is None else head.bias[start : start + width],
         )
         logits = tile.logits(rows, slice(None))
-        # The weights below are relative to the new peak, the sums of earlier tiles to this one.
+        # The weights below are relative to the new peak, the sums of earlier tiles to this old one.
         before = running.peak.view(by_layer)[-1]
         running.add(logits, start, k)
         peak, logits = running.peak.view(by_layer)[-1], logits.view(*by_layer, -1)
@@ -291,7 +291,7 @@ def _of_chunk(states: Tensor, target: Tensor, head: UnembeddingHead, k: int) -> 
         gap = (logits[-1] - logits).mul_(weight).sum(-1).double()
         difference = difference * (before - peak).exp() + gap
     lse, total = running.lse.view(by_layer), running.total.view(by_layer)[-1]
-    # Equal distributions leave rounding of either sign.
+    # For equal distributions the result is rounding of either sign.
     kl = (difference / total - lse[-1] + lse).clamp(min=0)
     log_probability = (running.values - running.lse[:, None]).float()
     return Predicted(

@@ -1,20 +1,19 @@
 """The likelihood statistics of `likelihood`, in one Triton kernel: no logit ever reaches memory.
 
-1. A program takes a block of tokens and a share of the vocabulary's tiles, and goes over them: the logits of a tile by
-   tensor cores, then scale, bias and soft cap, then the online maximum and Σ y^n e^y (n = 0, 1, 2) and the count above
-   the target, all in registers. Columns beyond the vocabulary are -inf; the target's own column is left out of the
-   count by its index. Shares exist to keep every multiprocessor busy when tokens are few.
+1. A program takes a block of tokens and a share of the vocabulary's tiles, and iterates over them: the logits of a tile
+   on tensor cores, then scale, bias and soft cap, then the online maximum and Σ y^n e^y (n = 0, 1, 2) and the count
+   above the target, all in registers. Columns beyond the vocabulary are -inf; the target's column is excluded from the
+   count by its index. Shares keep every multiprocessor busy when tokens are few.
 2. The shares' sums, five numbers per token each, are merged in float64 by the recurrence of `likelihood`.
 
 Accuracy: products and sums are float32 whatever the inputs. Two bfloat16 factors multiply exactly on tensor cores. A
-float32 hidden state meets bfloat16 weights as a sum of bfloat16 parts, three of which hold all its 24 bits. Two float32
-factors are multiplied as they are ("highest"), or as three tensor-core products of parts of 11 bits each ("high").
-Tensor cores cut off their sums, always towards zero, and the error grows with the terms: every `SUM` terms have a sum
-of their own, and these are added with rounding.
+float32 hidden state is multiplied with bfloat16 weights as a sum of bfloat16 parts; three parts hold all its 24 bits.
+Two float32 factors are multiplied directly ("highest"), or as three tensor-core products of parts of 11 bits each
+("high"). Tensor cores truncate their sums, always towards zero, and the error grows with the number of terms: every
+`SUM` terms have a separate sum, and these sums are added with rounding.
 
-What it costs, predicted and seen in the compiled code, is in `benchmarks/NOTES.md`: a fifth on top of the product. Two
-sums of 128 × 256 would spill registers. Programs that share a tile of W_U run side by side: it is read from memory
-once.
+The cost, predicted and seen in the compiled code, is in `benchmarks/NOTES.md`: a fifth more than the product. Two sums
+of 128 × 256 would spill registers. Programs that share a tile of W_U run side by side: it is read from memory once.
 """
 
 from functools import lru_cache
@@ -30,11 +29,11 @@ from headwater.kernels.likelihood import Moments, TokenStatistics, UnembeddingHe
 
 HALF = (torch.bfloat16, torch.float16)
 SUM = 256
-"""How many products tensor cores add up in one sum, cut off at every step: a multiple of every tile's depth."""
+"""Number of products in one tensor-core sum, truncated at every step: a multiple of every tile's depth."""
 
 
 class ProgramTile(NamedTuple):
-    """The tile of a program: tokens × vocabulary, in steps along d_model; warps that share it, stages in flight."""
+    """The tile of a program: tokens × vocabulary, in steps along d_model; the warps that share it, stages in flight."""
 
     tokens: int
     vocabulary: int
@@ -58,12 +57,12 @@ def _own_logit_kernel(
         w = tl.load(
             W_U + depth.to(tl.int64) * depth_stride + column * vocabulary_stride, mask=depth < d_model, other=0.0
         )
-        # No tensor cores here: sums with rounding, which are not cut off (benchmarks/NOTES.md).
+        # No tensor cores here: sums are rounded, not truncated (benchmarks/NOTES.md).
         total += h.to(tl.float32) * w.to(tl.float32)
     tl.store(target_logits + token, tl.sum(total, 0))
 
 
-# Triton compiles anew for a number that is 1 or a multiple of 16; these change from call to call.
+# Triton recompiles for a number that is 1 or a multiple of 16; these numbers change from call to call.
 @triton.jit(do_not_specialize=["n_tokens", "n_shares", "tiles_per_share"])
 @no_type_check
 def _statistics_kernel(
@@ -104,7 +103,7 @@ def _statistics_kernel(
     h_row = hidden + row.to(tl.int64)[:, None] * d_model
     part_size = n_tokens.to(tl.int64) * d_model
 
-    # The least float32 and not -inf: a tile may hold nothing but -inf, and -inf - -inf is NaN.
+    # The least float32 and not -inf: a tile may contain nothing but -inf, and -inf - -inf is NaN.
     peak = tl.full((BLOCK_T,), -3.4028234663852886e38, tl.float32)
     s0 = tl.zeros((BLOCK_T,), tl.float32)
     s1 = tl.zeros((BLOCK_T,), tl.float32)
@@ -124,15 +123,15 @@ def _statistics_kernel(
             w_tile = w_column + depth.to(tl.int64)[:, None] * depth_stride
             h_tile = h_row + depth[None, :]
             inside = depth < d_model
-            # A mask, not clamped columns: the compiler must see that these follow one another to read 16 bytes at once.
+            # A mask, not clamped columns: the compiler must see that these are consecutive to read 16 bytes at once.
             w_mask = in_vocabulary[None, :] if EVEN_DEPTH else inside[:, None] & in_vocabulary[None, :]
             w = tl.load(w_tile, mask=w_mask, other=0.0)
             for part in tl.static_range(PARTS):
                 h_part = h_tile + part * part_size
                 h = tl.load(h_part) if EVEN_DEPTH else tl.load(h_part, mask=inside[None, :], other=0.0)
-                # Summed into `partial`: of `logits += tl.dot(h, w)` Triton makes one sum, which tensor cores cut off.
+                # Summed into `partial`: Triton makes `logits += tl.dot(h, w)` one sum, which tensor cores truncate.
                 partial = tl.dot(h.to(OPERAND), w.to(OPERAND), partial, input_precision=PRECISION)
-            # One loop with a branch: sums as a loop of their own would empty the pipeline of loads at every sum.
+            # One loop with a branch: a separate loop over sums would empty the pipeline of loads at every sum.
             if (start + BLOCK_D) % TERMS == 0:
                 logits += partial
                 partial = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
@@ -140,23 +139,23 @@ def _statistics_kernel(
         if HAS_BIAS:
             logits += tl.load(bias + columns, mask=in_vocabulary, other=0.0).to(tl.float32)[None, :]
         if HAS_SOFTCAP:
-            # tanh from the exponential of a negative number, which cannot overflow; the sign comes back below.
+            # tanh from the exponential of a negative number, which cannot overflow; the sign is restored below.
             shrunk = tl.exp(-2.0 * tl.abs(logits) / softcap)
             size = softcap * (1.0 - shrunk) / (1.0 + shrunk)
             logits = tl.where(logits < 0, -size, size)
-        # After the soft cap, which would make a finite number of -inf.
+        # After the soft cap, which would make -inf finite.
         logits = tl.where(in_vocabulary[None, :], logits, float("-inf"))
 
-        # By index: the tile's logit of the target may differ in the last bit from the one summed apart.
+        # By index: the target's logit in the tile may differ in the last bit from the separately summed one.
         is_above = (logits > own_logit[:, None]) & (columns[None, :] != own_column[:, None])
         above += tl.sum(is_above.to(tl.float32), 1)
         new_peak = tl.maximum(peak, tl.max(logits, 1))
-        # e^-200 is 0 in float32, so the bound changes no sum; it keeps -inf · 0 out of them, and NaN in.
+        # e^-200 is 0 in float32, so the bound changes no sum; it prevents -inf · 0, and lets NaN through.
         shift = tl.maximum(peak - new_peak, -200.0)
         shrink = tl.exp(shift)
         y = tl.maximum(logits - new_peak[:, None], -200.0, propagate_nan=tl.PropagateNan.ALL)
         weight = tl.exp(y)
-        # From the highest moment down: each is moved by the lower ones as they were.
+        # From the highest moment down: each update uses the old values of the lower ones.
         s2 = shrink * (s2 + 2.0 * shift * s1 + shift * shift * s0) + tl.sum(weight * y * y, 1)
         s1 = shrink * (s1 + shift * s0) + tl.sum(weight * y, 1)
         s0 = shrink * s0 + tl.sum(weight, 1)
@@ -178,7 +177,7 @@ def token_statistics(
     target: Int[Tensor, " token"],
     precision: str = "highest",
 ) -> TokenStatistics:
-    """Return what `likelihood_blocked.token_statistics` does, holding only five numbers per token and share.
+    """Return the result of `likelihood_blocked.token_statistics`, storing only five numbers per token and share.
 
     The arguments are those of `likelihood_blocked.token_statistics`; W_U may have any alignment and strides.
     """
@@ -190,12 +189,12 @@ def token_statistics(
     n_tiles = triton.cdiv(d_vocab, blocks.vocabulary)
     n_blocks = triton.cdiv(n_tokens, blocks.tokens)
     per_share = triton.cdiv(n_tiles, shares(n_blocks, n_tiles, multiprocessors(hidden.device)))
-    # Rounding up may leave the last shares without a tile.
+    # After rounding up, the last shares may have no tile.
     n_shares = triton.cdiv(n_tiles, per_share)
     sums = torch.empty(5, n_shares, n_tokens, device=hidden.device)
     # Triton's interpreter lacks bfloat16 products.
     native = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if parts.is_cuda else {}
-    # Triton launches on the current device, not on that of its arguments.
+    # Triton launches on the current device, not on the device of its arguments.
     with torch.cuda.device_of(hidden):
         target_logits = own_logits(hidden, head, target)
         _statistics_kernel[(n_blocks * n_shares,)](
@@ -237,7 +236,7 @@ def token_statistics(
 def own_logits(
     hidden: Float[Tensor, "token d_model"], head: UnembeddingHead, target: Int[Tensor, " token"]
 ) -> Float[Tensor, " token"]:
-    """Return each token's own target logit in float32."""
+    """Return the logit of each token's target in float32."""
     # The kernel steps along d_model one element at a time.
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     raw = torch.empty(len(hidden), device=hidden.device)
@@ -250,35 +249,35 @@ def own_logits(
 def operand_parts(
     hidden: Float[Tensor, "token d_model"], weights: torch.dtype, precision: str
 ) -> Float[Tensor, "part token d_model"]:
-    """Return what the kernel multiplies with the weights: tensors of one dtype whose sum is the hidden states."""
+    """Return the factors that the kernel multiplies with the weights: tensors of one dtype that sum to the states."""
     if hidden.dtype == weights and weights in HALF:
         return hidden[None]
     rest = hidden.float()
-    # float16 parts would leave its narrow range; with these and float32 weights the kernel multiplies in float32.
+    # float16 parts could leave its narrow range; for float16 and float32 weights the kernel multiplies in float32.
     if weights != torch.bfloat16:
         return rest[None]
     parts = []
     for _ in range(3 if precision == "highest" else 2):
         parts.append(rest.bfloat16())
-        # Exact: a number less its own rounding fits in the same format.
+        # Exact: a number minus its rounding fits in the same format.
         rest = rest - parts[-1].float()
     return torch.stack(parts)
 
 
 def blocks_for(n_tokens: int, n_parts: int, element_size: int, device: torch.device) -> ProgramTile:
-    """Choose the tile: as large as registers allow, twice for its sums; as many stages as shared memory holds.
+    """Choose the tile: as large as registers allow for two sums, with as many stages as shared memory holds.
 
-    What fits the registers of sm_90 was seen by compiling (`tests/compile_triton.py`).
+    What fits the registers of sm_90 was found by compiling (`tests/compile_triton.py`).
     """
-    # tl.dot takes no fewer than 16 rows; more tokens than there are would be computed for nothing.
+    # tl.dot takes at least 16 rows; rows beyond the number of tokens would be wasted work.
     tokens = min(128, max(16, triton.next_power_of_2(n_tokens)))
-    # float32 spills registers at 128 × 128 (88 bytes in three products, 288 in one) and not at 128 × 64.
+    # float32 spills registers at 128 × 128 (88 bytes in three products, 288 in one) but not at 128 × 64.
     vocabulary, depth = 128 if element_size == 2 else 64, 64 if element_size == 2 and n_parts == 1 else 32
     shared = shared_memory(device)
     while True:
         stage = (n_parts * tokens + vocabulary) * depth * element_size
         stages = min(4, shared // stage)
-        # With one stage loads wait for products.
+        # With one stage, loads wait for products.
         if stages >= 2 or vocabulary == 32:
             return ProgramTile(tokens, vocabulary, depth, 8 if tokens * vocabulary >= 128 * 64 else 4, max(1, stages))
         vocabulary //= 2
@@ -286,7 +285,7 @@ def blocks_for(n_tokens: int, n_parts: int, element_size: int, device: torch.dev
 
 @lru_cache(maxsize=1024)
 def shares(n_blocks: int, n_tiles: int, processors: int) -> int:
-    """Into how many shares to cut the vocabulary: the fewest for which the last wave of programs wastes least."""
+    """Return the number of shares of the vocabulary: the smallest for which the last wave of programs wastes least."""
 
     def tiles_in_sequence(count: int) -> int:
         return triton.cdiv(n_blocks * count, processors) * triton.cdiv(n_tiles, count)
@@ -295,12 +294,12 @@ def shares(n_blocks: int, n_tiles: int, processors: int) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once, at one per multiprocessor; 4 in Triton's interpreter, so that shares exist."""
+    """Return the number of programs that run at once, one per multiprocessor; in the interpreter 4, to have shares."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory a program may use."""
+    """Return the bytes of shared memory that a program may use."""
     if device.type != "cuda":
         return 2**17
     found = torch.cuda.get_device_properties(device)

@@ -1,16 +1,16 @@
-"""What attention heads map a token to: the OV maps of one layer's heads, and where a target is in them.
+"""The tokens that attention heads promote: the OV maps of one layer's heads, and the rank of a target in them.
 
 A head that attends to a source s writes m_s = x_s W_V W_O W_U, one logit for each token of the vocabulary (Elhelo &
-Geva, ACL 2025). This file is the formula as it is read: the whole map in float64, then counts. `ov_blocked`
-and `ov_sweep` compute the same without the map.
+Geva, ACL 2025). This file states the formula: the whole map in float64, then counts. `ov_blocked` and `ov_sweep`
+compute the same without the map.
 
     rank of t in m_s        greater = #{v != t : m_s[v] > m_s[t]},   smaller = #{v != t : m_s[v] < m_s[t]}
     t in the top k          greater < k
     t in the bottom k       smaller < k
 
-Ties. Tokens with equal logits must tie however the sums are associated, so "greater" means greater by more than the
-rounding of the formula itself in float64, `tie` = 2^-46 |x_s| |W_V| |W_O| max_v |W_U[:, v]|. What ties with the target
-is neither greater nor smaller.
+Ties. Tokens with equal logits must tie in whatever order the sums are taken, so "greater" means greater by more than
+the rounding of the formula itself in float64, `tie` = 2^-46 |x_s| |W_V| |W_O| max_v |W_U[:, v]|. A token that ties with
+the target is neither greater nor smaller.
 """
 
 from dataclasses import dataclass
@@ -29,17 +29,17 @@ TIE = 2.0**-46
 
 @dataclass(frozen=True)
 class OVMaps:
-    """The OV maps x W_V W_O W_U of one layer's heads, as their factors, in whatever dtype the model keeps them."""
+    """The OV maps x W_V W_O W_U of one layer's heads, as their factors, in the model's dtype."""
 
     x: Float[Tensor, "source d_model"]
-    """What the heads read for each source token."""
+    """Input of the heads for each source token."""
     W_V: Float[Tensor, "kv_head d_model d_head"]
     W_O: Float[Tensor, "head d_head d_model"]
     W_U: Float[Tensor, "d_model d_vocab"]
     longest: float
     """The norm of W_U's longest column (`longest_column`), the same for every layer of a model."""
     first: Int[Tensor, " token"] | None = None
-    """Tokens to look at before all others (`first_tokens`), the same for every layer; by default some evenly apart."""
+    """Tokens to compare first (`first_tokens`), the same for every layer; by default some evenly spaced tokens."""
 
     @property
     def n_heads(self) -> int:
@@ -48,17 +48,17 @@ class OVMaps:
 
     @property
     def d_vocab(self) -> int:
-        """Number of tokens."""
+        """Number of tokens in the vocabulary."""
         return self.W_U.shape[1]
 
     def value_head(self, head: HeadNumber) -> HeadNumber:
-        """The value head that a query head, or each of several, reads; they share one when heads are grouped."""
+        """Return the value head that a query head, or each of several, reads; grouped query heads share one."""
         return head * self.W_V.shape[0] // self.n_heads
 
     @cached_property
     def scale(self) -> Float[Tensor, "head source"]:
-        """|x_s| |W_V| |W_O| max_v |W_U[:, v]| in float64: no term of the formula's sums is larger."""
-        # Frobenius norms: no factor lengthens a row by more than its own, so that no logit is larger.
+        """|x_s| |W_V| |W_O| max_v |W_U[:, v]| in float64: an upper bound on each term of the formula's sums."""
+        # Frobenius norms: no factor lengthens a row by more than its norm, so that no logit is larger.
         values = torch.linalg.vector_norm(self.W_V, dim=(1, 2), dtype=torch.float64)
         outputs = torch.linalg.vector_norm(self.W_O, dim=(1, 2), dtype=torch.float64)
         # Query heads that share a value head are neighbours.
@@ -67,13 +67,13 @@ class OVMaps:
 
     @property
     def tie(self) -> Float[Tensor, "head source"]:
-        """Logits of a row that differ by no more than this are equal."""
+        """Largest difference at which two logits of a row count as equal."""
         return TIE * self.scale
 
 
 def longest_column(W_U: Float[Tensor, "d_model d_vocab"]) -> float:
     """Return the norm of the longest column of the unembedding."""
-    # Tile by tile: W_U as float32 would be twice a bfloat16 model's own.
+    # Tile by tile: W_U as float32 would take twice the memory of a bfloat16 model's W_U.
     tiles = W_U.split(8192, dim=1)
     return max(torch.linalg.vector_norm(tile.float(), dim=0).max().item() for tile in tiles)
 
@@ -81,20 +81,20 @@ def longest_column(W_U: Float[Tensor, "d_model d_vocab"]) -> float:
 def first_tokens(W_U: Float[Tensor, "d_model d_vocab"], n: int) -> Int[Tensor, " token"]:
     """Choose tokens that often have the largest and smallest logits: half of them those farthest from the mean column.
 
-    What all columns share moves all logits alike, so that it is taken off. The other half are evenly apart, since the
-    farthest may all lie one way (tokens that were never trained).
+    The mean column is subtracted because it shifts all logits equally. The other half are evenly spaced, since the
+    farthest may all lie in one direction (tokens that were never trained).
     """
     n, mean = min(n, W_U.shape[1]), W_U.mean(1, keepdim=True, dtype=torch.float32)
     lengths = torch.cat([torch.linalg.vector_norm(tile.float() - mean, dim=0) for tile in W_U.split(8192, dim=1)])
     farthest = lengths.topk(n // 2).indices
-    # Without the farthest, so that no token is looked at twice.
+    # Without the farthest, so that no token is compared twice.
     others = torch.ones_like(lengths, dtype=torch.bool).index_fill(0, farthest, False).nonzero()[:, 0]
     n_others = n - len(farthest)
     return torch.cat([farthest, others[:: max(1, len(others) // max(1, n_others))][:n_others]])
 
 
 def ov_logits(maps: OVMaps) -> Float[Tensor, "head source d_vocab"]:
-    """The whole maps in float64: m = x W_V W_O W_U."""
+    """Return the whole maps in float64: m = x W_V W_O W_U."""
     W_V = maps.W_V.repeat_interleave(maps.n_heads // maps.W_V.shape[0], dim=0)
     z = einsum(maps.x.double(), W_V.double(), "source d_model, head d_model d_head -> head source d_head")
     y = einsum(z, maps.W_O.double(), "head source d_head, head d_head d_model -> head source d_model")
@@ -122,7 +122,7 @@ def ranks(
 def topk_membership(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
 ) -> tuple[Bool[Tensor, "head pair"], Bool[Tensor, "head pair"]]:
-    """Say whether each pair's target is among the k largest, and among the k smallest, logits of its source."""
+    """Return whether each pair's target is among the k largest, and among the k smallest, logits of its source."""
     greater, smaller = ranks(maps, source, target)
     return greater < k, smaller < k
 
@@ -130,7 +130,7 @@ def topk_membership(
 def topk_hits(
     maps: OVMaps, source: Int[Tensor, " item"], target: Int[Tensor, " pair"], k: int
 ) -> tuple[Bool[Tensor, "head item pair"], Bool[Tensor, "head item pair"]]:
-    """Say the same for every source with every target of a relation: what shuffled targets would have hit."""
+    """Return the same for every source with every target of a relation: the hits of shuffled targets."""
     n, m = len(source), len(target)
     top, bottom = topk_membership(
         maps, source.repeat_interleave(m), target.repeat(n), torch.full((n * m,), k, device=target.device)

@@ -1,25 +1,25 @@
-"""The counts of `ov`, without the maps: where a target is in x W_V W_O W_U, in a workspace of fixed size.
+"""The counts of `ov`, without the maps: ranks of targets in x W_V W_O W_U, in a workspace of fixed size.
 
 Three things make it fast. Counting replaces sorting: whether t is in the top k takes one comparison per token. The maps
-stay low rank: x W_V once for every source of the suite, and W_O W_U once for all heads. And almost every pair is out
-after a glance: once k tokens are greater than t and k are smaller, no other token matters.
+stay low rank: x W_V once for every source of the suite, and W_O W_U once for all heads. And almost every pair is
+eliminated early: once k tokens are greater than t and k are smaller, no other token matters.
 
 1. `first_glance` compares every pair of every head with a sample of the vocabulary (`ov.first_tokens`).
-2. `settle`: the few pairs left compute their head's output y = x W_V W_O in float64, and compare y W_U, tile after
-   tile, each as wide as what was seen so far; after every tile those that are out leave. Pairs of one source share y,
-   and tokens come in the order of how far their logits are from the mean in some of these rows.
+2. `settle`: for the few remaining pairs, compute their head's output y = x W_V W_O in float64, and compare y W_U, tile
+   after tile, each as wide as all tiles before it; eliminated pairs leave after every tile. Pairs of one source share
+   y, and tokens are ordered by how far their logits are from the mean in some of these rows.
 3. Pairs that reach the end with a token too near their k-th place to call are decided in float64.
 
-`topk_membership` is the two together.
+`topk_membership` combines the two.
 
 Float32 is trusted up to a margin, `rounding` times the norms of the factors multiplied in float32; in wide models, and
-on a CUDA device, z = x W_V is made in float64, so that the margin is narrow there too. A token within the margin of the
-target is too near to call. So results equal those of `ov`, ties included, for weights of any dtype.
-`ov_sweep` and `count_ranks` below go through the whole vocabulary in the same manner.
+on a CUDA device, z = x W_V is computed in float64, so that the margin is narrow there too. A token within the margin of
+the target is too near to call. So results equal those of `ov`, ties included, for weights of any dtype. `ov_sweep` and
+`count_ranks` below go through the whole vocabulary in the same way.
 
 On a CUDA device the first glance at all heads is one launch of the kernel in `ov_triton`, over a wider sample, and
-factors kept in bfloat16 are multiplied by tensor cores; a workspace some 16 times as large makes launches few. Which
-pairs are meant is known on the host, which waits only for what goes on from a glance or a tile, and for what is found.
+bfloat16 factors are multiplied by tensor cores; a workspace some 16 times as large keeps launches few. The host knows
+the pairs, and waits only to learn which remain after a glance or a tile, and for the results.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,27 +37,27 @@ ROUNDING = 2.0**-19
 """Float32 rounding, relative to the norms: 32 units in the last place. Sums that do not cancel (positive factors, 8,192
 numbers) lose up to 12, random ones less than 3."""
 TENSOR_ROUNDING = 2.0**-15
-"""The same of tensor cores, which cut sums off: 512 steps (8,192 numbers) lose up to half a unit each, on average at
-half the sum's final size, and three products of 11-bit parts two units more."""
+"""The rounding of tensor cores, which truncate sums: 512 steps (8,192 numbers) lose up to half a unit each, on average
+at half the sum's final size, and three products of 11-bit parts two units more."""
 WIDE = 2.0**-4
-"""How wide a margin may be, beside a usual logit, for z to be made in float32."""
+"""Largest margin, as a fraction of a typical logit, at which z is computed in float32."""
 FIRST_TILE = 512
 TILE_NUMBERS = 2**22
 """Most logits at a time (16 MB in float32) on a CPU."""
 FACTOR_NUMBERS = 2**23
 """Most numbers of one factor converted at a time (64 MB in float64) on a CPU."""
 CACHED_NUMBERS = 2**17
-"""How many logits a thread compares at a time where each is read several times: 0.5 MB, and as much for the counts."""
+"""Logits that a thread compares at a time if each is read several times: 0.5 MB, and as much for the counts."""
 FEW_ROWS = 64
 ORDERED_BY, ORDER_TILE = 16, 8192
-"""Rows whose logits say in which order to go through the vocabulary; tokens at a time for that."""
+"""Number of rows whose logits determine the order of the vocabulary; tokens at a time for that."""
 CUDA_WORKSPACE = 16
-"""How many times as much on a CUDA device."""
+"""Factor by which the workspace is larger on a CUDA device."""
 
 
 @dataclass(frozen=True)
 class Triples:
-    """Pairs of chosen heads, by ascending head, on the CPU."""
+    """Pairs of chosen heads, sorted by head, on the CPU."""
 
     head: Int[Tensor, " triple"]
     source: Int[Tensor, " triple"]
@@ -72,23 +72,23 @@ class Triples:
 
 @dataclass(frozen=True)
 class Glance:
-    """What a first glance at pairs found, on the device of the maps."""
+    """The result of a first glance at pairs, on the device of the maps."""
 
     left: Bool[Tensor, "sign head pair"]
     """Pairs for which the sample does not have k tokens above the target; then the same for below. The others are
     certainly not among the k largest (the k smallest)."""
     own: Float[Tensor, "head pair"]
-    """The targets' own logits, to float32 rounding."""
+    """The targets' logits, to float32 rounding."""
 
 
 @full_float32()
 def topk_membership(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
 ) -> tuple[Bool[Tensor, "head pair"], Bool[Tensor, "head pair"]]:
-    """Say whether each pair's target is among the k largest, and among the k smallest, logits of its source.
+    """Return whether each pair's target is among the k largest, and among the k smallest, logits of its source.
 
-    `source` are rows of `maps.x`, `target` token ids, and `k` may differ from pair to pair; all lie on the CPU, as does
-    what is returned.
+    `source` are rows of `maps.x`, `target` token ids, and `k` may differ from pair to pair; these and the results are
+    on the CPU.
     """
     top, bottom = settle_left(maps, first_glance(maps, source, target, k).left.cpu(), (source, target, k))
     return top, bottom
@@ -101,7 +101,7 @@ def settle_left(
     source, target, k = pairs
     head, pair = unsettled.any(0).nonzero(as_tuple=True)
     hits = torch.zeros_like(unsettled)
-    # Both signs, even where one is left: they share y and its logits.
+    # Both signs, even if only one is unsettled: they share y and its logits.
     hits[:, head, pair] = settle(maps, Triples(head, source[pair], target[pair]), k[pair])
     return hits
 
@@ -111,7 +111,7 @@ def first_glance(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
 ) -> Glance:
     """Compare each pair's target with a sample of the vocabulary. The arguments are those of `topk_membership`."""
-    # Pairs at a time, so that the columns of W_U for their targets stay within the workspace.
+    # Some pairs at a time, so that the columns of W_U for their targets fit the workspace.
     step = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
     parts = [
         _first_glance(maps, *(part[start : start + step] for part in (source, target, k)))
@@ -124,18 +124,18 @@ def _first_glance(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
 ) -> Glance:
     sample = _sample(maps)
-    # Pairs of a suite share sources and targets: z and W_O W_U are made once for each distinct one.
+    # Pairs of a suite share sources and targets: z and W_O W_U are computed once for each distinct one.
     distinct = (*source.unique(return_inverse=True), *target.unique(return_inverse=True))
     rows, row, tokens, column, k = (to_device(one, maps.x.device) for one in (*distinct, k))
     targets = columns_of(maps, tokens)
     z, margin = _values_and_margin(maps, rows)
-    # The margin belongs to the source: every target of it is compared with the same.
+    # The margin depends only on the source: all its targets have the same margin.
     margin = margin[:, row]
     unsettled = torch.empty(2, *margin.shape, dtype=torch.bool, device=margin.device)
     target_logits = torch.empty_like(margin)
     for heads in head_blocks(maps, sample.shape[1] + len(tokens)):
         W_O = maps.W_O[heads.start : heads.stop].flatten(0, 1)
-        # Transposed: a target's d_head numbers lie together, since W_target[column] copies them pair by pair.
+        # Transposed: a target's d_head numbers are contiguous, since W_target[column] copies them pair by pair.
         to_target = rearrange(
             exact_product(targets.T, W_O.T), "token (head d_head) -> head token d_head", d_head=z.shape[-1]
         )
@@ -144,7 +144,7 @@ def _first_glance(
         )
         if runs_triton(z):
             some = slice(heads.start, heads.stop)
-            # Here z is repeated for each query head of a group: one launch takes all heads, and finds theirs by number.
+            # Here z is repeated for each query head of a group: one launch takes all heads, and indexes them by number.
             z_pairs = z[value_heads(maps, z.device)[some]][:, row]
             target_logits[some] = (z_pairs * to_target[:, column]).sum(-1)
             from headwater.kernels.ov_triton import count_beyond as count_at_once
@@ -164,24 +164,24 @@ def _first_glance(
 def _values_and_margin(
     maps: OVMaps, rows: Int[Tensor, " source"]
 ) -> tuple[Float[Tensor, "kv_head source d_head"], Float[Tensor, "head source"]]:
-    """Return z = x W_V in float32 for some sources, and how far the logits that follow from it may be off.
+    """Return z = x W_V in float32 for some sources, and the largest error of the logits computed from it.
 
-    With z made in float32 that is relative to `OVMaps.scale`. Random factors have logits of scale / (d_model
-    √d_head): where the margin would be as wide as `WIDE` of these, z is made in float64, after which no sum has larger
+    If z is computed in float32 the error is relative to `OVMaps.scale`. Random factors have logits of scale / (d_model
+    √d_head): if the margin would exceed `WIDE` times these, z is computed in float64, after which no sum has larger
     terms than Σ_j |z_j| |W_O[j]| max_v |W_U[:, v]|, some √d_model times less.
     """
-    # With heads 128 wide this holds up to a width of 2,896 on a CPU, and of 181 on a CUDA device.
+    # With heads 128 wide, float32 is used up to a width of 2,896 on a CPU, and of 181 on a CUDA device.
     if rounding(maps) * maps.W_O.shape[2] * maps.W_O.shape[1] ** 0.5 < WIDE:
         return head_values(maps, maps.x[rows].float()), (rounding(maps) * maps.scale[:, rows]).float()
     z = head_values(maps, maps.x[rows].double())
-    # Rounded once, after the sum: an error of the last bit of z, not of d_model terms.
+    # Rounded once, after the sum: an error in the last bit of z, not of d_model terms.
     return z.float(), exact_values_margin(maps, z, rows)
 
 
 def exact_values_margin(
     maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], source: Int[Tensor, " row"]
 ) -> Float[Tensor, "head row"]:
-    """How far logits may be off once z is exact: no sum has more terms than Σ_j |z_j| |W_O[j]| max_v |W_U[:, v]|."""
+    """Return the largest error of logits if z is exact: terms of a sum are ≤ Σ_j |z_j| |W_O[j]| max_v |W_U[:, v]|."""
     lengths = torch.linalg.vector_norm(maps.W_O, dim=2, dtype=torch.float64)
     sizes = (z.abs() @ lengths.unflatten(0, (len(z), -1)).mT).mT.flatten(0, 1)
     return (rounding(maps) * maps.longest * sizes + maps.tie[:, source]).float()
@@ -189,21 +189,21 @@ def exact_values_margin(
 
 def _sample(maps: OVMaps) -> Float[Tensor, "d_model token"]:
     if maps.first is not None:
-        # Read by every head: laid out once as the product reads it.
+        # Every head reads it: copied once into the layout that the product needs.
         return columns_of(maps, maps.first).contiguous()
     n = sample_size(maps.W_U)
     return maps.W_U[:, :: max(1, maps.d_vocab // n)][:, :n].contiguous()
 
 
 def sample_size(W_U: Float[Tensor, "d_model d_vocab"]) -> int:
-    """How many tokens are looked at first, on this device."""
+    """Return the number of tokens to compare first, on this device."""
     return FIRST_TILE * (8 if W_U.is_cuda else 1)
 
 
 def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[Tensor, "2 triple"]:
-    """Decide top-k and bottom-k membership of chosen triples: the staged count, then float64 where it is too near.
+    """Decide top-k and bottom-k membership of chosen triples: the staged count, then float64 if it is too near.
 
-    k and what is returned are on the CPU.
+    k and the result are on the CPU.
     """
     hits = torch.zeros(2, len(triples), dtype=torch.bool)
     # Triples of one head and source side by side: they share y and its logits, which cost most.
@@ -219,7 +219,7 @@ def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[Te
 def _settle(
     maps: OVMaps, triples: Triples, row: Int[Tensor, " triple"], k: Int[Tensor, " triple"]
 ) -> Bool[Tensor, "2 triple"]:
-    """Settle triples in the order of their rows: a number for each head and source."""
+    """Settle triples sorted by row: a number for each head and source."""
     rows, row = row.unique_consecutive(return_inverse=True)
     # float64, then rounded once to float32 below: so the margin needs the norm of y, not of all four factors.
     exact = head_outputs(maps, rows // len(maps.x), rows % len(maps.x))
@@ -230,41 +230,41 @@ def _settle(
     place, order = target, _scan_order(maps, y)
     if order is not None:
         place = torch.empty_like(order).scatter_(0, order, torch.arange(maps.d_vocab, device=order.device))[target]
-    # ROUNDING also on a GPU: callers hold `full_float32`, so that these products never meet tensor cores.
+    # ROUNDING also on a GPU: callers use `full_float32`, so that these products never run on tensor cores.
     margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1)[row] + tie).float()
     alive, live, of_live = torch.arange(len(triples), device=k.device), torch.arange(len(y), device=k.device), row
-    # Tokens certainly above, certainly below, and with what is too near to call: fewer than k of these is a hit.
+    # Tokens certainly above, certainly below, and both plus those too near to call: fewer than k of these is a hit.
     counts = torch.zeros(4, len(triples), device=k.device)
     start = 0
     while start < maps.d_vocab and len(alive):
         stop = min(maps.d_vocab, start + next_width(maps, start, len(alive)))
-        if start:  # before that all rows are live, which the host need not wait for
+        if start:  # before that all rows are live, so the host need not wait to learn which
             live, of_live = row[alive].unique_consecutive(return_inverse=True)
-        # By id a tile is a slice: gathered, it would take longer to copy than to multiply (benchmarks/NOTES.md).
+        # In the order of ids a tile is a slice: gathering would take longer than multiplying (benchmarks/NOTES.md).
         tile = (maps.W_U[:, start:stop] if order is None else columns_of(maps, order[start:stop])).float()
-        # Of a few rows the transposed product is the faster one, as W_U lies token after token.
+        # For a few rows the transposed product is faster, because W_U is stored token after token.
         logits = (tile.T @ y[live].T).T.contiguous() if len(live) < FEW_ROWS else y[live] @ tile
         above, below = _count_rows(logits, of_live, target_logits[alive], margin[alive])
         # A token that is neither, and is not the target, is too near to call: it may be above as well as below.
         inside = (place[alive] >= start) & (place[alive] < stop)
         near = stop - start - inside.float() - above - below
         counts[:, alive] += torch.stack([above, below, above + near, below + near])
-        # Out once certainly beaten on both sides; the rest meets a tile twice as wide.
+        # Eliminated once certainly beaten on both sides; the rest meets a tile twice as wide.
         alive = alive[(counts[:2, alive] < k[alive]).any(0)]
         start = stop
     hit = torch.zeros(2, len(triples), dtype=torch.bool, device=k.device)
     hit[:, alive] = counts[2:, alive] < k[alive]
-    # Between certain and possible counts lies a token too near to call.
+    # If the certain and possible counts disagree, a token is too near to call.
     unsure = alive[((counts[:2, alive] < k[alive]) & ~hit[:, alive]).any(0)]
     hit[:, unsure] = _exact_counts(maps, exact[row[unsure]], logits64[unsure], target[unsure], tie[unsure]) < k[unsure]
     return hit
 
 
 def _scan_order(maps: OVMaps, y: Float[Tensor, "row d_model"]) -> Int[Tensor, " d_vocab"] | None:
-    """Order the tokens by how far from a row's mean their logits are, in the mean over some rows: the farthest first.
+    """Order the tokens by how far their logits are from a row's mean, on average over some rows: the farthest first.
 
-    Those are above or below most targets, so that pairs which are out leave early. None, which is by id, where an order
-    costs more than it saves.
+    The farthest are above or below most targets, so that eliminated pairs leave early. Returns None (the order of ids)
+    if ordering costs more than it saves.
     """
     if len(y) < 4 * ORDERED_BY:
         return None
@@ -286,7 +286,7 @@ def _exact_counts(
     counts = torch.zeros(2, len(target), dtype=torch.int64, device=y.device)
     start = 0
     while start < maps.d_vocab and len(target):
-        # As if everything had been seen: few rows, so as wide as the workspace allows in float64.
+        # As if everything had been seen: with few rows, use the full width that the workspace allows in float64.
         stop = min(maps.d_vocab, start + next_width(maps, maps.d_vocab, len(target)) // 2 + 1)
         logits = y @ maps.W_U[:, start:stop].double()
         leave_out(logits, target - start)
@@ -302,10 +302,10 @@ def head_values(maps: OVMaps, x: Float[Tensor, "source d_model"]) -> Float[Tenso
 
 
 def head_outputs(maps: OVMaps, head: Int[Tensor, " row"], source: Int[Tensor, " row"]) -> Float[Tensor, "row d_model"]:
-    """Return y = x_s W_V W_O in float64: what a head writes for a source; rows by ascending head, given on the CPU."""
+    """Return y = x_s W_V W_O in float64, a head's output for a source; rows must be sorted by head, on the CPU."""
     y = torch.empty(len(head), maps.x.shape[1], dtype=torch.float64, device=maps.x.device)
     source, start = to_device(source, y.device), 0
-    # By ascending head, so that each head's rows are one slice and one product.
+    # Sorted by head, so that each head's rows are one slice and one product.
     for number, count in enumerate(head.bincount(minlength=maps.n_heads).tolist()):
         if not count:
             continue
@@ -324,13 +324,13 @@ def token_logits(
 
 
 def columns_of(maps: OVMaps, token: Int[Tensor, " token"]) -> Float[Tensor, "d_model token"]:
-    """Return what W_U has for some tokens; models store it token after token, so that whole rows are copied."""
-    # Gathered as columns of W_U the numbers come one at a time: 0.05 of 0.57 s of a layer (benchmarks/NOTES.md).
+    """Return columns of W_U for some tokens; models store W_U token after token, so that whole rows are copied."""
+    # Gathered along W_U's columns, numbers are copied one at a time: 0.05 of a layer's 0.57 s (benchmarks/NOTES.md).
     return maps.W_U.T.index_select(0, token).T
 
 
 def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, " triple"]) -> Float[Tensor, " triple"]:
-    """Return in float64 how far the logit of each triple's target is above that of another token."""
+    """Return in float64 the logit of each triple's target minus the logit of another token."""
     step = max(1, factor_numbers(maps) // maps.x.shape[1])
     differences = [torch.zeros(0, dtype=torch.float64, device=maps.x.device)]
     for start in range(0, len(triples), step):
@@ -342,34 +342,34 @@ def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, " triple
 
 
 def rounding(maps: OVMaps) -> float:
-    """How far float32 is trusted where tensor cores may have multiplied."""
+    """Return the relative rounding of float32 on this device, where tensor cores may have multiplied."""
     return TENSOR_ROUNDING if maps.W_U.is_cuda else ROUNDING
 
 
 def factor_numbers(maps: OVMaps) -> int:
-    """Most numbers of one factor converted at a time on this device."""
+    """Return the most numbers of one factor converted at a time on this device."""
     return FACTOR_NUMBERS * (CUDA_WORKSPACE if maps.W_U.is_cuda else 1)
 
 
 def tile_numbers(maps: OVMaps) -> int:
-    """Most logits at a time on this device."""
+    """Return the most logits at a time on this device."""
     return TILE_NUMBERS * (CUDA_WORKSPACE if maps.W_U.is_cuda else 1)
 
 
 def next_width(maps: OVMaps, n_seen: int, rows: int) -> int:
-    """As many tokens as were seen so far, if the tile of W_U and the rows' logits stay within the workspace."""
+    """Return the width of the next tile: all tokens seen so far, if W_U's tile and the logits fit the workspace."""
     # Tiles that double cost the same each, since half of the rows leave after every one.
     most = min(2 * factor_numbers(maps) // maps.x.shape[1], tile_numbers(maps) // rows)
     return max(1, min(max(FIRST_TILE, n_seen), most))
 
 
 def heads_at_once(maps: OVMaps, columns: int) -> int:
-    """How many heads' W_O, and W_O W_U over so many columns, fit the workspace."""
+    """Return the number of heads whose W_O, and W_O W_U over this many columns, fit the workspace."""
     return max(1, 2 * factor_numbers(maps) // (maps.W_O.shape[1] * max(columns, maps.W_O.shape[2])))
 
 
 def head_blocks(maps: OVMaps, columns: int) -> Iterator[range]:
-    """Blocks of as many heads as the workspace holds, all heads in turn."""
+    """Yield blocks of as many heads as the workspace holds, all heads in turn."""
     size = heads_at_once(maps, columns)
     for start in range(0, maps.n_heads, size):
         yield range(start, min(start + size, maps.n_heads))
@@ -381,7 +381,7 @@ def count_products(
     target_logits: Float[Tensor, " row"],
     margin: Float[Tensor, " row"],
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """Count as `count_beyond` does the logits z W."""
+    """Count the logits z W as `count_beyond` does."""
     return _count_in_parts(lambda rows: rows @ W, W.shape[1], z, target_logits, margin)
 
 
@@ -400,11 +400,11 @@ def _count_rows(
 def _count_in_parts(
     logits_of: Callable[[Tensor], Tensor], width: int, *rows: Tensor
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """Count as `count_beyond` does, as many rows at a time as leave their logits in the processor's cache.
+    """Count as `count_beyond` does, with as many rows at a time as keep their logits in the processor's cache.
 
-    `logits_of` gives the `width` logits of each row of the first of `rows`; the others are own logits and margins.
+    `logits_of` returns the `width` logits of each row of the first of `rows`; the others are own logits and margins.
     """
-    # Per thread: at this many numbers for both threads together ranks took 261 s in place of 230.
+    # Per thread: with this many numbers for both threads together, ranks took 261 s instead of 230.
     n_rows = max(1, CACHED_NUMBERS * torch.get_num_threads() // width)
     parts = zip(*(part.split(n_rows) for part in rows), strict=True)
     above, below = zip(*(count_beyond(logits_of(some), *bounds) for some, *bounds in parts), strict=True)
@@ -423,18 +423,18 @@ def count_beyond(
 
 
 def value_heads(maps: OVMaps, device: torch.device) -> Int[Tensor, " head"]:
-    """Which value head each head reads."""
+    """Return the value head that each head reads."""
     return maps.value_head(torch.arange(maps.n_heads, device=device))
 
 
 def leave_out(logits: Float[Tensor, "row token"], column: Int[Tensor, " row"]) -> None:
-    """Take each row's own target out of the count: nothing compares with NaN."""
+    """Exclude each row's own target from the count: nothing compares with NaN."""
     inside = ((column >= 0) & (column < logits.shape[1]))[:, None]
     own = column.clamp(0, logits.shape[1] - 1)[:, None]
     logits.scatter_(1, own, torch.where(inside, torch.nan, logits.gather(1, own)))
 
 
-# Full ranks: how many tokens of the vocabulary have a greater logit than a pair's target, and how many a smaller.
+# Full ranks: how many tokens of the vocabulary have a greater logit than a pair's target, and how many a smaller one.
 
 
 RANK_TILE = 1024
@@ -444,13 +444,13 @@ RANK_TILE = 1024
 def count_ranks(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"]
 ) -> tuple[Int[Tensor, "head pair"], Int[Tensor, "head pair"]]:
-    """Count as `ov.ranks` does, of pairs given on the CPU; counts lie on the device of the maps.
+    """Count as `ov.ranks` does, for pairs on the CPU; the counts are on the device of the maps.
 
-    All heads go through tiles of the vocabulary together, with z = x W_V made once and W_O W_U, both in float64, so
-    that float32 is trusted up to a narrow margin; a pair with a token too near to call counts that tile in float64.
+    All heads go through tiles of the vocabulary together, with z = x W_V and W_O W_U computed once, both in float64, so
+    that float32 is trusted up to a narrow margin; a tile with a token too near to call is recounted in float64.
     """
     source, target = (to_device(one, maps.x.device) for one in (source, target))
-    # z of every row of x once: pairs of several relations share their sources.
+    # z of every row of x once, because pairs of several relations share sources.
     z = head_values(maps, maps.x.double())[:, source]
     target_logits, tie = _own_logits(maps, z, target), maps.tie[:, source]
     z32, size = z.float(), torch.linalg.vector_norm(z, dim=2)
@@ -461,22 +461,22 @@ def count_ranks(
     for start in range(0, maps.d_vocab, width):
         tile = maps.W_U[:, start : start + width].double()
         column = target - start
-        # How many tokens of the tile could be above or below: all but the target where it lies here.
+        # How many tokens of the tile could be above or below: all except the target, if it is in this tile.
         others = tile.shape[1] - ((column >= 0) & (column < tile.shape[1])).long()
-        # Twice the columns: W_O W_U is in memory in float64, and in float32 beside it.
+        # Twice the columns: W_O W_U is in memory in float64, and in float32 as well.
         for heads in head_blocks(maps, 2 * tile.shape[1]):
             block = slice(heads.start, heads.stop)
-            # float64: predicted to leave a third of a token a pair too near to call, in place of ten (NOTES.md).
+            # float64: predicted to leave a third of a token per pair too near to call, instead of ten (NOTES.md).
             W_tile = (maps.W_O[block].double().flatten(0, 1) @ tile).unflatten(0, (len(heads), -1))
             by_head = _count_tile(
                 maps, block, z32, size, W_tile.float(), target_logits[block].float(), tie[block], column
             )
             for head, W, beyond in zip(heads, W_tile, by_head, strict=True):
                 value = maps.value_head(head)
-                # They do not add up: a token is within the margin, and the pair's tile is counted anew.
+                # If they do not add up, a token is within the margin: recount the pair's tile.
                 near = (beyond.sum(0) < others).nonzero()[:, 0]
                 exact = z[value, near] @ W
-                # column is relative to the tile: outside of it nothing is left out.
+                # column is relative to the tile: nothing is excluded if it is outside.
                 leave_out(exact, column[near])
                 beyond[:, near] = torch.stack(count_beyond(exact, target_logits[head, near], tie[head, near])).long()
                 counts[head] += beyond
@@ -495,7 +495,7 @@ def _count_tile(
 ) -> Int[Tensor, "block 2 pair"]:
     """Count for some heads the logits z W certainly above and certainly below each pair's own."""
     value = value_heads(maps, z.device)[heads]
-    # The longest column of each head's W_O W_U in this tile: a margin as narrow as it can be.
+    # The longest column of each head's W_O W_U in this tile gives the narrowest margin.
     longest = W.square().sum(1).amax(1).sqrt()
     margin = (ROUNDING * size[value] * longest[:, None] + tie).float()
     if runs_triton(W):

@@ -1,10 +1,10 @@
 """Membership of every target of a relation in the top k of every source, which needs the whole vocabulary.
 
-It goes through tiles of W_O W_U for all heads of a layer at once, with z = x W_V made once in float64, so that float32
+It goes through tiles of W_O W_U for all heads of a layer at once, with z = x W_V computed once in float64, so float32
 is trusted up to a narrow margin; what is too near to call is decided in float64. Results equal those of `ov.topk_hits`.
 
 Heads go through each step together, as many as the workspace holds: on a CPU one or a few, on a CUDA device most of a
-layer's, because there it is launches that would take the time.
+layer's, because there launches would take most of the time.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from headwater.kernels.ov_blocked import (
 )
 
 WORTH_A_LOOK = 32
-"""How many times the tokens to look at first a vocabulary must have for rows to meet them twice."""
+"""Compare `OVMaps.first` before the tiles only if the vocabulary is at least this many times as large."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,26 @@ class Grid:
 
     @cached_property
     def tokens(self) -> tuple[Int[Tensor, " token"], Int[Tensor, " pair"]]:
-        """The targets, each once, and where each pair's is among them."""
+        """The distinct targets, and the index of each pair's target among them."""
         return self.target.unique(return_inverse=True)
 
 
 def topk_hits(
     maps: OVMaps, grids: Sequence[Grid], requested: Bool[Tensor, "sign head relation"] | None = None
 ) -> Iterator[tuple[Bool[Tensor, "head item pair"], Bool[Tensor, "head item pair"]]]:
-    """Say for every source and every target of each relation whether the target is in the top k, and in the bottom k.
+    """Yield, for every source and target of each relation, whether the target is in the top k, and in the bottom k.
 
-    1. The logits of the relation's own targets, and the largest and smallest of them in each row m_s. A row is a
-       source with a k; relations that share it share the work.
-    2. The k-th and the next largest (smallest) logit of each row, tile after tile of the vocabulary. A row whose
+    1. Compute the logits of the relation's own targets, and the largest and smallest of them in each row m_s. A row is
+       a source with a k; relations that have the same row share the work.
+    2. Find the k-th and the next largest (smallest) logit of each row, tile after tile of the vocabulary. A row whose
        targets all lie between the k-th ones found so far leaves: none can be in the top k or the bottom k any more.
-    3. A target beyond the middle of the two is a hit, unless it is too near to it: then it is settled on its own.
+    3. A target beyond the middle of the two is a hit, unless it is too near to it: then it is settled separately.
 
     Args:
         maps: the heads of one layer.
         grids: the relations.
-        requested: which heads are asked about which relations, for the top k and for the bottom k, on the CPU. Of the
-            others nothing is computed, and nothing is a hit. None asks for everything.
+        requested: which heads are requested for which relations, for the top k and for the bottom k, on the CPU. For
+            the others nothing is computed, and nothing is a hit. None requests everything.
     """
     if requested is None:
         requested = torch.ones(2, maps.n_heads, len(grids), dtype=torch.bool)
@@ -71,16 +71,16 @@ def topk_hits(
     z = _values_of(maps, rows.source, rows.needed(requested.any(0)))
     margin = exact_values_margin(maps, z, rows.source)
     logits = _GridLogits(maps, z.float(), grids, rows, requested)
-    # With the margin on top: a row leaves only when its best target is certainly out.
+    # The margin is added: a row leaves only when its best target is certainly out.
     bound = _kth_logits(maps, logits.z, rows, logits.extremes() + margin)
-    # The others are requested of no head: such a relation has no logits, and all of its cells share one False below.
+    # Other relations are requested for no head: they have no logits, and all of their cells share one False below.
     some = [index for index, heads in enumerate(logits.heads) if len(heads)]
     tables = {index: _hits_and_unsure(logits, index, margin, bound) for index in some}
     _settle_unsure(maps, grids, tables, requested)
     nothing = torch.zeros((), dtype=torch.bool, device=margin.device)
     for index, grid in enumerate(grids):
         if index in tables:
-            # Popped, so that a relation's table goes once it is handed out; tokens are expanded to pairs only here.
+            # Popped, so that a relation's table is freed once it is yielded; tokens are expanded to pairs only here.
             hits = tables.pop(index)[0].index_select(2, logits.column[index]).mT
             yield hits[0], hits[1]
         else:
@@ -91,7 +91,7 @@ def topk_hits(
 def _hits_and_unsure(
     logits: "_GridLogits", index: int, margin: Float[Tensor, "head row"], bound: Float[Tensor, "sign head row"]
 ) -> tuple[Bool[Tensor, "sign head token item"], Bool[Tensor, "head token item"]]:
-    """Say which targets of a relation are hits, and which are too near the k-th place to say so of either sign."""
+    """Return which targets of a relation are hits, and which are too near the k-th place to tell for either sign."""
     row, n_heads = logits.rows.of_grid[index], logits.maps.n_heads
     hits = torch.zeros(2, n_heads, len(logits.tokens[index]), len(row), dtype=torch.bool, device=margin.device)
     unsure = torch.zeros_like(hits[0])
@@ -111,13 +111,13 @@ def _settle_unsure(
     tables: Mapping[int, tuple[Bool[Tensor, "sign head token item"], Bool[Tensor, "head token item"]]],
     requested: Bool[Tensor, "sign head relation"],
 ) -> None:
-    """Decide what is unsure of all relations together: the host waits once for which that is."""
+    """Settle the unsure targets of all relations together: the host waits only once to learn which they are."""
     if not tables:
         return
-    # All relations' tables end to end: one nonzero finds what is unsure in any of them.
+    # All relations' tables end to end: one nonzero finds the unsure targets of all of them.
     begins = [0, *itertools.accumulate(unsure.numel() for _, unsure in tables.values())]
     places = torch.cat([unsure.flatten() for _, unsure in tables.values()]).nonzero()[:, 0].cpu()
-    # Places are ascending, so that each relation's are one stretch of them.
+    # Places are ascending, so that each relation's places are one slice of them.
     bounds = torch.searchsorted(places, torch.tensor(begins)).tolist()
     cells: list[tuple[Tensor, Tensor, Tensor]] = []
     columns: list[Tensor] = []
@@ -127,7 +127,7 @@ def _settle_unsure(
         cells.append((head, token, item))
         columns.append(torch.stack([head, grid.source[item], grid.tokens[0][token], torch.full_like(head, grid.k)]))
     joined = torch.cat(columns, dim=1)
-    # `Triples` come by ascending head.
+    # `Triples` must be sorted by head.
     by_head = joined[0].argsort(stable=True)
     *triples, k = joined[:, by_head]
     settled = torch.empty(2, joined.shape[1], dtype=torch.bool)
@@ -136,12 +136,12 @@ def _settle_unsure(
     for (index, (hits, _)), cell, part in zip(tables.items(), cells, parts, strict=True):
         if part.shape[1]:
             head, token, item = (to_device(one, hits.device) for one in cell)
-            # settle decides both signs; the one that is not requested stays False.
+            # settle decides both signs; a sign that is not requested stays False.
             hits[:, head, token, item] = to_device(part & requested[:, cell[0], index], hits.device)
 
 
 class _Rows:
-    """The rows of all relations: each source with each k that is asked of it, once."""
+    """The rows of all relations: each source with each k requested for it, without duplicates."""
 
     def __init__(self, grids: Sequence[Grid], device: torch.device):
         source = torch.cat([grid.source for grid in grids])
@@ -156,7 +156,7 @@ class _Rows:
         self.of_grid = to_device_many(self._of_grid, device)
 
     def needed(self, requested: Bool[Tensor, "head relation"]) -> Bool[Tensor, "head row"]:
-        """Say which rows are requested of each head, on the CPU."""
+        """Return which rows are requested for each head, on the CPU."""
         needed = torch.zeros(len(requested), len(self.source), dtype=torch.bool)
         for index, row in enumerate(self._of_grid):
             needed[:, row] |= requested[:, index, None]
@@ -166,9 +166,9 @@ class _Rows:
 def _values_of(
     maps: OVMaps, source: Int[Tensor, " row"], needed: Bool[Tensor, "head row"]
 ) -> Float[Tensor, "kv_head row d_head"]:
-    """Return z = x W_V in float64 of the rows that some head of the value head's group is asked about, else 0."""
+    """Return z = x W_V in float64 for the rows requested for some head of the value head's group, else 0."""
     by_value = needed.unflatten(0, (len(maps.W_V), -1)).any(1)
-    # One product for all value heads, where nothing would be saved.
+    # One product for all value heads, if nothing would be saved.
     if bool(by_value.all()):
         return head_values(maps, maps.x[source].double())
     z = torch.zeros(*by_value.shape, maps.W_V.shape[2], dtype=torch.float64, device=source.device)
@@ -179,7 +179,7 @@ def _values_of(
 
 
 class _GridLogits:
-    """The logits of each relation's own targets, each token once, made again whenever they are requested."""
+    """The logits of each relation's distinct targets, recomputed whenever they are requested."""
 
     def __init__(
         self,
@@ -195,11 +195,11 @@ class _GridLogits:
         self.tokens, self.column = (to_device_many([grid.tokens[i] for grid in grids], z.device) for i in range(2))
 
     def of_grid(self, index: int) -> Iterator[tuple[Int[Tensor, " block"], Float[Tensor, "block token item"]]]:
-        """One relation's, for some of the heads that are asked about it at a time."""
+        """Yield the logits of one relation, for some of its requested heads at a time."""
         tokens, row, heads = self.tokens[index], self.rows.of_grid[index], self.heads[index]
         if not len(heads):
             return
-        # One relation's columns at a time: those of all relations may be more than W_U has.
+        # One relation's columns at a time: all relations together may have more columns than W_U.
         targets = self.maps.W_U[:, tokens]
         numbers = max(len(tokens) * max(len(row), self.z.shape[2]), 1)
         for some in heads.split(max(1, tile_numbers(self.maps) // numbers)):
@@ -207,13 +207,13 @@ class _GridLogits:
             yield some, W_target.mT @ self.z[self.maps.value_head(some)[:, None], row].mT
 
     def extremes(self) -> Float[Tensor, "sign head row"]:
-        """The largest requested target of every row, over its relations, and the largest negated one; else -inf."""
+        """Return the largest requested target of each row, over its relations, and the largest negated one; or -inf."""
         shape = (2, self.maps.n_heads, len(self.rows.source))
         extremes = torch.full(shape, -torch.inf, device=self.z.device)
         for index, row in enumerate(self.rows.of_grid):
             for heads, own in self.of_grid(index):
                 both = torch.stack([own.amax(1), -own.amin(1)])
-                # -inf where nothing is requested: such a row is not alive from the start, and costs no logits.
+                # -inf if nothing is requested: such a row is not alive from the start, and costs no logits.
                 both = torch.where(self.requested[:, heads, index, None], both, -torch.inf)
                 # amax, since relations share rows: a row stays while any of its relations needs it.
                 extremes[:, heads] = extremes[:, heads].scatter_reduce(2, row.expand_as(both), both, "amax")
@@ -221,7 +221,7 @@ class _GridLogits:
 
 
 class _Kept:
-    """The largest logits of each row so far, the largest negated ones, and which rows still want more."""
+    """The largest logits of each row so far, the largest negated ones, and which rows need more."""
 
     def __init__(self, rows: _Rows, best: Float[Tensor, "sign head row"]):
         # One more than k: the bound lies midway between the k-th and the next.
@@ -229,23 +229,23 @@ class _Kept:
         self.k, self.best, self.alive = rows.k, best, best > -torch.inf
 
     def left(self) -> list[int]:
-        """How many rows of each head are alive: what the host waits for before a tile, to know what to do with it."""
+        """Return the number of alive rows of each head; the host waits for it before a tile, to plan the work."""
         return self.alive.any(0).sum(1).tolist()
 
     def rows(self, heads: Int[Tensor, " block"], most: int) -> Int[Tensor, "block alive"]:
-        """The rows of each head that are alive, in their order; where a head has fewer than most, some that are not."""
-        # Heads have different numbers of rows left; dead ones fill up, so that the block is one product.
+        """Return the alive rows of each head in order; if a head has fewer than `most`, padded with other rows."""
+        # Heads have different numbers of rows left; dead rows pad them, so that the block is one product.
         return self.alive[:, heads].any(0).byte().argsort(dim=1, descending=True, stable=True)[:, :most]
 
     def merge(
         self, head: Int[Tensor, "block 1"], row: Int[Tensor, "block alive"], logits: Float[Tensor, "block alive token"]
     ) -> None:
-        """Merge new logits, and the same negated, into the largest of their rows; many rows have nothing to merge."""
+        """Merge new logits, and their negatives, into the largest of their rows; many rows have nothing to merge."""
         alive = [self.alive[sign, head, row] for sign in range(2)]
         # One wait for both signs.
         for sign, some_left in enumerate(torch.stack([one.any() for one in alive]).tolist()):
             if some_left:
-                # Negated in place: the positive sign is done with them.
+                # Negated in place, because the positive sign no longer needs them.
                 self._merge(sign, head, row, alive[sign], logits.neg_() if sign else logits)
 
     def _merge(
@@ -257,7 +257,7 @@ class _Kept:
         logits: Float[Tensor, "block alive token"],
     ) -> None:
         parts = _Parts(logits)
-        # The smallest that a row keeps, at place k: a tile without a larger one changes nothing, and is not sorted.
+        # The smallest value a row keeps, at place k: a tile without a larger one changes nothing, and is not sorted.
         last = self.values[sign, head, row, self.k[row]]
         block, place = ((parts.largest() > last) & alive).nonzero(as_tuple=True)
         into = sign, head[block, 0], row[block, place]
@@ -268,17 +268,17 @@ class _Kept:
         self.alive[sign, head, row] = alive & (at_k <= self.best[sign, head, row])
 
     def bounds(self) -> Float[Tensor, "sign head row"]:
-        """What a logit must be beyond to be among the k largest: the k-th, where the row left before its end."""
+        """Return the bound beyond which a logit is among the k largest: the k-th, for rows that left before the end."""
         place = self.k.expand(self.best.shape)[..., None]
         kth, following = (self.values.gather(3, place - before)[..., 0] for before in (1, 0))
-        # Midway: a target that is the k-th would else lie within the margin of itself, and be settled each time.
+        # Midway: otherwise the k-th target would lie within the margin of itself, and always need settling.
         return torch.where(self.alive, (kth + following) / 2, kth)
 
 
 class _Parts:
-    """The logits of rows in parts that take every so many-th token: the largest n lie in the n parts with the largest.
+    """The logits of rows in interleaved parts: the largest n logits lie in the n parts with the largest maxima.
 
-    So nearly all of a row is read once, for the largest of each part, and only n parts of it are sorted.
+    So nearly all of a row is read only once, for the maximum of each part, and only n parts of it are sorted.
     """
 
     SIZE = 32
@@ -287,7 +287,7 @@ class _Parts:
     def __init__(self, logits: Float[Tensor, "block alive token"]):
         size = min(max(logits.shape[-1] // self.FEWEST, 1), self.SIZE)
         n_parts = logits.shape[-1] // size
-        # Part j has tokens j, j + n_parts, ...: maxima of parts are then taken over whole rows of memory.
+        # Part j has tokens j, j + n_parts, ...: maxima of parts are then taken over contiguous rows of memory.
         self.parts = logits[..., : n_parts * size].unflatten(-1, (size, n_parts))
         self.rest = logits[..., n_parts * size :]
         self.maxima = self.parts.amax(-2) if n_parts else self.rest
@@ -299,9 +299,9 @@ class _Parts:
     def candidates(
         self, block: Int[Tensor, " block"], place: Int[Tensor, " block"], n: int
     ) -> Float[Tensor, "row token"]:
-        """Return logits of some rows, the largest n of each among them."""
+        """Return logits of some rows, including the largest n of each."""
         rest = self.rest[block, place]
-        # No more parts than numbers wanted: choosing among them would leave nothing out.
+        # With no more parts than numbers wanted, selecting parts would leave nothing out.
         if self.parts.shape[-1] <= n:
             return torch.cat([self.parts[block, place].flatten(1), rest], dim=1)
         # A part without one of the n largest maxima has no number among the n largest.
@@ -312,24 +312,24 @@ class _Parts:
 def _kth_logits(
     maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], rows: _Rows, best: Float[Tensor, "sign head row"]
 ) -> Float[Tensor, "sign head row"]:
-    """Find the middle of the k-th and the next largest logit of each row, and the same of the negated logits.
+    """Return the middle of the k-th and the next largest logit of each row, and the same of the negated logits.
 
     Once the k-th is above a row's `best` target the row leaves, and the bound found so far is returned. `OVMaps.first`
-    makes many leave before the first tile; what stays meets these tokens again, in their tiles.
+    makes many leave before the first tile; the others meet these tokens again, in their tiles.
     """
     table = _Kept(rows, best)
     if maps.first is not None and maps.d_vocab >= WORTH_A_LOOK * len(maps.first):
-        # A table of its own: in `table` these tokens would count twice, here and in their tiles.
+        # A separate table: in `table` these tokens would count twice, here and in their tiles.
         sample = _Kept(rows, best)
         _merge_tile(maps, z, sample, sample.left(), columns_of(maps, maps.first))
-        # Rows that left there are gone, their bound is final: the k-th is above every target that is wanted of them.
+        # The bound of rows that left there is final: the k-th is above every target requested for them.
         gone = table.alive & ~sample.alive
         table.values = torch.where(gone[..., None], sample.values, table.values)
         table.alive &= sample.alive
     most = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
     start = 0
     while start < maps.d_vocab and any(n_left := table.left()):
-        # Tiles that double: a first one of full width would meet rows that a narrow one lets go.
+        # Tiles that double: a first tile of full width would process rows that a narrow one eliminates.
         tile = maps.W_U[:, start : start + min(max(FIRST_TILE, start), most)]
         _merge_tile(maps, z, table, n_left, tile)
         start += tile.shape[1]
@@ -343,9 +343,9 @@ def _merge_tile(
     n_left: Sequence[int],
     tile: Float[Tensor, "d_model token"],
 ) -> None:
-    """Merge a tile's logits into all rows that are left, so many of each head.
+    """Merge a tile's logits into all remaining rows, `n_left` of them for each head.
 
-    As z (W_O W_U) a tile costs d_head rows through W_U, as (z W_O) W_U as many as are left: the fewer of the two.
+    As z (W_O W_U) a tile costs d_head rows through W_U, as (z W_O) W_U the number of remaining rows: use the fewer.
     """
     width, d_head = tile.shape[1], z.shape[2]
     with_many = [head for head, n in enumerate(n_left) if n >= d_head]
@@ -353,7 +353,7 @@ def _merge_tile(
     for block in _chunks(with_many, heads_at_once(maps, width)):
         W_O = maps.W_O[to_device(torch.tensor(block), z.device)].flatten(0, 1)
         W_tile = exact_product(W_O, tile).unflatten(0, (len(block), -1))
-        # W_O W_U of a block of heads is one product; its logits are taken of as many heads as the cache holds.
+        # W_O W_U of a block of heads is one product; its logits are computed for as many heads as the cache holds.
         size = max(1, _logits_at_once(maps) // (max(n_left[head] for head in block) * width))
         for heads, W in zip(_chunks(block, size), W_tile.split(size), strict=True):
             group, most = to_device(torch.tensor(heads), z.device), max(n_left[head] for head in heads)
@@ -365,7 +365,7 @@ def _merge_tile(
         place, row = alive.nonzero(as_tuple=True)
         padded = table.rows(group, max(n_left[head] for head in heads))
         y = z[maps.value_head(group)[:, None], padded] @ maps.W_O[group].float()
-        # Without the rows that filled heads up: the product with the tile is the large one.
+        # Without the padding rows, because the product with the tile is the expensive one.
         y = y[place, (alive.cumsum(1) - 1)[place, row]]
         head = group[place]
         size = max(1, tile_numbers(maps) // width)
@@ -375,7 +375,7 @@ def _merge_tile(
 
 
 def _logits_at_once(maps: OVMaps) -> int:
-    """Few enough on a CPU for its cache."""
+    """Return the number of logits at a time: few enough on a CPU for its cache."""
     return tile_numbers(maps) if maps.W_U.is_cuda else max(1, tile_numbers(maps) // 8)
 
 

@@ -1,16 +1,16 @@
-"""The count that gives every rank, in one Triton kernel: how many logits z W of each head are beyond each pair's own.
+"""The counts that give ranks, in one Triton kernel: the logits z W of each head beyond the logit of each pair's target.
 
-A program takes one head, a block of pairs and a share of the tokens. Tile by tile it multiplies, compares with
-own + margin and own - margin, and adds up in registers; no logit reaches memory. Tokens between the two bounds are in
-neither count: they are too near to call, and whoever asked decides them in float64. A pair's own target is left out by
-its column. Heads that share values read the same z.
+A program takes one head, a block of pairs and a share of the tokens. For each tile it multiplies, compares with
+own + margin and own - margin, and accumulates counts in registers; no logit reaches memory. Tokens between the two
+bounds are in neither count: they are too near to call, and the caller decides them in float64. A pair's target is
+excluded by its column. Heads that share values read the same z.
 
-Two float32 factors are multiplied as three tensor-core products of their parts of 11 bits each ("high"), or as they are
-("highest"). Tensor cores cut sums off instead of rounding them, so "high" wants a wider margin (`ov_blocked.rounding`).
+Two float32 factors are multiplied as three tensor-core products of 11-bit parts ("high"), or directly ("highest").
+Tensor cores truncate sums instead of rounding them, so "high" needs a wider margin (`ov_blocked.rounding`).
 
-Reasoning about speed (a prediction): a tile is 128 pairs × 128 tokens at depth d_head, a tenth of the arithmetic of
-W_O W_U for the same tokens when pairs are a tenth of d_model · heads; memory moves W once per block of 128 pairs, from
-the second-level cache, since programs of one head and share run side by side.
+Predicted speed: a tile is 128 pairs × 128 tokens at depth d_head, a tenth of the arithmetic of W_O W_U for the same
+tokens when pairs are a tenth of d_model · heads; memory moves W once per block of 128 pairs, from the L2 cache, since
+programs of one head and share run side by side.
 """
 
 from typing import no_type_check
@@ -55,7 +55,7 @@ def _count_kernel(
     row = tl.where(rows < n_pairs, rows, 0)
     own_logit = tl.load(target_logits + head * n_pairs + row)
     near = tl.load(margin + head * n_pairs + row)
-    # Both bounds once: a tile is left with two comparisons a logit.
+    # Both bounds are computed once: a tile then needs only two comparisons per logit.
     upper, lower = own_logit + near, own_logit - near
     own_column = tl.load(column + row)
     z_row = z + (head // group) * n_pairs * d_head + row.to(tl.int64)[:, None] * d_head
@@ -75,12 +75,12 @@ def _count_kernel(
             w_tile = W_head + depth.to(tl.int64)[:, None] * n_tokens + tokens[None, :]
             inside = depth < d_head
             left = tl.load(z_tile) if EVEN_DEPTH else tl.load(z_tile, mask=inside[None, :], other=0.0)
-            # Masks, not clamped tokens: the compiler must see that these follow one another to read 16 bytes at once.
+            # Masks, not clamped tokens: the compiler must see that these are consecutive to read 16 bytes at once.
             w_mask = in_tile[None, :] if EVEN_DEPTH else inside[:, None] & in_tile[None, :]
             right = tl.load(w_tile, mask=w_mask, other=0.0)
-            # Sums stay short here (d_head terms), so that one sum may be cut off: the caller's margin covers it.
+            # Sums are short here (d_head terms), so truncation is acceptable: the caller's margin covers it.
             logits = tl.dot(left, right, logits, input_precision=PRECISION)
-        # Masked columns have logits of 0, which would count; the target would count itself by its rounding.
+        # Masked columns have logits of 0, which would count; the target could count itself because of rounding.
         other = in_tile[None, :] & (tokens[None, :] != own_column[:, None])
         above += tl.sum(((logits > upper[:, None]) & other).to(tl.int32), 1)
         below += tl.sum(((logits < lower[:, None]) & other).to(tl.int32), 1)
@@ -102,22 +102,22 @@ def count_beyond(
     """Count the logits z W above own + margin, and those below own - margin, for every head and pair.
 
     Args:
-        z: the values of each pair's source; heads in groups share them.
+        z: the values of each pair's source, shared by heads in groups.
         W: W_O W_U of each head, for some tokens.
-        target_logits: the logit of each pair's own target.
-        margin: how near is too near to call.
-        column: where each pair's own target is among these tokens; any number beyond them if it does not.
+        target_logits: the logit of each pair's target.
+        margin: the distance from the target's logit within which a token is too near to call.
+        column: the column of each pair's target among these tokens; if it is not there, any number beyond them.
         precision: "highest" multiplies in float32, "high" in three tensor-core products.
     """
     (n_heads, d_head, n_tokens), n_pairs = W.shape, z.shape[1]
     n_tiles = triton.cdiv(n_tokens, BLOCK_TOKENS)
     n_blocks = triton.cdiv(n_pairs, BLOCK_PAIRS)
     per_share = triton.cdiv(n_tiles, shares(n_blocks * n_heads, n_tiles, multiprocessors(W.device)))
-    # Rounding up may leave the last shares without a tile: no programs for those.
+    # After rounding up, the last shares may have no tile: launch no programs for those.
     n_shares = triton.cdiv(n_tiles, per_share)
-    # Counts of each share apart, added up below: no atomics, so that nothing needs zeros first.
+    # Each share has its own counts, added up below: without atomics nothing needs to be zeroed first.
     counts = torch.empty(n_shares, 2, n_heads, n_pairs, dtype=torch.int32, device=W.device)
-    # Triton launches on the current device, not on that of its arguments.
+    # Triton launches on the current device, not on the device of its arguments.
     with torch.cuda.device_of(W):
         _count_kernel[(n_blocks * n_shares, n_heads)](
             *(tensor.contiguous() for tensor in (z, W, target_logits, margin, column)),

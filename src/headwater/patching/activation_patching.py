@@ -1,20 +1,20 @@
-"""Activation patching: replace an activation, run on, see what becomes of a metric.
+"""Activation patching: replace an activation, continue the forward pass, and measure the change of a metric.
 
-Of a clean and a corrupted run (Vig et al. 2020; Meng et al. 2022; Heimersheim and Nanda 2024), one run's activation at
-a site is written into the other.
+An activation of the clean or the corrupted run replaces the other run's activation at the same site (Vig et al. 2020;
+Meng et al. 2022; Heimersheim and Nanda 2024).
 
-    denoise   clean activations into the corrupted run: what suffices to bring the answer back
-    noise     corrupted activations into the clean run: what is needed to keep it
+    denoise   clean activations into the corrupted run: what suffices to restore the answer
+    noise     corrupted activations into the clean run: what is needed to keep the answer
 
     effect            = metric of the edited run - metric of the run that was edited
     normalized_effect = effect / (metric of the other run - metric of the run that was edited)
 
-so that 0 means no effect and 1 is all the way to the other run.
+so that 0 means no effect and 1 means the metric of the other run.
 
-A sweep runs over axes: layers, positions, heads, keys, features, one by one or in windows; an axis that it does not run
-over is covered whole by every cell. Where positions (or keys) are named by role, a step on their axis is a role, all of
-whose tokens are edited together, or one of its tokens. A window of size w around i covers
-i - w//2 ... i - w//2 + w - 1, cut at the ends; a cumulative one everything up to i.
+A sweep runs over axes (layers, positions, heads, keys, features), one by one or in windows; each cell covers all other
+axes whole. If positions (or keys) are named by role, a step on their axis is a role, whose tokens are all edited
+together, or one of its tokens. A window of size w around i covers i - w//2 ... i - w//2 + w - 1, cut at the ends; a
+cumulative window covers everything up to i.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ T = TypeVar("T")
 SpansName: TypeAlias = Literal["together", "token by token"]
 SPANS = get_args(SpansName)
 Window: TypeAlias = SupportsIndex | str | Mapping[str, SupportsIndex | str] | None
-"""A size, "cumulative", or these by axis; alone it means the layers."""
+"""A size, "cumulative", or a mapping from axis to these; without a mapping it applies to the layers."""
 METHODS = ("exact", "attribution")
 MOST_FEATURES = 4096
-"""A dictionary of more features is swept exactly over those that were chosen only."""
+"""An exact sweep of a dictionary with more features than this covers chosen features only."""
 
 
 @checked_call
@@ -109,62 +109,62 @@ def patch(
                  spans="token by token", from_layer=[0, 6])
 
     1. Resolve sites, axes, layers, positions and heads, and align the two prompts of each pair.
-    2. Say what is written: the other run's activation, or `values`.
+    2. Choose the values to write: the other run's activation, or `values`.
     3. List the cells: for each prompt, every step on every axis, as an `Edit`.
-    4. Measure them, many at once in one walk down the layers, and return a row per cell.
+    4. Measure the cells, many at once in one walk down the layers, and return a row per cell.
 
     effect = metric of the edited run - metric of the run that was edited, in units of the metric;
-    `normalized_effect` is its share of the gap between the two runs (Vig et al. 2020; Meng et al. 2022; Heimersheim
+    `normalized_effect` is its fraction of the gap between the two runs (Vig et al. 2020; Meng et al. 2022; Heimersheim
     and Nanda 2024).
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is left unchanged.
         clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,
             or the path of a CSV or JSON Lines file).
         corrupted: the other prompt of each pair. Or `hw.noise(3, samples=10, positions=...)`: the clean prompt with
-            noise at the embeddings of these tokens, drawn anew for each sample (causal tracing, Meng et al. 2022);
-            every draw is a pair of its own, in the column `sample`. May be absent when values come from elsewhere.
+            noise at the embeddings of these tokens, drawn anew for each sample (causal tracing, Meng et al. 2022); each
+            draw is a separate pair, in the column `sample`. Optional when `values` does not use the other run.
         sites: one or more of resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v, pattern, or
-            features of a dictionary, as `hw.features` and `hw.load_sae` give them.
-        metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits
-            `row kept d_vocab` at the last position that gives a number per row.
-        together: in place of `sites`, nodes that are patched at once, as one cell: a list of mappings such as `{"site":
-            "z", "layer": 3, "head": 2}` or `{"site": "resid_pre", "layer": 2, "position": 5}`; an attention edge is
-            `{"site": "pattern", "layer": 3, "head": 2, "position": 5, "key": 2}`. What is not named is covered whole.
-        over: the axes to run over, of `layer`, `position`, `head`, for `pattern` `key`, and for a dictionary `feature`.
-            Default: layer and head where a site has heads, layer and feature of a dictionary, layer and position
-            otherwise. What is not run over is patched all at once.
+            features of a dictionary, as `hw.features` and `hw.load_sae` return them.
+        metric: one or more of `hw.logit_difference(...)` and its relatives, or a function that takes the logits
+            `row kept d_vocab` at the last position and returns a number per row.
+        together: instead of `sites`, nodes to patch at once, as one cell: a list of mappings such as `{"site": "z",
+            "layer": 3, "head": 2}` or `{"site": "resid_pre", "layer": 2, "position": 5}`; an attention edge is
+            `{"site": "pattern", "layer": 3, "head": 2, "position": 5, "key": 2}`. Unnamed axes are covered whole.
+        over: the axes to sweep over: `layer`, `position`, `head`, for `pattern` also `key`, and for a dictionary
+            `feature`. Default: layer and head for a site with heads, layer and feature for a dictionary, layer and
+            position otherwise. The axes that are not swept over are patched whole.
         direction: `denoise` edits the corrupted run, `noise` (the default of `hw.edges` and `hw.path_patch`) the clean
             one.
-        values: `other run`, `zero`, `mean` (over `dataset`: at each position where all prompts are of one length, else
-            over all tokens but the first, as the column `values` says) or `resample` (another prompt of `dataset`);
+        values: `other run`, `zero`, `mean` (over `dataset`: at each position if all prompts have the same length, else
+            over all tokens except the first, as the column `values` says) or `resample` (another prompt of `dataset`);
             `hw.mean(prompts)`, `hw.resample(prompts)`; `hw.add(direction)`, `hw.scale(factor)`, `hw.noise(...)`; a
             tensor with the axes `d`, `head d_head`, `example (head) d` or `example position (head) d` of the site (one
-            example may represent all; of a pattern `example head query key`); or a function `(activation, other,
-            place) -> activation` of rows, `row width`: what is there, what the other run has there (None without
-            one) and which rows they are (`place.layer`, `.example`, `.position`, `.head`, ...). It must treat each row
-            by itself.
-        layers: which take part.
-        positions: which take part; query positions for `pattern`. A mapping names them by role, each prompt resolved by
-            itself: `{"subject": [" France", " Italy"], "end": "last"}`. The sweep runs over roles, which are in a
-            column `role`, and prompts may be of any lengths, also the two of a pair. See `headwater.models.positions`.
-        heads: which take part, by number (key-value heads for `k` and `v`) or by names of heads of one layer, as "9.2"
-            or (9, 2).
-        keys: of `pattern`, which attended tokens take part, named as positions are. By role they run too and are in a
-            column `key_role`; then the two prompts of a pair may be of any lengths here as well.
+            example may represent all; for a pattern `example head query key`); or a function `(activation, other,
+            place) -> activation` of rows, `row width`: the current activation, the other run's activation (None without
+            one), and which rows they are (`place.layer`, `.example`, `.position`, `.head`, ...). The function must
+            treat each row independently.
+        layers: the layers to patch.
+        positions: the positions to patch; query positions for `pattern`. A mapping names them by role and is resolved
+            in each prompt separately: `{"subject": [" France", " Italy"], "end": "last"}`. The sweep then runs over
+            roles, in the column `role`, and prompts may differ in length, also within a pair. See
+            `headwater.models.positions`.
+        heads: the heads to patch, by number (key-value heads for `k` and `v`) or by names of heads of one layer, as
+            "9.2" or (9, 2).
+        keys: the key positions of `pattern` to patch, specified like `positions`. Named by role, they are swept over
+            too, in the column `key_role`, and the two prompts of a pair may then differ in length here as well.
         spans: whether the tokens of a role are patched `together` (one cell) or `token by token`.
         window: patch this many layers around each at once, or `"cumulative"`; a mapping gives it by axis.
-        from_layer: write what the other run has at this layer, whatever layer is written (Ghandeharioun et al. 2024);
-            several are tried in turn, in the column `from_layer`. Default: the layer that is written.
-        dataset: the prompts of `mean` and `resample`; default: the prompts that are edited.
+        from_layer: write the other run's activation from this layer, whichever layer is edited (Ghandeharioun et al.
+            2024); several layers are tried in turn, in the column `from_layer`. Default: the edited layer.
+        dataset: the prompts for `mean` and `resample`; default: the prompts that are edited.
         method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
         seed: of `resample`.
-        batch_size: rows given to a sublayer at once; by default as many as suit the device. Halved when memory runs
-            out.
+        batch_size: rows per call of a sublayer; by default as many as suit the device. Halved when memory runs out.
         engine: `auto` walks down the layers with all cells at once; `whole runs` runs whole prompts through the model
-            as its hooks see it: plain, and slower. The numbers are the same.
+            with its ordinary hooks: simpler, and slower. The numbers are the same.
         progress: show a progress bar.
-        out: a folder: finished cells are written as they come, an interrupted sweep goes on where it stopped.
+        out: a folder: finished cells are saved as they come, and an interrupted sweep resumes where it stopped.
 
     Raises:
         InputError: an option or prompt cannot be used; pairs that do not align are shown side by side.
@@ -207,7 +207,7 @@ def patch(
     by_role = None if spec.over == () else spec.by_role["position"]
     pair = read_prompt_pair(model, clean, corrupted, direction, positions=positions, by_role=by_role)
 
-    # What is edited of each prompt, and what that is in the other prompt of its pair.
+    # The positions to edit in each prompt, and the matching positions in the other prompt of its pair.
     edited, attended = pair.spans(positions), pair.spans(keys, in_base=is_all(keys))
     matched = pair.matched(edited, chosen_sites, attended if spec.by_role["key"] else None)
     replacement = build_replacement(model, values, dataset, pair, chosen_sites, seed, positions=positions)
@@ -218,7 +218,7 @@ def patch(
     steps = spec.steps(pair, edited, attended)
     if method == "exact":
         _refuse_too_many_features(model, chosen_sites, steps)
-    # Counted before the cells are made: their list alone can be more than the memory.
+    # Counted before the cells are made, because the list of cells alone may not fit in memory.
     n_places = sum(math.prod(map(len, one.values())) for of_prompt in steps for one in of_prompt)
     refuse_too_many_cells(n_places * len(metrics) * (replacement.samples or 1) * len(spec.source_layers) * pair.draws)
     cells = spec.cells(pair, steps, replacement, matched)
@@ -242,18 +242,18 @@ def patch(
     }
     options |= {"roles": recorded_roles(edited), "spans": spans} if spec.by_role["position"] else {}
     options |= {} if is_all(keys) else {"keys": recorded_roles(attended), "spans": spans}
-    runner = AttributionRunner if method == "attribution" else None  # None: that of the engine
+    runner = AttributionRunner if method == "attribution" else None  # None: the engine's runner
     return run_sweep("patch", plan, options, runner=runner, engine=engine, seed=seed, progress=progress, out=out)
 
 
 @dataclass(frozen=True)
 class AxisStep:
-    """One place on one axis: its label in the table and what it covers (None: all)."""
+    """One step on an axis: its label in the table and the indices it covers (None: all)."""
 
     label: int | None
     covers: tuple[int, ...] | None
     role: str | None = None
-    """What the positions are in their prompt."""
+    """The role of the positions in their prompt."""
 
 
 Steps: TypeAlias = Mapping[str, list[AxisStep]]
@@ -261,12 +261,12 @@ Steps: TypeAlias = Mapping[str, list[AxisStep]]
 
 
 def _refuse_too_many_features(model: HookedModel, sites: Sequence[Site], steps: Sequence[Sequence[Steps]]) -> None:
-    """Refuse a run for each feature of a large dictionary, of which most do nothing."""
+    """Refuse an exact run for each feature of a large dictionary, because most features do nothing."""
     for number, site in enumerate(sites):
         count = site.width(model.shape, 1) if site.has_units else 0
         if count > MOST_FEATURES and len(steps[0][number]["feature"]) == count:
             n_cells = sum(math.prod(map(len, of_prompt[number].values())) for of_prompt in steps)
-            # A run begins at the dictionary's layer: what is below it is recorded.
+            # A run begins at the dictionary's layer: the layers before it are recorded.
             above = model.shape.n_layers - min(site.layers(model.shape))
             raise InputError(
                 f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
@@ -277,7 +277,7 @@ def _refuse_too_many_features(model: HookedModel, sites: Sequence[Site], steps: 
 
 
 class SweepSpec:
-    """Which cells were requested: the axes that each site runs over, in which windows, and where values come from.
+    """The requested cells: the axes that each site runs over, their windows, and the source layers of the values.
 
     The arguments are those of `patch`.
     """
@@ -295,7 +295,7 @@ class SweepSpec:
         spans: SpansName,
         from_layer: Iterable[int] | int | None,
     ):
-        # An iterator would be empty at the second look.
+        # Materialized, because an iterator would be empty when read a second time.
         self.model, self.sites, self.over, self.from_layer = model, sites, materialize(over), materialize(from_layer)
         layers, kv_site = materialize(layers), kv_site_of(sites)
         self.layers, self.heads = layers_and_heads(layers, materialize(heads), model.shape, kv_site)
@@ -310,13 +310,13 @@ class SweepSpec:
         if spans != SPANS[0] and not any(self.by_role.values()):
             raise InputError(f"spans={spans!r} is for positions by role, as in positions={{'subject': ' Rome'}}.")
         self.source_layers: tuple[int | None, ...] = (None,)
-        """The layers that values come from, in turn; None is the layer that is written."""
+        """The layers that values come from, in turn; None is the edited layer."""
         if self.from_layer is not None:
             self.source_layers = resolve_indices(self.from_layer, model.shape.n_layers, "layer", "from_layer")
         self.axes: dict[str, tuple[str, ...]] = {}
-        """By site: the axes that run; roles are distinguished unless `over` leaves positions out."""
+        """By site: the axes to sweep over; roles are distinguished unless `over` omits positions."""
         self.windows: dict[str, dict[str, int | str]] = {}
-        """By site: the window of each axis that has one."""
+        """By site: the window of each axis that has a window."""
         for site in sites:
             named = [axis for axis, is_named in self.by_role.items() if is_named and axis in site.swept_axes]
             default = (*site.default_axes, *(axis for axis in named if axis not in site.default_axes))
@@ -332,8 +332,8 @@ class SweepSpec:
         edited: Sequence[Mapping[str, AlignedSpan]],
         attended: Sequence[Mapping[str, AlignedSpan]],
     ) -> list[list[Steps]]:
-        """Return by prompt and site the steps of each axis; `edited` and `attended` are what positions and keys are."""
-        # Steps depend on a prompt through its length and spans alone: prompts that share these share one object.
+        """Return by prompt and site the steps of each axis; `edited` and `attended` are resolved positions and keys."""
+        # Steps depend only on a prompt's length and spans: prompts that share these share one object.
         cache: dict[Hashable, Steps] = {}
         by_prompt = []
         for prompt, spans, keys in zip(pair.prompts, edited, attended, strict=True):
@@ -348,7 +348,7 @@ class SweepSpec:
         self, prompt: Prompt, site: Site, spans: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan]
     ) -> Steps:
         axes, windows, shape = self.axes[site.name], self.windows[site.name], self.model.shape
-        # A dictionary may leave tokens out, such as the first, on which it was not trained.
+        # A dictionary may leave out tokens on which it was not trained, such as the first.
         at = seen_positions(site, prompt, sorted({p for span in spans.values() for p in span.base}))
         wanted, has = resolve_indices(self.layers, shape.n_layers, "layer"), site.layers(shape)
         if not (layers := tuple(layer for layer in wanted if layer in has)):
@@ -385,7 +385,7 @@ class SweepSpec:
         rows = []
         for example in range(len(pair.base)):
             i = example // pair.draws
-            # Tokens before the first difference are known to be equal only where they are at the same positions.
+            # Tokens before the first difference are known to be equal only if they are at the same positions.
             since = replacement.since(example) if matched[i] is None else 0
             for site, of_site in zip(self.sites, steps[i], strict=True):
                 if (same := (id(of_site), since)) not in cache:
@@ -394,9 +394,9 @@ class SweepSpec:
         return CellTable.of(rows)
 
     def _templates(self, site: Site, steps: Steps, replacement: Replacement, since: int) -> Iterator[CellTemplate]:
-        """Yield what is edited of one site, once for each layer that values come from and each draw.
+        """Yield the templates of one site, for each source layer and each draw.
 
-        Before the position `since` the values of a layer are those of the run itself.
+        Before the position `since` the values of a layer equal those of the edited run.
         """
         windows, draws = self.windows[site.name], range(replacement.samples or 1)
         for from_layer, sample, step in product(self.source_layers, draws, grid(steps)):
@@ -422,7 +422,7 @@ class SweepSpec:
 def axes_of(
     over: str | Iterable[str] | None, default: tuple[str, ...], allowed: Sequence[str], what: str
 ) -> tuple[str, ...]:
-    """Return the axes that a sweep runs over; refuse one that does not exist, or that the site has not."""
+    """Return the axes that a sweep runs over; refuse an unknown axis, and one that the site does not have."""
     if over is None:
         return default
     names = one_or_several(over)
@@ -433,7 +433,7 @@ def axes_of(
 
 
 def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
-    """Return the window of each axis that has one, a size or "cumulative"; refuse one of an axis that does not run."""
+    """Return the window of each axis that has one, a size or "cumulative"; refuse windows of axes not swept over."""
     sizes = dict(window) if isinstance(window, Mapping) else {"layer": window} if window is not None else {}
     by_axis: dict[str, int | str] = {}
     for axis, size in sizes.items():
@@ -448,12 +448,12 @@ def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
 
 
 def materialize(value: T) -> T:
-    """Turn an iterator into a tuple, which can be gone through twice."""
+    """Turn an iterator into a tuple, so that it can be read twice."""
     return cast("T", tuple(value)) if isinstance(value, Iterator) else value
 
 
 def axis_steps(indices: Sequence[int], swept: bool, window: int | str | None, is_all: bool) -> list[AxisStep]:
-    """Return the steps on one axis of what takes part; not swept over, one for all (None if it `is_all`)."""
+    """Return the steps on one axis; without a sweep over it, one step for all indices (covering None if `is_all`)."""
     if not swept:
         return [AxisStep(None, None if is_all else tuple(indices))]
     if window is None:
@@ -465,12 +465,12 @@ def axis_steps(indices: Sequence[int], swept: bool, window: int | str | None, is
 
 
 def role_steps(roles: Mapping[str, tuple[int, ...]], swept: bool, spans: str) -> list[AxisStep]:
-    """Return the roles of a prompt as steps on the axis of positions, or as one where that is not swept over."""
+    """Return the roles of a prompt as steps on the position axis, or as one step if that axis is not swept over."""
     if not swept:
         return [AxisStep(None, tuple(sorted({p for at in roles.values() for p in at})), " + ".join(roles))]
     if spans == SPANS[0]:
         return [AxisStep(at[0] if len(at) == 1 else None, at, role) for role, at in roles.items()]
-    # Token by token, the tokens of a role of several are called by its name and their number: `subject[0]`.
+    # Token by token, a token of a role with several is labelled by the role and its number: `subject[0]`.
     return [
         AxisStep(position, (position,), f"{role}[{i}]" if len(at) > 1 else role)
         for role, at in roles.items()
@@ -479,13 +479,13 @@ def role_steps(roles: Mapping[str, tuple[int, ...]], swept: bool, spans: str) ->
 
 
 def grid(axes: Mapping[str, list[AxisStep]]) -> list[dict[str, AxisStep]]:
-    """Combine the steps on each axis; layers run fastest, so that nested cells are adjacent."""
+    """Combine the steps on each axis; layers vary fastest, so that nested cells are adjacent."""
     order = [axis for axis in ("position", "key", "head", "feature", "layer") if axis in axes]
     return [dict(zip(order, combination, strict=True)) for combination in product(*(axes[axis] for axis in order))]
 
 
 def layer_runs(covered: Sequence[int]) -> list[range]:
-    """Return layers as ranges without gaps."""
+    """Group layers into ranges without gaps."""
     runs: list[range] = []
     for layer in covered:
         if runs and runs[-1].stop == layer:

@@ -1,4 +1,4 @@
-"""Replacements that are computed from the activation itself: by a function, a tensor, a direction, a factor, noise.
+"""Replacements computed from the current activation: by a function, a tensor, a direction, a factor, or noise.
 
     function    f(activation, other, place)
     tensor      the tensor
@@ -7,7 +7,7 @@
     noise       activation + std · σ · ε,   ε ~ N(0, 1), drawn anew for every sample, prompt, site, layer and entry
 
 σ is the standard deviation of the row's own entries (the vector of one token, or of one head at one token), so that a
-strength means the same at every layer of every model; or 1, where the strength is given in the activation's own units.
+strength means the same at every layer of every model; or 1, if the strength is given in the activation's own units.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from headwater.patching.replacements import (
 )
 
 RTOL, ATOL = 1e-3, 1e-5
-"""How far a function's result for a row may differ when other rows are beside it: more than rounding does."""
+"""Tolerance for a function's result on a row when other rows are beside it: larger than rounding."""
 SAMPLES = 10_000
-"""Draws of noise, at most: each is a run of its own."""
+"""Most draws of noise: each draw is a separate run."""
 
 
 @checked_call
 def add(direction: TensorLike) -> ReplacementSpec:
-    """Values: the activation that is there, with a direction added; zeros are the control, and change nothing.
+    """Values: the current activation, with a direction added; zeros are the control, and change nothing.
 
     Args:
         direction: a tensor, a numpy array or a list of numbers: one for all rows, `d`; for sites with heads one for
-            each head, `head d_head`; or one for each prompt, or each token of each prompt, by further axes in front
+            each head, `head d_head`; or one for each prompt, or each token of each prompt, with further leading axes
             (see `hw.patch`).
 
     Raises:
-        InputError: these are not finite numbers.
+        InputError: the direction does not consist of finite numbers.
     """
     return ReplacementSpec("add", {"direction": checked_tensor("direction", direction)})
 
 
 @checked_call
 def scale(factor: SupportsFloat) -> ReplacementSpec:
-    """Values: the activation that is there, times a factor; `hw.scale(0)` is `"zero"`, `hw.scale(1)` the control.
+    """Values: the current activation, times a factor; `hw.scale(0)` is `"zero"`, `hw.scale(1)` the control.
 
     Raises:
         InputError: the factor is not a finite number.
@@ -70,26 +70,26 @@ def scale(factor: SupportsFloat) -> ReplacementSpec:
 def noise(
     std: SupportsFloat, samples: int = 10, seed: int = 0, *, absolute: bool = False, positions: Where | None = None
 ) -> ReplacementSpec:
-    """Values: the activation that is there, with Gaussian noise added, drawn several times.
+    """Values: the current activation, with Gaussian noise added, drawn several times.
 
-    Given as `corrupted=`, it is noise at the embeddings of some tokens of the clean prompts, which makes the corrupted
-    runs of causal tracing (Meng et al. 2022).
+    As `corrupted=`, it adds noise to the embeddings of some tokens of the clean prompts, which makes the corrupted runs
+    of causal tracing (Meng et al. 2022).
 
-    Every draw is a cell of its own, in the column `sample`. A draw follows from the seed, its number, the prompt's
-    number, site and layer alone. `Sweep.summary` averages each prompt's draws and takes intervals over prompts; of one
-    prompt it takes them over draws.
+    Every draw is a separate cell, in the column `sample`. A draw depends only on the seed, its number, the prompt's
+    number, the site and the layer. `Sweep.summary` averages each prompt's draws and takes intervals over prompts; for
+    one prompt it takes them over draws.
 
     Args:
-        std: its standard deviation, in standard deviations of the entries of the vector that it is added to; given as
+        std: its standard deviation, in standard deviations of the entries of the vector that it is added to; as
             `corrupted=`, of the entries of all embeddings that it is added to, over all prompts. 0 is the control.
-        samples: how many draws; at most 10,000.
+        samples: number of draws; at most 10,000.
         seed: of the draws.
-        absolute: give `std` in the activation's own units.
-        positions: given as `corrupted=`, the tokens whose embeddings are corrupted: a word, a span, a list with one of
+        absolute: `std` is in the activation's own units.
+        positions: as `corrupted=`, the tokens whose embeddings are corrupted: a word, a span, a list with one of
             these per prompt (see `headwater.models.positions`), or the name of a role of the sweep's `positions=`.
 
     Raises:
-        InputError: one of them cannot be used.
+        InputError: an argument cannot be used.
     """
     std = _number("std", std)
     if std < 0:
@@ -101,7 +101,7 @@ def noise(
 
 
 class _Changing(Replacement):
-    """Values made of what is there."""
+    """Values computed from the current activation."""
 
     changes = True
 
@@ -114,7 +114,7 @@ class _Changing(Replacement):
 
 @VALUES.add("function")
 class Function(_Changing):
-    """What a function makes of the activation, of the other run's, and of which rows they are."""
+    """Values that a function computes from the activation, the other run's, and the rows' indices."""
 
     needs = ("function",)
 
@@ -131,16 +131,16 @@ class Function(_Changing):
         return "function" if name == "<lambda>" else str(name)
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
-        """Return what the other run has there, which the function is given."""
+        """Return the other run's values, which the function receives."""
         return request.other
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
-        """Call the function, and refuse what it must not return."""
+        """Call the function, and refuse invalid results."""
         if (rows.site, rows.layer) not in self._seen:
-            # Once per site and layer, since a function may do different things there.
+            # Checked once per site and layer, since a function may treat these differently.
             self._refuse_if_rows_mix(activation.clone(), other, rows)
             self._seen.add((rows.site, rows.layer))
-        # A copy: the function may work in place, and what was there is compared with what it leaves.
+        # A copy: the function may work in place, and its result is compared with the original.
         written = self._called(activation.clone(), other, rows)
         wrong = ~written.isfinite().all(-1)
         if bool(wrong.any()):
@@ -149,7 +149,7 @@ class Function(_Changing):
                 f"{self._named} gives NaN or infinity at {rows.site} of layer {rows.layer}, prompt "
                 f"{int(rows.example[row])}, position {int(rows.position[row])}."
             )
-        # Weight on a later key is the future leaking into a prediction; nothing after the pattern would show it.
+        # Weight on a later key leaks the future into a prediction; nothing after the pattern would show it.
         if self.site(rows.site).has_keys:
             keys = torch.arange(written.shape[-1], device=written.device)
             if bool((written.masked_fill(keys <= rows.position[:, None], 0.0) != 0).any()):
@@ -187,7 +187,7 @@ class Function(_Changing):
             for i in range(2)
         ]
         together, single = self._called(both.clone(), others, rows.part(first)).double(), torch.cat(alone).double()
-        # Relative to the largest number: a matrix product of two rows rounds otherwise than that of one.
+        # Relative to the largest number: a matrix product of two rows rounds differently than a product of one row.
         size = single.nan_to_num().abs().max()
         if not torch.allclose(together, single, rtol=RTOL, atol=ATOL * max(1.0, float(size)), equal_nan=True):
             raise InterventionError(
@@ -199,7 +199,7 @@ class Function(_Changing):
 
 @VALUES.add("tensor")
 class TensorReplacement(_Changing):
-    """A tensor of the caller's: one row for all, or one for each head, prompt or token."""
+    """The caller's tensor: one row for all, or one for each head, prompt or token."""
 
     needs = ("tensor",)
 
@@ -208,7 +208,7 @@ class TensorReplacement(_Changing):
         self.tensor: Tensor = inputs.arguments[self.needs[0]]
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
-        """Return nothing, once the tensor is seen to fit."""
+        """Check that the tensor fits; no values are needed."""
         longest = max(map(len, self.inputs.pair.base))
         for name in dict.fromkeys(site for site, _ in request.places):
             listed, lengths = _axes(self.site(name)), self.site(name).size(request.model.shape, longest)
@@ -233,7 +233,7 @@ class TensorReplacement(_Changing):
 
 
 def _axes(site: Site) -> list[tuple[str, ...]]:
-    """Return what the axes of a tensor of rows may be, the fewest first."""
+    """Return the axes that a tensor of rows may have, the fewest first."""
     if site.has_keys:
         return [("example", *site.axes)]
     inner = site.axes[1:]
@@ -241,7 +241,7 @@ def _axes(site: Site) -> list[tuple[str, ...]]:
 
 
 def _fits(shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
-    """Whether a shape is that of these axes; one prompt may represent all, and tokens be left over."""
+    """Return whether a shape fits these axes; one prompt may represent all, and extra tokens are allowed."""
     alike = {"example": lambda have, need: have in (1, need), "position": int.__ge__, "key": int.__ge__}
     return len(shape) == len(axes) and all(
         alike.get(axis, int.__eq__)(have, sizes[axis]) for have, axis in zip(shape, axes, strict=True)
@@ -250,7 +250,7 @@ def _fits(shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int
 
 @VALUES.add("add")
 class Added(TensorReplacement):
-    """What is there, with a direction added."""
+    """The current activation, with a direction added."""
 
     needs = ("direction",)
 
@@ -265,7 +265,7 @@ class Added(TensorReplacement):
 
 @VALUES.add("scale")
 class Scaled(_Changing):
-    """What is there, times a factor."""
+    """The current activation, times a factor."""
 
     needs = ("factor",)
 
@@ -275,7 +275,7 @@ class Scaled(_Changing):
 
     @property
     def label(self) -> str:
-        """The factor."""
+        """The name of the values, with the factor."""
         return f"scale {self.inputs.arguments['factor']:g}"
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
@@ -285,7 +285,7 @@ class Scaled(_Changing):
 
 @VALUES.add("noise")
 class Noise(_Changing):
-    """What is there, with noise added."""
+    """The current activation, with noise added."""
 
     needs = ("std",)
     of_prompts = True
@@ -304,7 +304,7 @@ class Noise(_Changing):
 
     @property
     def label(self) -> str:
-        """The strength."""
+        """The name of the values, with the strength."""
         return f"noise {self.inputs.arguments['std']:g}"
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
@@ -312,7 +312,7 @@ class Noise(_Changing):
         model, drawn = request.model, {}
         for site, layer in request.places:
             size = self.site(site).size(model.shape, request.width)
-            # Padding gets no noise, so that a draw does not depend on how long the longest prompt of a group is.
+            # Padding gets no noise, so that a draw does not depend on the longest prompt of its group.
             sampled = torch.zeros(len(request.examples), self.samples, *size)
             for row, example in enumerate(request.examples):
                 length = len(self.inputs.pair.base[example])
@@ -323,10 +323,10 @@ class Noise(_Changing):
         return drawn
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
-        """Add what was drawn."""
+        """Add the drawn noise."""
         assert other is not None
         arguments = self.inputs.arguments
-        # Divided by n: the spread of each row's entries themselves, not an estimate from them.
+        # Divided by n: the standard deviation of each row's entries themselves, not an estimate from them.
         unit = 1.0 if arguments["absolute"] else activation.float().std(-1, unbiased=False, keepdim=True)
         return activation + (arguments["std"] * unit * other).to(activation.dtype)
 

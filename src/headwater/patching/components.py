@@ -1,27 +1,27 @@
 """Edits of several components at once, as one cell: ablation of sets, and nodes (single activations) patched together.
 
-A node is an activation by site, layer, token, head and attended token; what is not named is covered whole:
+A node is an activation, given by site, layer, token, head and attended token; an omitted field is covered whole:
 
     {"site": "resid_pre", "layer": 3, "position": 5}                       one token
     {"site": "z", "layer": 3, "head": 2}                                   a head, at every token
     {"site": "pattern", "layer": 3, "head": 2, "position": 5, "key": 2}    an attention edge: token 5 reads token 2
 
-It may be a name too (`headwater.models.part_names`): "9.2" and "L9H2" are the z of a head, "9.2.q" its query, "m9" the
-output of an MLP, and "blocks.3.hook_resid_pre" the site of this hook.
+A node may also be a name (`headwater.models.part_names`): "9.2" and "L9H2" are the z of a head, "9.2.q" its query, "m9"
+the output of an MLP, and "blocks.3.hook_resid_pre" the site of this hook.
 
-A set holds heads (z of query heads, also where these share keys and values), MLPs, neurons (mlp_post) and features of
-dictionaries. Its complement holds every other component of the kinds that were named; a kind is named
-with an empty list, too.
+A set contains heads (z of query heads, also where these share keys and values), MLPs, neurons (mlp_post) and features
+of dictionaries. Its complement contains every other component of the kinds that were named; an empty list names a kind
+too.
 
-Effects do not add up: what two heads do together is measured together. Knockout of whole circuits (Wang et al. 2023;
-Chan et al. 2022, resampling; Li and Janson 2024, on which values to take): for each set and prompt, one run in which
-every component of the set is replaced at once, in all layers where it has some. With the complement replaced, what is
-left is what the set does alone.
+Effects do not add up, so the joint effect of two heads is measured jointly. Knockout of whole circuits (Wang et al.
+2023; Chan et al. 2022, resampling; Li and Janson 2024, on the choice of values) uses, for each set and prompt, one run
+in which every component of the set is replaced at once, in all its layers. If the complement is replaced, the run shows
+what the set does alone.
 
-    effect = metric of the edited run - metric of the run as it is
+    effect = metric of the edited run - metric of the unedited run
 
-All sets go down the layers together (`headwater.patching.walk`): later components of a set are replaced in the run as
-the earlier ones left it.
+All sets go through the layers together (`headwater.patching.walk`): later components of a set are replaced in the run
+that results from replacing the earlier ones.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from headwater.patching.sweep import ENGINES, Sweep, run_sweep
 
 @dataclass(frozen=True)
 class ActivationNode:
-    """One activation, or what is meant of it; None is all of it."""
+    """One activation, or a part of it; None means all of an axis."""
 
     site: str
     layer: int
     position: int | None = None
-    """The token; of a pattern, the one that reads."""
+    """The token; in a pattern, the query token."""
     head: int | None = None
-    """Key-value heads for the sites `k` and `v`."""
+    """The head; for the sites `k` and `v` the key-value head."""
     key: int | None = None
-    """Of a pattern, the token that is read."""
+    """In a pattern, the key token."""
 
     def edit(self, since: int, sample: int = 0) -> Edit:
-        """Return the edit that replaces it; before the token `since` its values are its own."""
+        """Return the edit that replaces the node; before the token `since` the new values equal the old ones."""
         at, of, to = (None if one is None else (one,) for one in (self.position, self.head, self.key))
         return Edit(SITES[self.site], range(self.layer, self.layer + 1), at, of, to, since=since, sample=sample)
 
     def described(self) -> dict[str, str | int]:
-        """Return it as `read_nodes` takes it."""
+        """Return the node as a mapping that `read_nodes` accepts."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class ActivationNode:
 
 
 def read_nodes(model: HookedModel, listed: object, prompts: Sequence[Prompt]) -> tuple[ActivationNode, ...]:
-    """Read nodes that are to be changed together: a list of nodes, of their names, or of mappings of what each has."""
+    """Read nodes to change together: a list of nodes, of their names, or of mappings with their fields."""
     if is_one(listed):
         raise InputError(
             f"together={shown(listed)} holds no nodes: give a list, as in "
@@ -95,7 +95,7 @@ def read_nodes(model: HookedModel, listed: object, prompts: Sequence[Prompt]) ->
 
 
 def set_name(nodes: Sequence[ActivationNode]) -> str:
-    """Return what some nodes are called together."""
+    """Return one name for several nodes."""
     return " + ".join(map(str, nodes)) if len(nodes) <= 4 else f"{len(nodes)} nodes from {nodes[0]} to {nodes[-1]}"
 
 
@@ -147,23 +147,23 @@ def _by_name(model: HookedModel, name: Any) -> dict[str, Any]:
 
 
 NAMED_IN_FULL = 8
-"""A set of more components is called by how many it has of each kind."""
+"""A larger set is named by its number of components of each kind."""
 FEATURES = "features"
 KINDS = {"heads": "z", "mlps": "mlp_out", "neurons": "mlp_post"}
-"""By the word that names several components: the site that they are parts of; an MLP is all of it."""
+"""By kind of component: the site that its members are parts of; an MLP is the whole activation."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a set holds at one site of one layer."""
+    """The components of a set at one site of one layer."""
 
     site: Site
     layer: int
     among: tuple[int, ...] | None
-    """Which heads or neurons; None is the whole activation."""
+    """Indices of the heads or neurons; None means the whole activation."""
 
     def edit(self, positions: tuple[int, ...] | None, since: int, sample: int) -> Edit:
-        """Return the edit that replaces it at some positions."""
+        """Return the edit that replaces the part at some positions."""
         heads, units = (self.among, None) if self.site.has_heads else (None, self.among)
         layers = range(self.layer, self.layer + 1)
         return Edit(self.site, layers, positions, heads, units=units, since=since, sample=sample)
@@ -171,16 +171,16 @@ class Part:
 
 @dataclass(frozen=True)
 class ComponentSet:
-    """Some components, and what they are called together."""
+    """Some components with one name."""
 
     name: str
     members: Mapping[str, tuple[Any, ...]]
-    """By kind, those that were named: `(layer, index)`, the layer, or the features of a dictionary."""
+    """By kind, the named components: `(layer, index)`, the layer, or the features of a dictionary."""
     parts: tuple[Part, ...]
-    """What is edited: of these, or of all others."""
+    """The parts to edit: the named components, or all others."""
 
     def described(self) -> dict[str, Any]:
-        """Return what the record of a run says of it."""
+        """Return the description of the set for the record of a run."""
         features = [site.described for site in self.members.get(FEATURES, ())]
         return {"name": self.name, **self.members} | ({FEATURES: features} if features else {})
 
@@ -200,7 +200,7 @@ def read_sets(
     if not named:
         raise InputError("sets= is empty: there is nothing to ablate.")
     read = [_read_set(model, _by_kind(members, name), name, complement) for name, members in named]
-    # Sets of different names may be equal, one without a name may not; where names are the same they are numbered.
+    # Sets of different names may be equal, unnamed sets may not; equal names are numbered.
     distinct: list[ComponentSet] = []
     for candidate in read:
         if any(other.parts == candidate.parts and other.name == candidate.name for other in distinct):
@@ -211,7 +211,7 @@ def read_sets(
 
 
 def _by_kind(members: object, name: object) -> dict[str, Any]:
-    """The members of a set by kind; a list holds heads, and MLPs by name."""
+    """Return the members of a set by kind; a list contains heads, and MLPs by name."""
     where = "A set" if name is None else f"The set {shown(name)}"
     if is_one(members):
         raise InputError(f"{where} is {shown(members)}: give a mapping such as {{'heads': [(0, 1)], 'mlps': [4]}}.")
@@ -241,7 +241,7 @@ def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, comple
 
 
 def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
-    """Check the members of one kind; layers counted from the end are counted from the beginning."""
+    """Check the members of one kind, and convert layers counted from the end."""
     members = _neurons(listed, model.shape) if kind == "neurons" else parts_of_kind(kind, listed, model.shape)
     if twice := [member for member, count in Counter(members).items() if count > 1]:
         raise InputError(f"{_called(kind, twice[0])} is named twice.")
@@ -277,21 +277,21 @@ def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
 
 
 def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bool) -> list[Part]:
-    """What a set, or its complement, holds at the sites of a kind, layer by layer."""
+    """Return the parts of a set, or of its complement, at the sites of a kind, layer by layer."""
     if kind == FEATURES:
         places = [(site, site.layer, site.count, set(site.units)) for site in members]
     else:
         (site,), shape = sites_named(KINDS[kind], model), model.shape
-        # Of a hybrid the complement is what its layers have: a layer without heads is not refused.
+        # In a hybrid model the complement covers the layers that have heads: layers without them are not refused.
         layers = site.among(range(shape.n_layers), model, edited=True) if complement else range(shape.n_layers)
-        # Of MLPs the whole activation is the one component of its layer.
+        # For MLPs the whole activation is the one component of its layer.
         pairs = [(layer, 0) for layer in members] if kind == "mlps" else members
         count = {"heads": shape.n_heads, "mlps": 1, "neurons": shape.d_mlp}[kind]
         places = [(site, layer, count, {index for at, index in pairs if at == layer}) for layer in layers]
     parts = []
     for site, layer, count, chosen in places:
         if indices := tuple(index for index in range(count) if (index in chosen) != complement):
-            # None where all are named: the whole activation is written without an index.
+            # None if all are named: the whole activation is written without an index.
             parts.append(Part(site, layer, None if len(indices) == count else indices))
     return parts
 
@@ -335,46 +335,46 @@ def ablate(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> Sweep:
-    """Ablate sets of components, each set as one.
+    """Ablate sets of components, each set jointly.
 
         hw.ablate(model, "The capital of France is", heads=[(9, 3), (10, 0)], mlps=[4], metric=hw.rank(" Paris"))
 
-    effect = metric of the ablated run - metric of the plain run, in units of the metric.
+    effect = metric of the ablated run - metric of the unedited run, in units of the metric.
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is left unchanged.
         prompts: one prompt, several, or token ids: those whose runs are ablated.
         corrupted: the other prompt of each pair, for values from the other run; or noise at its embeddings, see
             `hw.patch`.
         metric: see `hw.patch`.
-        heads: of one set, the attention heads, as pairs (layer, head). Query heads are counted, also where they share
+        heads: the attention heads of one set, as pairs (layer, head). These are query heads, also where they share
             keys and values.
         mlps: its MLPs, as layers.
-        neurons: its neurons, as pairs (layer, neuron): what the output projection of the MLP reads.
+        neurons: its neurons, as pairs (layer, neuron): the inputs of the MLP's output projection.
         features: its features, as `hw.features(...)` or `hw.load_sae(...)` with `.only([...])`, one or several.
-        sets: several sets in place of one: a mapping from names to sets, or a list of sets. A set is a mapping with
+        sets: several sets instead of one: a mapping from names to sets, or a list of sets. A set is a mapping with
             `heads`, `mlps`, `neurons`, `features`, or a list of heads.
-        complement: replace everything but the set, of the kinds that are named: with `heads` and `mlps` (which may be
-            an empty list) all other heads and all other MLPs.
-        values: what replaces them: see `hw.patch`.
-        dataset: the prompts of `mean` and `resample`; default: the prompts themselves.
-        positions: where; with roles (see `hw.patch`) each set is ablated at each role by itself.
+        complement: replace everything except the set, among the kinds that are named: with `heads` and `mlps` (which
+            may be an empty list) all other heads and all other MLPs.
+        values: the values that replace the components: see `hw.patch`.
+        dataset: the prompts for `mean` and `resample`; default: `prompts`.
+        positions: the positions to ablate; with roles (see `hw.patch`) each set is ablated at each role separately.
         seed: of `resample`.
         batch_size: see `hw.patch`.
         engine: see `hw.patch`.
         progress: show a progress bar.
-        out: a folder that keeps finished cells, see `hw.patch`.
+        out: a folder for finished cells, see `hw.patch`.
 
     Returns:
-        A sweep whose table has a row per example, set and metric; `set` is the set's name, or what it holds.
+        A sweep whose table has a row per example, set and metric; `set` is the set's name, or its members in words.
 
     Raises:
-        InputError: there is no such component, one is named twice, a set is empty, or another option cannot be used.
+        InputError: a component does not exist or is named twice, a set is empty, or another option cannot be used.
     """
     checked_name("engine", engine, list(ENGINES))
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     complement, metrics = checked_flag("complement", complement), as_metrics(metric)
-    # What is ablated is the clean run.
+    # The clean run is the one that is ablated.
     pair = read_prompt_pair(model, prompts, corrupted, "noise", positions=positions)
     one = {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}
     chosen = read_sets(model, one, sets, complement)
@@ -388,7 +388,7 @@ def ablate(
     rows = []
     for example, prompt in enumerate(pair.base):
         i = example // pair.draws
-        # Tokens before the first difference are equal only where both prompts have them at the same positions.
+        # Tokens before the first difference are equal only if both prompts have them at the same positions.
         since = replacement.since(example) if matched[i] is None else 0
         for role, span in edited[i].items():
             seen = {site.name: seen_positions(site, prompt, span.base) for site in sites}
@@ -397,7 +397,7 @@ def ablate(
                 labels = site_label | {"set": component_set.name} | replacement.labels(sample)
                 labels |= {"role": role} if isinstance(positions, Mapping) else {}
                 edits = [part.edit(at[part.site.name], since, sample) for part in component_set.parts]
-                # A list per cell, unlike a sweep's: sets and roles make few cells of each prompt.
+                # A list per cell, unlike a sweep's: sets and roles make few cells per prompt.
                 rows.append((example, [CellTemplate(labels, tuple(edits))]))
     plan = Plan(model, pair, CellTable.of(rows), metrics, replacement, batch_size, matched=matched)
     options = {
@@ -411,6 +411,6 @@ def ablate(
 def joint_template(
     nodes: Sequence[ActivationNode], example: int, replacement: Replacement, sample: int = 0
 ) -> CellTemplate:
-    """Return what is edited where nodes of one example are replaced together."""
+    """Return the template in which nodes of one example are replaced together."""
     since, labels = replacement.since(example), {"site": "together", "set": set_name(nodes)}
     return CellTemplate(labels | replacement.labels(sample), tuple(node.edit(since, sample) for node in nodes))

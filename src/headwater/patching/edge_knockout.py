@@ -1,15 +1,15 @@
-"""Knockout sweeps: sever attention edges, run on, see what becomes of a metric.
+"""Knockout sweeps: sever attention edges, continue the forward pass, and measure the change of a metric.
 
-    mask   the severed scores are minus infinity before the softmax: what is left is renormalised (Geva et al. 2023)
-    zero   the severed weights are 0 after the softmax: A(i, j) = 0 to the letter; the other weights stay as they were
+    mask   the severed scores are minus infinity before the softmax: the others are renormalised (Geva et al. 2023)
+    zero   the severed weights are 0 after the softmax: exactly A(i, j) = 0; the other weights are unchanged
 
 Edges go from a query (the token that reads) to a key (the token that is read). They are severed in one layer at a time,
-in a window of layers around each, or in all layers up to each (`window="cumulative"`). What a layer computes depends on
-the layers before it only, so the cumulative sweep shares one walk: the state after layers 0..k of the fully severed run
-is the state of the run severed in 0..k, for every k.
+in a window of layers around each, or in all layers up to each (`window="cumulative"`). A layer's output depends only on
+the layers before it, so the cumulative sweep shares one walk: the state after layers 0..k of the fully severed run is
+the state of the run severed in 0..k, for every k.
 
-A key that a sliding-window layer cannot see anyway is not severed there: `edges` counts what was, and a cell that
-severs nothing has no effect to report (NaN), not a small one.
+A key that a sliding-window layer cannot see anyway is not severed there: `edges` counts the edges that were severed,
+and a cell that severs none has no effect to report (NaN), not a small one.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from headwater.patching.sweep import ENGINES, Sweep, collect_states, run_sweep
 VariantName: TypeAlias = Literal["mask", "zero"]
 VARIANTS = get_args(VariantName)
 EDGES = {"site": "edges"}
-"""The labels of edges without a name of their own."""
+"""The labels of edges without a name."""
 
 
 @checked_calls
 @dataclass(frozen=True)
 class Edges:
-    """Which attention edges to sever: every query that comes at or after a key, for all queries and keys named.
+    """The attention edges to sever: from each named query to each named key at or before it.
 
     `query="after"` is every position after a key that is not itself one of the keys.
     """
@@ -66,15 +66,15 @@ class Edges:
     query: Where
     key: Where
     heads: Heads = None
-    """Query heads, by number or by names of heads of one layer, as "9.2"; None is all of them."""
+    """Query heads, by number or by names of heads of one layer, as "9.2"; None means all."""
 
     def matrix(
         self, prompt: Prompt, example: int = 0, n_examples: int = 1, *, ahead: bool = False
     ) -> Bool[Tensor, "query key"]:
-        """Return True at each severed edge of a prompt; to later keys only where attention looks `ahead`.
+        """Return True at each severed edge of a prompt; with non-causal attention (`ahead`) also to later keys.
 
         Raises:
-            InputError: no query comes after a key.
+            InputError: no query comes at or after a key.
         """
         keys = torch.zeros(len(prompt), dtype=torch.bool)
         keys[list(positions_of(self.key, prompt, example, n_examples))] = True
@@ -83,7 +83,7 @@ class Edges:
             queries = torch.zeros_like(keys)
             queries[list(positions_of(self.query, prompt, example, n_examples))] = True
         edges = queries[:, None] & keys[None]
-        # With the diagonal: a token may be kept from reading itself.
+        # The diagonal is included: a token may be kept from reading itself.
         edges = edges if ahead else edges.tril()
         if not bool(edges.any()):
             raise InputError(
@@ -118,26 +118,26 @@ def knockout(
         hw.knockout(model, "The capital of France is", block=hw.Edges("last", " France"), window=5,
                     metric=hw.log_probability(" Paris"))
 
-    effect = metric of the severed run - metric of the plain run, in units of the metric (Geva et al. 2023).
+    effect = metric of the severed run - metric of the unedited run, in units of the metric (Geva et al. 2023).
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is left unchanged.
         prompts: one prompt, several, or token ids.
         block: the edges to sever: `hw.Edges(query, key, heads)`, the pair (query, key), or a mapping with these names;
-            or a mapping from names of your own to several of them, which are then in the column `site`. Positions are
-            a number, a span (start, stop), a set, a text, "last", "first", "all", a function of the tokens, or a list
-            with one of these per prompt; the query may be "after". Queries, keys, or both may be named by role, as in
-            `hw.Edges({"end": "last"}, {"subject": [" France", " Italy"]})`: the edges of each role, or pair of roles,
-            are severed by themselves, and the table's column `role` says which ("end ← subject").
+            or a mapping from names of your choice to several of them, which are then in the column `site`. Positions
+            are a number, a span (start, stop), a set, a text, "last", "first", "all", a function of the tokens, or a
+            list with one of these per prompt; the query may be "after". Queries, keys, or both may be named by role, as
+            in `hw.Edges({"end": "last"}, {"subject": [" France", " Italy"]})`: the edges of each role, or pair of
+            roles, are severed separately, and the table's column `role` names it ("end ← subject").
         metric: see `hw.patch`. A metric that reads the residual stream with `layer=None` reads the last severed layer.
         window: sever in this many layers around each; "cumulative": in every layer up to each; None: in each alone.
         variant: `mask` (before the softmax, the rest renormalises) or `zero` (after it).
         over: `layer` (default), `head`, both, or () for everything at once.
-        layers: which layers take part.
+        layers: the layers to sever edges in.
         batch_size: see `hw.patch`.
         engine: see `hw.patch`.
         progress: show a progress bar.
-        out: a folder that keeps finished cells, see `hw.patch`.
+        out: a folder for finished cells, see `hw.patch`.
 
     Raises:
         InputError: an option or position cannot be used.
@@ -165,7 +165,7 @@ def knockout(
     of_layers = [tuple(numbers) for numbers, _ in where]
     options = {
         "block": [" ".join(labels.values()) for labels, _ in named],
-        # The edges themselves, not their description: other words can name the same tokens, and the same words others.
+        # The edges themselves, not their description: different words can name the same tokens, and vice versa.
         "matrices": [torch.nonzero(matrix).tolist() for of_example in matrices for matrix in of_example],
         "heads": [resolve_indices(heads, model.shape.n_heads, "head") for _, heads in where],
         "layers": of_layers[0] if len(set(of_layers)) == 1 else of_layers,
@@ -177,7 +177,7 @@ def knockout(
 
 
 def named_edges(block: Blocked | Any) -> dict[str, Edges]:
-    """Read the forms in which edges can be given."""
+    """Read each form in which edges can be specified."""
     if isinstance(block, Edges):
         return {"edges": block}
     if isinstance(block, tuple) and len(block) == 2:
@@ -193,7 +193,7 @@ def named_edges(block: Blocked | Any) -> dict[str, Edges]:
 
 
 def edges_by_role(named: Mapping[str, Edges]) -> list[tuple[dict[str, str], Edges]]:
-    """Cut edges into those of each role, or pair of roles ("end ← subject": query ← key), each with its labels."""
+    """Split edges by role, or by pair of roles ("end ← subject": query ← key), each with its labels."""
     labelled: list[tuple[dict[str, str], Edges]] = []
     for name, edges in named.items():
         queries, keys = (
@@ -218,7 +218,7 @@ def _templates(
     layers: Sequence[int],
     variant: str,
 ) -> list[CellTemplate]:
-    """List what is severed in one prompt, whose severed edges are `matrix`."""
+    """List the templates of one prompt, whose severed edges are `matrix`."""
     # No state before the first query that loses a key can change: rows begin there.
     first_query, severed = int(matrix.any(-1).int().argmax()), to_device(matrix, model.device)
     layers, head_numbers = layers_and_heads(layers, edges.heads, model.shape)
@@ -232,7 +232,7 @@ def _templates(
     templates = []
     for step in grid(steps):
         edits = tuple(cut(run, heads=step["head"].covers) for run in layer_runs(step["layer"].covers or ()))
-        # Only layers without a gap begin as the longer window does; others are runs of their own.
+        # Only layers without a gap begin as the longer window does; others need separate runs.
         is_nested = "layer" in windows and len(edits) == 1
         nested = (*labels.values(), step["head"].label, edits[0].layers.start) if is_nested else None
         templates.append(CellTemplate(dict(labels) | labels_of(step, windows), edits, nested))
@@ -240,17 +240,17 @@ def _templates(
 
 
 def _layers_with_attention(layers: Iterable[int] | int | None, model: HookedModel) -> tuple[int, ...]:
-    """Return the requested layers in which there is attention to cut."""
+    """Return the requested layers that have attention."""
     (pattern,) = sites_named("pattern", model)
     return pattern.among(resolve_indices(layers, model.shape.n_layers, "layer"), model)
 
 
 def _states_named(sites: str | Sequence[str], model: HookedModel) -> tuple[str, ...]:
-    """Look up sites at which a state of the residual stream's width is read in every layer, whose attention is cut."""
+    """Look up residual-stream sites; refuse others, and models in which some layer lacks these sites or attention."""
     (pattern,), read = sites_named("pattern", model), sites_named(sites, model)
     if other := [site.name for site in read if site.name not in STATES]:
         raise InputError(f"{other[0]} is not a state of the residual stream. Valid: {', '.join(STATES)}.")
-    # For its error: every layer must have these sites and attention.
+        # Called for its error: every layer must have these sites and attention.
     for site, layer in product((pattern, *read), range(model.shape.n_layers)):
         site.among([layer], model)
     return tuple(site.name for site in read)
@@ -274,10 +274,10 @@ def knocked_out_states(
     The state of layer k of the fully severed run is that of the run severed in layers 0..k only.
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is left unchanged.
         prompts: as for `knockout`.
         block: one set of edges.
-        sites: those of the residual stream's width, such as resid_pre or mlp_out.
+        sites: sites with the residual stream's width, such as resid_pre or mlp_out.
         at: one position per prompt.
         variant: `mask` or `zero`.
         layers: sever in these layers only; default all.
@@ -288,7 +288,7 @@ def knocked_out_states(
         By site, the states before and after, `layer example d_model` in float32 on the CPU.
 
     Raises:
-        InputError: a site is not a state of the residual stream, or the model has none of it.
+        InputError: a site is not a state of the residual stream, or the model does not have it.
     """
     check_call(model, batch_size)
     checked_name("variant", variant, VARIANTS)
@@ -322,21 +322,21 @@ def windowed_states(
     variant: VariantName = "mask",
     batch_size: int | None = None,
 ) -> Float[Tensor, "window read example d_model"]:
-    """Return the states of some layers after a knockout in a window around each layer, from one walk for all windows.
+    """Return states of some layers after a knockout in a window around each layer, from one walk for all windows.
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is left unchanged.
         prompts: as for `knockout`.
         block: one set of edges.
-        window: how many layers, around each layer of the model in turn.
-        read: the layers whose states are wanted.
-        site: one of the residual stream's width, such as resid_pre or mlp_out.
+        window: number of layers to sever in, around each layer of the model in turn.
+        read: the layers whose states are returned.
+        site: a site with the residual stream's width, such as resid_pre or mlp_out.
         at: one position per prompt.
         variant: `mask` or `zero`.
         batch_size: see `hw.patch`.
 
     Raises:
-        InputError: the site is not a state of the residual stream, or the model has none of it.
+        InputError: the site is not a state of the residual stream, or the model does not have it.
     """
     _states_named(site, model)
     base, layers = read_prompts(model, prompts), range(model.shape.n_layers)
@@ -345,7 +345,7 @@ def windowed_states(
     for i, prompt in enumerate(base):
         matrix = edges.matrix(prompt, i, len(base), ahead=model.looks_ahead)
         templates = _templates(model, EDGES, edges, matrix, ("layer",), windows, layers, variant)
-        # A window that begins above every layer that is read changes nothing there.
+        # A window that begins after every layer that is read changes nothing there.
         rows.append((i, [one for one in templates if min(edit.layers.start for edit in one.edits) <= deepest]))
     cells = CellTable.of(rows)
     readings = tuple((site, layer) for layer in read)

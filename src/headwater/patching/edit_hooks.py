@@ -1,6 +1,6 @@
 """An edit outside sweeps: a hook that writes values at a site of a layer, at some positions and heads of each prompt.
 
-It goes the way of the sweeps' own edits: the same kinds of values, the same rows, the same carrier
+It uses the same code as the edits of sweeps: the same kinds of values, the same rows, the same carrier
 (`headwater.models.edits`), so that `model.run(prompts, hooks=[hw.edit(...)])` is what a cell of `hw.patch` runs.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class EditHook(PromptHook):
-    """What `hw.edit` returns: a hook for `model.run`, `model.hooks` and whatever takes hooks."""
+    """The result of `hw.edit`: a hook for `model.run`, `model.hooks` and everything else that takes hooks."""
 
     site: Site
     layer: int
@@ -59,15 +59,15 @@ class EditHook(PromptHook):
 
     @property
     def identity(self) -> str:
-        """What tells it from other edits, in the record of a run."""
+        """Identifies the edit in the record of a run."""
         described = [self.site.described, self.layer, self.spec.kind, dict(self.spec.arguments), self.positions]
         described += [self.heads] if is_all(self.keys) else [self.heads, self.keys]
         return f"{self.site.name} {self.layer} {digest(described)}"
 
     def hook_for(self, model: HookedModel, batch: Batch | None, goes_on: bool = False) -> Hook:
-        """Return the hook for these prompts; without any, for whatever goes through the model.
+        """Return the hook for these prompts; without prompts, for any input of the model.
 
-        Of tokens that follow the prompts, as in generation, an edit of all positions changes each; others were made.
+        If `goes_on`, for new tokens in generation: an edit of all positions changes each; other edits do nothing.
         """
         site = self.site.fitted(model)
         (layer,) = site.among([checked_layer("layer", self.layer, model.shape.n_layers)], model, edited=True)
@@ -76,7 +76,7 @@ class EditHook(PromptHook):
             return site.hook_name(layer), read_hook(lambda activation, hook: None)
         if batch is not None:
             rows = zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
-            # Of new tokens no positions are named: they need no strings.
+            # For new tokens no positions are resolved: they need no strings.
             new = (Prompt(tuple(ids[:length]), ()) for ids, length in rows)
             prompts = tuple(new) if goes_on else read_prompts(model, batch)
             return site.hook_name(layer), replace_hook(_Writes(self, self._writer(model, site, layer, prompts)))
@@ -89,14 +89,14 @@ class EditHook(PromptHook):
             batch_axis, length = activation.shape[0], activation.shape[2 if site.has_keys else 1]
             return self._writer(model, site, layer, (Prompt((0,) * length, ()),) * batch_axis)(activation)
 
-        # Made once and thrown away: a head or value that does not fit is refused here, not in the run.
+        # Made once and discarded: a head or value that does not fit is refused here, not during the run.
         self._writer(model, site, layer, (Prompt((0,), ()),))
         return site.hook_name(layer), replace_hook(_Writes(self, write))
 
     def _writer(
         self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]
     ) -> Callable[[Tensor], Tensor]:
-        """Return what writes the edit into an activation of these prompts."""
+        """Return the function that applies the edit to an activation of these prompts."""
         _, numbers = layers_and_heads(layer, self.heads, model.shape, kv_site_of([site]))
         heads = None if numbers is None else resolve_indices(numbers, site.n_heads(model.shape), "head")
         units = None if site.units is None or len(site.units) == site.width(model.shape, 1) else tuple(site.units)
@@ -105,7 +105,7 @@ class EditHook(PromptHook):
             at = positions_of(self.positions, prompt, example, len(prompts))
             at = seen_positions(site, prompt, at) if prompt.strings else at
             of = None if is_all(self.keys) else positions_of(self.keys, prompt, example, len(prompts))
-            # None, not all positions: in generation the tokens that follow are meant too.
+            # None, not a list of all positions: in generation the edit also covers the tokens that follow.
             named = None if len(at) == len(prompt) else at
             edits.append((Edit(site, range(layer, layer + 1), named, heads, of, units), example))
         replacement = build_replacement(model, self.spec, None, PromptPair(prompts), (site,), positions=self.positions)
@@ -119,14 +119,14 @@ class EditHook(PromptHook):
 
 @dataclass(frozen=True, eq=False)
 class _Writes:
-    """A hook's function, which says what it is by the edit that it makes."""
+    """A hook function that is identified by its edit."""
 
     hook: EditHook
     write: Callable[[Tensor], Tensor]
 
     @property
     def identity(self) -> str:
-        """What tells the edit from others, in the record of a run."""
+        """Identifies the edit in the record of a run."""
         return self.hook.identity
 
     def __call__(self, activation: Tensor, hook: object) -> Tensor:
@@ -146,20 +146,20 @@ def edit(
     """Make a hook that writes values into an activation: `model.run(prompts, hooks=[hw.edit(...)])`.
 
     Args:
-        site: where, as for `hw.patch`: such as "z"; or features of a dictionary, as `hw.features` and `hw.load_sae`
-            give them, of which `.only([...])` chooses some.
-        layer: of the site; None for features, which have a layer of their own.
-        values: what is written: a function `(activation, other, place)` (no other run here: `other` is None), a tensor
-             (such as what another prompt's cache holds), `hw.add(...)`, `hw.scale(...)`,
+        site: the site, as for `hw.patch`, such as "z"; or features of a dictionary, as `hw.features` and `hw.load_sae`
+            return them, from which `.only([...])` selects some.
+        layer: the layer of the site; None for features, which have a layer of their own.
+        values: the values to write: a function `(activation, other, place)` (without another run: `other` is None), a
+            tensor (such as an activation from another prompt's cache), `hw.add(...)`, `hw.scale(...)`,
             `hw.noise(..., samples=1)`, `hw.mean(prompts)`, `hw.resample(prompts)` or `"zero"`; see `hw.patch`.
-        positions: which tokens of each prompt, also by role (those of all roles together); query positions for
-            `pattern`. In generation these tokens of the prompts; "all" is what is read and written after them too.
-        heads: which heads, by number (key-value heads for `k` and `v`) or by names of heads of this layer, as "9.2".
-        keys: of `pattern`, which attended tokens, named as positions are.
+        positions: the tokens of each prompt to edit, also by role (all roles together); query positions for `pattern`.
+            In generation these are tokens of the prompts; "all" also covers the generated tokens.
+        heads: the heads, by number (key-value heads for `k` and `v`) or by names of heads of this layer, as "9.2".
+        keys: the key positions of `pattern` to edit, specified like `positions`.
 
     Raises:
-        InputError: there is no such site or kind of values. Layer, heads, positions and keys are checked when it is
-            used.
+        InputError: the site or kind of values is unknown. Layer, heads, positions and keys are checked when the hook
+            is used.
     """
     if not isinstance(site, str | Site):
         raise InputError(f"site={shown(site)} is neither the name of a site nor features of a dictionary.")
@@ -173,7 +173,7 @@ def edit(
         raise InputError("hw.edit has no other run; give what it left in a cache, as a tensor.")
     if spec.arguments.get("samples", 1) != 1:
         raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
-    # Only the site of a dictionary has a layer of its own.
+    # Only a dictionary's site has a layer of its own.
     edited_layer = getattr(row, "layer", None)
     if edited_layer is None:
         if isinstance(layer, list | tuple | range):

@@ -1,14 +1,14 @@
-"""What a sweep edits and reads: edits, the table of cells, the variants of runs, and how edits are written.
+"""The edits and readings of a sweep: edits, the table of cells, the variants of runs, and functions that apply edits.
 
     Edit          writes an activation at a site, over layers, positions, heads; or severs attention edges
     CellTemplate  the edits of a cell with its labels, shared by all examples that have the same
-    CellTable     which example and template each cell is: a sweep of 24 places over 500 prompts is 24 templates
-    Variant       what is run for a cell: its edits, from where on it is recomputed, and what is read afterwards
+    CellTable     the example and template of each cell: a sweep of 24 places over 500 prompts is 24 templates
+    Variant       the run for a cell: its edits, from where on it is recomputed, and what is read afterwards
     Variants      the variants of one walk down the layers
 
-Both engines, whole runs and the walk, take the same variants and write them by `write_tokens` and `write_patterns`.
+Both engines, whole runs and the walk, take the same variants and apply them by `write_tokens` and `write_patterns`.
 
-A row is the vector of one token or, where a site has heads, of one head at one token; of a pattern, the weights of one
+A row is the vector of one token or, at a site with heads, of one head at one token; in a pattern, the weights of one
 query of one head. Values are either fixed (another run's activations, a mean, zero) or computed from the activation by
 a function of rows, which is called once for all rows that are written together.
 """
@@ -32,26 +32,26 @@ from headwater.models.sites import Site, Stage
 LOGITS = "logits"
 AxisName: TypeAlias = Literal["layer", "position", "head", "key", "feature"]
 AXES = get_args(AxisName)
-"""What a sweep may run over."""
+"""The axes that a sweep may run over."""
 NEVER = 1 << 40
 """A position that no prompt has."""
 CELL_BYTES = 800
-"""What a cell takes from its first label to its row of the table."""
+"""Memory of a cell in bytes, from its first label to its row of the table."""
 PATTERNS_AT_ONCE = 1 << 22
-"""At most so many attention weights are written at once."""
+"""Most attention weights written at once."""
 
 Indices: TypeAlias = Int[np.ndarray, " _"]
 Place: TypeAlias = tuple[str, int]
 """A site and a layer."""
 Reading: TypeAlias = Place
-"""Where a metric reads; `("logits", n_layers)` for the logits."""
+"""The site and layer that a metric reads; `("logits", n_layers)` for the logits."""
 Deliver: TypeAlias = Callable[[Reading, Indices, Tensor], None]
-"""Takes a reading, the variants read and their values, `variant kept width`."""
+"""Callback that takes a reading, the indices of the variants read, and their values, `variant kept width`."""
 
 
 @dataclass(frozen=True)
 class ReplacementSpec:
-    """Values with what they need: what `hw.add`, `hw.scale`, `hw.noise`, `hw.mean` and `hw.resample` return."""
+    """Values with their arguments: what `hw.add`, `hw.scale`, `hw.noise`, `hw.mean` and `hw.resample` return."""
 
     kind: str
     """The name of a kind of values."""
@@ -60,60 +60,60 @@ class ReplacementSpec:
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """One change to a run: other values at a site, or (a knockout) attention edges that are severed in its pattern."""
+    """One change to a run: other values at a site, or (a knockout) severed attention edges in its pattern."""
 
     site: Site
     layers: range
     positions: tuple[int, ...] | None = None
-    """Token positions (query positions of a pattern); None is all of them."""
+    """Token positions (query positions of a pattern); None means all."""
     heads: tuple[int, ...] | None = None
     keys: tuple[int, ...] | None = None
-    """Key positions of a pattern; None is all of them."""
+    """Key positions of a pattern; None means all."""
     units: tuple[int, ...] | None = None
-    """Of the last axis, such as neurons; None is all of it."""
+    """Indices along the last axis, such as neurons; None means all."""
     since: int = 0
-    """Before this position nothing changes: the values are those of the run itself, or no query loses a key."""
+    """Nothing changes before this position: the values equal those of the run itself, or no query loses a key."""
     source_layer: int | None = None
-    """The layer whose values are written; None is the layer itself."""
+    """The layer that the written values come from; None means the edited layer."""
     sample: int = 0
-    """Which draw, of values that are drawn several times."""
+    """The draw to write, if values are drawn several times."""
     severed: Bool[Tensor, "query key"] | None = None
-    """In place of values: True where query must not read key."""
+    """Instead of values: True where the query must not read the key."""
     after_softmax: bool = False
-    """Of severed edges: set their weights to 0, rather than their scores to minus infinity (the others then grow)."""
+    """Set severed weights to 0, instead of their scores to minus infinity (which makes the other weights grow)."""
 
     @property
     def writes(self) -> bool:
-        """Whether it writes values, rather than severing edges."""
+        """Whether the edit writes values, rather than severing edges."""
         return self.severed is None
 
     @property
     def edges(self) -> Bool[Tensor, "query key"]:
-        """The edges that are severed, of an edit that severs any."""
+        """The severed edges; only for an edit that severs edges."""
         assert self.severed is not None
         return self.severed
 
     def source_layer_of(self, layer: int) -> int:
-        """Return the layer whose values are written at a layer."""
+        """Return the layer that the values written at `layer` come from."""
         return layer if self.source_layer is None else self.source_layer
 
     @cached_property
     def first_position(self) -> int:
         """The first position whose state can change; beyond any prompt if none can."""
-        # A query before the first edited key cannot see it, so that its weights do not change.
+        # A query before the first edited key cannot see it, so its weights do not change.
         first = self.since if self.keys is None else max(self.since, min(self.keys))
         return first if self.positions is None else min((p for p in self.positions if p >= first), default=NEVER)
 
 
 @dataclass(frozen=True, eq=False)
 class CellTemplate:
-    """What cells of several examples may have in common."""
+    """The part of cells that several examples may share: labels and edits."""
 
     labels: Mapping[str, Any]
-    """Their coordinates, as they are in the table."""
+    """The coordinates of the cells, as they appear in the table."""
     edits: tuple[Edit, ...]
     nested: tuple[Any, ...] | None = None
-    """Cells of one example with the same key here begin at one layer and end ever later: each contains those before."""
+    """Cells of one example with the same key begin at one layer and end ever later: each contains those before it."""
     token_at: tuple[int, ...] | None = None
     """The positions whose tokens the table shows."""
 
@@ -125,17 +125,17 @@ class CellTemplate:
 
 @dataclass(frozen=True, eq=False)
 class CellTable:
-    """Many cells: those of an example are adjacent, and the examples in order."""
+    """Many cells: the cells of an example are adjacent, and the examples are in order."""
 
     templates: tuple[CellTemplate, ...]
     example: Indices
     template: Indices
-    """By cell: which of `templates` it is."""
+    """By cell: its index in `templates`."""
 
     @classmethod
     def of(cls, by_example: Iterable[tuple[int, Sequence[CellTemplate]]]) -> CellTable:
-        """Put the cells of each example in a row."""
-        # A list that several examples share is numbered once: 500 prompts of one shape cost as much as one.
+        """Concatenate the cells of each example."""
+        # A list shared by several examples is numbered once: 500 prompts of one shape cost as much as one.
         rows = list(by_example)
         lists = {id(some): some for _, some in rows}
         templates = {id(template): template for some in lists.values() for template in some}
@@ -157,18 +157,18 @@ class CellTable:
         return ((int(i), self.templates[t]) for i, t in zip(self.example, self.template, strict=True))
 
     def part(self, cells: range) -> CellTable:
-        """Return adjacent cells."""
+        """Return a range of the cells."""
         part = slice(cells.start, cells.stop)
         return CellTable(self.templates, self.example[part], self.template[part])
 
     def among(self, examples: range) -> range:
-        """Return which cells are of examples in a row."""
+        """Return the range of the cells of consecutive examples."""
         first, last = np.searchsorted(self.example, [examples.start, examples.stop])
         return range(int(first), int(last))
 
     @cached_property
     def used(self) -> list[CellTemplate]:
-        """The templates of which there is a cell."""
+        """The templates that some cell uses."""
         return [self.templates[number] for number in np.unique(self.template)]
 
     @cached_property
@@ -177,12 +177,12 @@ class CellTable:
         return np.array([one.first_position for one in self.templates], dtype=np.int64)[self.template]
 
     def longest_of_nested(self) -> Int[np.ndarray, " cell"]:
-        """By cell: the last and longest of the cells that it is nested in; -1 for that one, and for all others."""
+        """Return by cell the last and longest cell that it is nested in; -1 for the longest itself and other cells."""
         longest = np.full(len(self), -1)
-        # From the last cell back: the first one met of each nest is its longest.
+        # From the last cell back: the first cell found of each nest is its longest.
         is_nested = np.array([one.nested is not None for one in self.templates], dtype=bool)[self.template]
         last: dict[tuple[Any, ...], int] = {}
-        # A loop over nested cells alone: sweeps without cumulative windows have none.
+        # Loops over nested cells only: sweeps without cumulative windows have none.
         for i in np.flatnonzero(is_nested)[::-1].tolist():
             longest_one = last.setdefault((int(self.example[i]), self.templates[self.template[i]].nested), i)
             longest[i] = longest_one if longest_one != i else -1
@@ -191,7 +191,7 @@ class CellTable:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """Some edits of a run, of as many examples as have them."""
+    """A set of edits to a run, for any number of examples."""
 
     edits: tuple[Edit, ...]
     kept: tuple[int, ...]
@@ -200,7 +200,7 @@ class Variant:
     start: tuple[int, int] | None = None
     """Overrides the layer and position from which the run is recomputed."""
     whole: int | None = None
-    """Where attention looks ahead, the length of the prompt: an edit anywhere reaches all of it."""
+    """With non-causal attention, the length of the prompt: an edit anywhere reaches all of it."""
 
     @cached_property
     def first_layer(self) -> int:
@@ -209,15 +209,15 @@ class Variant:
 
     @cached_property
     def stage(self) -> Stage:
-        """How far into its first layer the first edit acts."""
+        """The stage of the first layer at which the first edit acts."""
         if self.start:
             return Stage.BLOCK_INPUT
-        # Later layers are computed anyway; only the stages of the first one say what can be taken as recorded.
+        # Later layers are computed anyway; only the stages in the first layer decide what can be taken as recorded.
         first_edits = (edit for edit in self.edits if edit.layers.start == self.first_layer)
         acting = {edit.site.stage if edit.writes else Stage.ATTENTION for edit in first_edits}
-        stages = {stage for stage in acting if stage is not None}  # None where the site does not say
+        stages = {stage for stage in acting if stage is not None}  # None if the site does not specify it
         first = min(stages)
-        if Stage.NEURONS in stages and first < Stage.NEURONS:  # within both parts of the block: both are computed
+        if Stage.NEURONS in stages and first < Stage.NEURONS:  # in both parts of the block: both are computed
             return min(first, Stage.PATTERN)
         return first
 
@@ -228,29 +228,29 @@ class Variant:
 
     @cached_property
     def first_position(self) -> int:
-        """Where the recomputed positions begin: at the first change, or at the first position read if earlier."""
-        # Positions between the first read and the first change are recomputed too: a row is one stretch of tokens.
+        """Start of the recomputed positions: the first change, or the first position read if that is earlier."""
+        # Positions between the first read and the first change are recomputed too: a row is one span of tokens.
         return 0 if self.whole is not None else min(self.first_change, self.kept[0])
 
     @cached_property
     def can_change_output(self) -> bool:
-        """Whether a position that is read can see any edit: where not, the effect is 0 and nothing is run."""
+        """Whether a position that is read can see any edit: if not, the effect is 0 and nothing is run."""
         return self.whole is not None or self.first_change <= self.kept[-1]
 
 
 @dataclass(frozen=True, eq=False)
 class Variants:
-    """The runs of a walk: an example each, and one of a few changes."""
+    """The runs of a walk: each has an example and one of a few changes."""
 
     changes: tuple[Variant, ...]
     which: Indices
-    """By run: which of the changes."""
+    """By run: the index of its change."""
     example: Indices
-    """By run: which example of the group."""
+    """By run: the index of its example in the group."""
     nested_in: Indices
-    """By run: another that has these edits and, in later layers, more of them; -1 where it follows none."""
+    """By run: another run that has these edits and, in later layers, more of them; -1 if there is none."""
     noop: Bool[np.ndarray, " _"] | None = None
-    """By run: whether it is known to be as if nothing were edited."""
+    """By run: whether its edits are known to be no-ops."""
 
     def __len__(self) -> int:
         return len(self.which)
@@ -260,31 +260,31 @@ class Variants:
 
     @property
     def can_change_output(self) -> Bool[np.ndarray, " _"]:
-        """By run: whether what is read can differ from what it is without the edits."""
+        """By run: whether a reading can differ from the reading without the edits."""
         can = np.array([change.can_change_output for change in self.changes], dtype=bool)[self.which]
         return can if self.noop is None else can & ~self.noop
 
 
 def refuse_too_many_cells(n_cells: int) -> None:
-    """Refuse a sweep whose very list of cells would not fit in memory."""
+    """Refuse a sweep whose list of cells would not fit in memory."""
     advice = "Sweep over fewer axes (over=), layers, heads, positions or prompts."
     refuse_too_large(f"The list of this sweep's {n_cells:,} cells", n_cells * CELL_BYTES, torch.device("cpu"), advice)
 
 
 @dataclass(frozen=True, eq=False)
 class EditedRows:
-    """Which rows of an activation are changed together: a number each, on the activation's device."""
+    """The rows of an activation that are changed together: one entry per row, on the activation's device."""
 
     site: str
     layer: int
     example: Int[Tensor, " row"]
-    """Which of the prompts."""
+    """The index of its prompt."""
     position: Int[Tensor, " row"]
-    """Which token of it; of a pattern, the query."""
+    """The position of its token; in a pattern, of the query."""
     head: Int[Tensor, " row"] | None
-    """Which head, for sites that have heads: key-value heads for `k` and `v`."""
+    """The index of its head, at sites with heads: of key-value heads for `k` and `v`."""
     sample: Int[Tensor, " row"]
-    """Which draw, of values drawn several times; else 0."""
+    """The index of its draw, if values are drawn several times; else 0."""
 
     def __len__(self) -> int:
         return len(self.example)
@@ -297,54 +297,54 @@ class EditedRows:
 
 
 Change: TypeAlias = Callable[[Tensor, Tensor | None, EditedRows], Tensor]
-"""Makes rows of rows: takes what is there, `row width`, what the other run has there, and which rows they are."""
+"""Computes rows from rows: takes the current rows, `row width`, the other run's rows, and which rows they are."""
 
 
 @dataclass(frozen=True)
 class ReplacementValues:
-    """What `Edit` writes at the examples of a group."""
+    """The values that `Edit` writes at the examples of a group."""
 
     by_site: Mapping[Place, Tensor]
-    """By site and layer, `example position ...`: what is written, or what a change is given as the other run's."""
+    """By site and layer, `example position ...`: the values to write, or the other run's values for a change."""
     change: Change | None = None
-    """Computes what is written from what is there; None where `by_site` is written as it is."""
+    """Computes the written values from the current ones; None if `by_site` is written unchanged."""
     examples: Sequence[int] = ()
-    """The numbers by which changes know the examples of the group."""
+    """The indices by which changes refer to the examples of the group."""
     lengths: Sequence[int] = ()
-    """The tokens of each example's prompt, for changes."""
+    """Number of tokens of each example's prompt, for changes."""
     samples: int = 1
-    """How many draws of an example follow one another on the first axis of `by_site`."""
+    """Number of consecutive draws of each example on the first axis of `by_site`."""
 
     def taken(self, site: Site, layer: int, example: Tensor, sample: Tensor, *at: Tensor) -> Tensor | None:
-        """Return what `by_site` has at some rows, if anything."""
+        """Return the values of `by_site` at some rows; None if it has none for the site and layer."""
         value = self.by_site.get((site.name, layer))
-        # Draws of an example follow one another, so that one index finds both.
+        # Draws of an example are consecutive, so that one index selects example and draw.
         return None if value is None else value[example * self.samples + sample, *at]
 
     def known(self, example: Tensor) -> Tensor:
-        """Return the numbers by which changes know some examples of the group."""
+        """Return the indices by which changes refer to some examples of the group."""
         return to_device(torch.tensor(self.examples), example.device)[example]
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSpanEdit:
-    """An edit, and the adjacent tokens of one or more examples that it acts on, as an activation holds them."""
+    """An edit with the adjacent tokens of one or more examples that it acts on, located in an activation."""
 
     edit: Edit
     example: Indices
-    """Which examples of the group."""
+    """Indices of examples in the group."""
     start: int
     """The position of the first token."""
     length: int
     offset: Indices
-    """Where each example's first token lies among the tokens of the activation; of patterns, which row is its."""
+    """By example: the index of its first token among the activation's tokens; for patterns, the index of its row."""
 
     @property
     def positions(self) -> Int[np.ndarray, " position"]:
-        """The edited positions, of those that lie here."""
+        """The edited positions within this span."""
         if self.edit.positions is None:
             return np.arange(self.start, self.start + self.length)
-        # Positions before a row are the recorded run's, and those after it are read by nothing.
+        # Positions before a row are the recorded run's, and positions after it are never read.
         here = range(self.start, self.start + self.length)
         return np.array([position for position in self.edit.positions if position in here], dtype=np.int64)
 
@@ -356,22 +356,22 @@ def write_tokens(
     site: Site,
     layer: int,
 ) -> None:
-    """Write edits into an activation of tokens laid end to end, `token (head) width`, in place.
+    """Apply edits in place to an activation of tokens laid end to end, `token (head) width`.
 
-    What a site reads through a dictionary is read and written for all rows at once.
+    At a site that goes through a dictionary, all rows are encoded and decoded at once.
     """
-    # One gather and one scatter for all edits of a kind: a launch for each edit would cost more than its rows.
+    # One gather and one scatter per kind of edit: a launch for each edit would cost more than its rows.
     groups: dict[tuple[int, bool, bool], list[TokenSpanEdit]] = {}
     for stretch in stretches:
         edit = stretch.edit
-        # Where all heads are written the index has no heads: the two cannot be one scatter.
+        # An index of edits of all heads has no head axis: it cannot share a scatter with one that has.
         groups.setdefault((edit.source_layer_of(layer), edit.heads is None, edit.units is None), []).append(stretch)
     for (source, _, whole), group in groups.items():
         tokens, *at = _indices(group, activation.device)
         if not len(tokens):
             continue
         heads, units = at[3:], None if whole else _units(group, activation.device)
-        if values.change is None and whole and not site.has_units:  # fixed values: what is there need not be read
+        if values.change is None and whole and not site.has_units:  # fixed values: no need to read the current ones
             example, position, sample, *_ = at
             taken = values.taken(site, source, example, sample, position, *heads)
             assert taken is not None
@@ -390,24 +390,24 @@ def _edited(
     at: Sequence[Tensor],
     units: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Return rows as edits leave them: `current`, `row (head) width`, is a copy, which may be written into.
+    """Return rows after edits: `current`, `row (head) width`, is a copy, which may be written in place.
 
-    `at` is what `_indices` gives after the token; `units` what `_units` gives, where not all entries are written.
+    `at` is what `_indices` returns after the token; `units` what `_units` returns, unless all entries are written.
     """
     example, position, sample, *heads = at
     if values.change is None and units is not None:
         row, unit = units
-        # Of a large layer only the chosen neurons are fetched, not rows of all.
+        # In a large layer only the chosen neurons are gathered, not whole rows.
         new = values.taken(site, source, example[row], sample[row], position[row], unit)
         assert new is not None
         current[row, unit] = new.to(current)
         return current
     replacement = values.taken(site, source, example, sample, position, *heads)
     if values.change is not None:
-        # A change is given whole rows, also where only some of their entries are kept of it.
+        # A change receives whole rows, even if only some of the entries that it returns are kept.
         prompts, head, before = values.known(example), heads[0] if heads else None, current
         if of_all_heads := site.has_heads and head is None:
-            # It sees a row a head: the head's number is part of where it is.
+            # It receives one row per head: the head's index is part of the row's place.
             n_heads = current.shape[1]
             head = torch.arange(n_heads, device=current.device).repeat(len(current))
             prompts, position, sample = (one.repeat_interleave(n_heads) for one in (prompts, position, sample))
@@ -429,17 +429,17 @@ def write_patterns(
     site: Site,
     layer: int,
 ) -> None:
-    """Write edits into patterns of padded rows, whose key axes hold the positions `columns`, in place.
+    """Apply edits in place to patterns of padded rows, whose key axes hold the positions `columns`.
 
-    An offset of a stretch numbers the row. `columns` is -1 where a key belongs to no position of its row. A change is
-    given the weights of all keys of the prompt in order, 0 where there is none. Rows are written together; edits of one
-    row act in turn, each on what the one before it has left.
+    The offset of a stretch is the index of its row. `columns` is -1 where a key has no position in its row. A change
+    receives the weights of all keys of the prompt in order, 0 where a key is missing. Rows are written together; edits
+    of one row act in turn, each on the result of the one before.
     """
     turns: Counter[int] = Counter()
     together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}
     for stretch in stretches:
         source, row = stretch.edit.source_layer_of(layer), int(stretch.offset[0])
-        # A change is given rows of one number of keys, those of the prompt, without padding.
+        # A change receives rows with one number of keys, that of the prompt, without padding.
         for example in np.unique(stretch.example).tolist() if values.change is not None else [None]:
             part = stretch
             if example is not None:
@@ -448,7 +448,7 @@ def write_patterns(
             length = 0 if example is None else values.lengths[example]
             together.setdefault((turns[row], source, length), []).append(part)
         turns[row] += 1
-    # By turns: a later edit of a row must find what the one before it has left.
+    # In turns: a later edit of a row must act on the result of the one before.
     for (_, source, length), group in sorted(together.items(), key=lambda one: one[0]):
         index = _pattern_rows(group, activation.shape[1])
         keys = _chosen_keys(group, activation.shape[-1])
@@ -460,14 +460,14 @@ def write_patterns(
             replacement = values.taken(site, source, example, sample, head, position)
             current = activation[row, head, query]
             if values.change is not None:
-                # Keys of no position are put into one column past the prompt's, which is cut off.
+                # Keys without a position go into one extra column past the prompt's, which is cut off.
                 place = named.where(named >= 0, length)
                 ordered = current.new_zeros(len(current), length + 1).scatter(1, place, current)[:, :length]
                 other = None if replacement is None else replacement[:, :length].contiguous()
                 rows = EditedRows(site.name, layer, values.known(example), position, head, sample)
                 replacement = values.change(ordered.contiguous(), other, rows)
             assert replacement is not None
-            # Values lie in the order of the prompt's positions, the pattern's keys recorded ones first.
+            # Values are in the order of the prompt's positions; the pattern has the recorded keys first.
             written = replacement.gather(1, named.clamp_min(0)).masked_fill(named < 0, 0.0)
             if keys is not None:
                 chosen = to_device(keys, activation.device)[of_stretch[:, None], named]
@@ -476,7 +476,7 @@ def write_patterns(
 
 
 def _pattern_rows(stretches: Sequence[TokenSpanEdit], n_heads: int) -> Int[np.ndarray, "7 row"]:
-    """Return stretch, row, head, query, example, sample and position of each query and head that is written."""
+    """Return stretch, row, head, query, example, sample and position of each written row (a query of a head)."""
     parts = []
     for number, stretch in enumerate(stretches):
         positions, heads = stretch.positions, stretch.edit.heads
@@ -489,7 +489,7 @@ def _pattern_rows(stretches: Sequence[TokenSpanEdit], n_heads: int) -> Int[np.nd
 
 
 def _chosen_keys(stretches: Sequence[TokenSpanEdit], n_keys: int) -> Bool[np.ndarray, "_ key"] | None:
-    """Say by stretch which keys are written, and last whether what is not a key of the row is; None where all are."""
+    """Return by stretch which keys are written, and last whether keys outside the row are; None if all are."""
     if all(stretch.edit.keys is None for stretch in stretches):
         return None
     chosen = np.zeros((len(stretches), n_keys + 1), dtype=bool)
@@ -504,7 +504,7 @@ def _indices(stretches: Sequence[TokenSpanEdit], device: torch.device) -> list[T
     parts = []
     for stretch in stretches:
         positions, heads = stretch.positions, stretch.edit.heads
-        # Offset less start: added to a position it gives the token's place in the activation.
+        # Offset minus start: added to a position it gives the token's index in the activation.
         of_example = np.stack([stretch.offset - stretch.start, stretch.example])[:, :, None, None]
         shape = (len(stretch.example), len(positions), 1 if heads is None else len(heads))
         shift, example = np.broadcast_to(of_example, (2, *shape))
@@ -516,7 +516,7 @@ def _indices(stretches: Sequence[TokenSpanEdit], device: torch.device) -> list[T
 
 
 def _units(stretches: Sequence[TokenSpanEdit], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return, of the entries that are written, the number of the row among those of `_indices`, and which it is."""
+    """Return, for each written entry, the index of its row among the rows of `_indices`, and the index of its unit."""
     rows, units, before = [], [], 0
     for stretch in stretches:
         length, chosen = len(stretch.example) * len(stretch.positions), np.array(stretch.edit.units)

@@ -1,10 +1,10 @@
-"""What a sweep measures: numbers read off the logits at kept positions, or off the residual stream.
+"""The metrics of a sweep: numbers computed from the logits at kept positions, or from the residual stream.
 
 A logit difference is linear in the last residual stream and shows what pushes for and against an answer; a probability
-saturates. Measure a probability beside one of the others, not instead of it.
+saturates. Measure a probability in addition to one of the others, not instead of it.
 
-What makes a metric, given its answers, is a row of `METRICS`. One that is added can be asked for by name: on the
-command line and, where it takes no answers, in Python.
+Each row of `METRICS` is a function that takes answers and returns a metric. A metric added there can be requested by
+name: on the command line and, if it takes no answers, in Python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Answer: TypeAlias = str | int | Sequence[str] | Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A number for each run, from what it leaves at the positions `at`.
+    """A number for each run, computed from its logits or states at the positions `at`.
 
     `function` takes the values read, `row kept width` in float32, then the token ids of each of `answers`, `row`, then
     (when `against_clean`) the clean run's values, `row kept width`; it returns one number per row.
@@ -51,7 +51,7 @@ class Metric:
     answers: tuple[Answer, ...] = ()
     against_clean: bool = False
     needs_all: bool = True
-    """Whether the function looks at more logits than those of its answers."""
+    """Whether the function reads more logits than those of its answers."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.site, str) or self.site not in (LOGITS, *STATES):
@@ -66,7 +66,7 @@ class Metric:
         """Apply the metric.
 
         Raises:
-            InputError: the function gave something other than one real number per row.
+            InputError: the function returned something other than one real number per row.
         """
         # A softmax in bfloat16 would round probabilities to three digits.
         inputs = [values.float(), *answers] + ([clean.float()] if self.against_clean and clean is not None else [])
@@ -92,15 +92,15 @@ class Metric:
         answers: Sequence[Int[Tensor, " row"]],
         clean: Float[Tensor, "row kept width"] | None = None,
     ) -> None:
-        """Refuse a metric in which one row's number depends on the rows beside it, or that reads what is not there.
+        """Refuse a metric that computes one row's number from other rows, or that reads positions it is not given.
 
-        Its first row is measured beside another and alone: the rows of a sweep are measured together as the memory
-        allows, so such a metric would mean another thing in every batch.
+        The first row is measured beside another one and alone. The rows of a sweep are batched as the memory allows,
+        so a metric that mixes rows would mean something else in each batch.
         """
-        if self.at == "last" and type(values) is Tensor:  # a tensor of another kind cannot be marked as well
+        if self.at == "last" and type(values) is Tensor:  # another tensor subclass cannot be marked as well
             clean_row = None if clean is None else _Last.of(clean[:1].float())
             self.measure(_Last.of(values[:1].float()), [ids[:1] for ids in answers], clean_row)
-        # Reversed, so that answers' columns differ; scaled and shifted, so that a mean over rows is not that of one.
+        # Reversed, so that answers' columns differ; scaled and shifted, so that a mean over rows differs from one row.
         both = torch.cat([values[:1], 2 * values[:1].flip(-1) + 1])
         twice = [ids[:1].repeat(2) for ids in answers]
         clean = clean[:1].repeat(2, 1, 1) if clean is not None else None
@@ -109,7 +109,7 @@ class Metric:
             for row in (slice(0, 1), slice(1, 2))
         ]
         together, alone_too = self.measure(both, twice, clean).double(), torch.cat(alone).double()
-        # Wider than rounding: a batch of two may take another kernel than a batch of one.
+        # Wider than rounding: a batch of two may use a different kernel than a batch of one.
         if not torch.allclose(together, alone_too, rtol=1e-3, atol=1e-4, equal_nan=True):
             row = int((together - alone_too).abs().nan_to_num(torch.inf).argmax())
             raise InputError(
@@ -120,22 +120,22 @@ class Metric:
 
 
 class _Last(Tensor):
-    """What is read at the last position of each prompt: an index of another position is an error, not the last one."""
+    """Values at the last position of each prompt: indexing any other position is an error, not the last position."""
 
     _axis = 1
     """The axis of positions, of length 1."""
 
     @classmethod
     def of(cls, values: Tensor, axis: int = 1) -> _Last:
-        """Mark what was read at the last positions alone."""
+        """Mark values that were read at the last positions only."""
         marked = values.as_subclass(cls)
         marked._axis = axis
         return marked
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as on any tensor; check indices, and mark results that have the same axes up to that of positions."""
-        # Without this the operations below would come back here.
+        """Compute as for any tensor; check indices, and mark results with the same axes up to the position axis."""
+        # Without this the operations below would call this method again.
         with torch._C.DisableTorchFunctionSubclass():
             tensor, axis = args[0] if args else None, None
             if isinstance(tensor, _Last):
@@ -153,7 +153,7 @@ class _Last(Tensor):
 
 
 def _checked_index(index: Any, axis: int, ndim: int) -> int | None:
-    """Return where an index puts the axis of positions; None where it is gone."""
+    """Return where an index puts the position axis; None if it removes it."""
     parts = list(index) if isinstance(index, tuple) else [index]
     counts = [0 if p is None else p.ndim if str(getattr(p, "dtype", "")).endswith("bool") else 1 for p in parts]
     if (cut := next((i for i, part in enumerate(parts) if part is Ellipsis), None)) is not None:
@@ -176,41 +176,41 @@ def _checked_index(index: Any, axis: int, ndim: int) -> int | None:
 
 @checked_call
 def logit_difference(correct: Answer, wrong: Answer, *, at: Where = "last") -> Metric:
-    """The logit of one token minus the logit of another (averaged over kept positions, if there are several).
+    """Measure the logit of one token minus the logit of another (averaged over kept positions, if there are several).
 
     Raises:
-        InputError: of answers given by prompt, those of one prompt are the same.
+        InputError: the answers are given per prompt, and the two answers of one prompt are the same.
     """
     _refuse_the_same(correct, wrong)
 
     def difference(logits: Tensor, correct: Tensor, wrong: Tensor) -> Tensor:
         return (_taken(logits, correct) - _taken(logits, wrong)).mean(1)
 
-    # needs_all=False: the columns of the two answers suffice, where W_U is the costliest product of a short row.
+    # needs_all=False: the two answers' columns suffice, and for a short row W_U is the costliest product.
     return Metric("logit_difference", difference, at, answers=(correct, wrong), needs_all=False)
 
 
 @checked_call
 def log_probability(answer: Answer, *, at: Where = "last") -> Metric:
-    """The log-probability of a token, in nats."""
+    """Measure the log-probability of a token, in nats."""
     return Metric("log_probability", lambda x, t: _taken(x.log_softmax(-1), t).mean(1), at, answers=(answer,))
 
 
 @checked_call
 def probability(answer: Answer, *, at: Where = "last") -> Metric:
-    """The probability of a token. It saturates near 0 and 1: measure a logit difference beside it."""
+    """Measure the probability of a token. It saturates near 0 and 1: measure a logit difference as well."""
     return Metric("probability", lambda x, t: _taken(x.softmax(-1), t).mean(1), at, answers=(answer,))
 
 
 @checked_call
 def rank(answer: Answer, *, at: Where = "last") -> Metric:
-    """How many tokens have a larger logit than this one: 0 is the top."""
+    """Count the tokens with a larger logit than this token: 0 is the top."""
     return Metric("rank", lambda x, t: (x > _taken(x, t)[..., None]).sum(-1).float().mean(1), at, answers=(answer,))
 
 
 @checked_call
 def kl_divergence(*, at: Where = "last") -> Metric:
-    """How far the next-token distribution is from the clean run's, KL(clean ‖ run), in nats."""
+    """Measure the divergence of the next-token distribution from the clean run's, KL(clean ‖ run), in nats."""
 
     def divergence(logits: Tensor, clean: Tensor) -> Tensor:
         log_p, log_q = clean.log_softmax(-1), logits.log_softmax(-1)
@@ -224,22 +224,22 @@ if TYPE_CHECKING:
     Measure: TypeAlias = Metric | MetricName | Callable[..., Any]
     Measures: TypeAlias = Measure | Sequence[Measure]
 else:
-    Measures = Any  # what is none of these is refused by as_metrics, in its own words
+    Measures = Any  # anything else is refused by as_metrics, with its own message
 
 METRICS: Registry[str, Callable[..., Metric]] = Registry("metric")
-"""By name, what makes a metric: called with its answers, one after the other, and `at=`."""
+"""By name: a function that takes the answers, one after the other, and `at=`, and returns a metric."""
 for _maker in (logit_difference, log_probability, probability, rank, kl_divergence):
     METRICS.add(_maker.__name__, _maker)
 
 
 def answers_of(name: str) -> list[str]:
-    """Name the answers that a metric is made with, as its maker calls them."""
+    """Return the parameter names of the answers that a metric takes."""
     parameters = inspect.signature(METRICS[name]).parameters.values()
     return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY and p.default is p.empty]
 
 
 def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Metric, ...]:
-    """Take a metric, the name of one that needs no answers, a function of the kept logits, or several of these."""
+    """Turn a metric, the name of one without answers, a function of the kept logits, or several into metrics."""
     metrics = []
     for entry in list(metric) if isinstance(metric, Sequence) and not isinstance(metric, str) else [metric]:
         if isinstance(entry, Metric):
@@ -269,7 +269,7 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
 
 
 def metric_of_a_claim(metric: Measures) -> Metric:
-    """Take the one metric that a claim is on."""
+    """Return the one metric of a claim."""
     metrics = as_metrics(metric)
     if len(metrics) > 1:
         raise InputError(f"A claim is on one metric; {len(metrics)} were given.")
@@ -277,7 +277,7 @@ def metric_of_a_claim(metric: Measures) -> Metric:
 
 
 def _on_a_copy(function: Callable[..., Tensor], values: Tensor) -> Tensor:
-    """Apply a function that may edit in place what it is given."""
+    """Apply a function to a copy, because it may edit its input in place."""
     # Other metrics read the same tensor.
     return function(values.clone())
 
@@ -296,10 +296,10 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
 
 
 def _refuse_the_same(correct: Answer, wrong: Answer) -> None:
-    """Refuse answers by prompt that are one for some prompt; `Plan.answers` refuses one pair for all prompts."""
+    """Refuse answers per prompt that are equal for some prompt; `Plan.answers` refuses one equal pair for all."""
     both = correct, wrong
     if all(map(is_one, both)) or any(has_no_order(one) or not (is_one(one) or isinstance(one, Sized)) for one in both):
-        return  # what cannot be used is said where answers meet the prompts
+        return  # unusable answers are reported where they are matched to the prompts
     n_prompts = min(len(one) for one in both if isinstance(one, Sized) and not is_one(one))
     for prompt, (right, other) in enumerate(zip(*(_each(one, n_prompts) for one in both), strict=False)):
         if _is_same(right, other):
@@ -319,7 +319,7 @@ def _is_same(first: object, second: object) -> bool:
 
 
 def _each(answer: object, n_examples: int) -> list[object]:
-    """Give every prompt the one answer, or each its own."""
+    """Repeat one answer for every prompt, or return the answers as a list."""
     if is_one(answer):
         return [answer] * n_examples
     return checked_several("an answer", answer, "a token, or a list with a token for each prompt")

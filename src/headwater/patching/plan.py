@@ -1,7 +1,7 @@
-"""A sweep resolved to tokens: its cells, what is read of each, and how they are cut into groups and waves.
+"""A sweep resolved to tokens: its cells, what each of them reads, and the division into groups and waves.
 
-A group is some examples whose unedited runs are made together, because what they leave fits in memory; a wave is some
-of a group's cells that are measured together.
+A group is a set of examples whose unedited runs are made together, because their recorded activations fit in memory; a
+wave is a set of a group's cells that are measured together.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from headwater.patching.prompts import AlignedSpan, PromptPair, Side, aligned_sp
 from headwater.patching.replacements import Replacement
 
 Kept: TypeAlias = Sequence[tuple[int, ...]]
-"""By example: the positions that something reads."""
+"""By example: the positions that are read."""
 WAVE_TOKENS = 1 << 15
-"""The most tokens that travel down the layers together."""
+"""Most tokens that go through the layers together."""
 GROUP_FLOATS = 1 << 26
-"""About how many numbers the recorded activations of a group of examples may hold."""
+"""About the most numbers in the recorded activations of a group of examples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,23 +47,23 @@ class Plan:
     cells: CellTable
     metrics: tuple[Metric, ...]
     replacement: Replacement | None = None
-    """What edits write; None where they sever edges, or where there are none."""
+    """The values that edits write; None if they sever edges, or if there are no edits."""
     batch_size: int | None = None
     states: tuple[Reading, ...] = ()
-    """Residual-stream states that are wanted themselves, beside what metrics read."""
+    """Residual-stream states to return, in addition to what the metrics read."""
     states_at: Where = "last"
     matched: tuple[Mapping[int, int] | None, ...] = ()
-    """By prompt: of each position that edits may write, the same one of the other prompt; None, or nothing at all,
-    where these are the same numbers."""
+    """By prompt: the position in the other prompt of each position that edits may write; None, or an empty tuple,
+    if the positions are equal."""
     checked: set[str] = field(default_factory=set)
-    """The metrics that were seen to treat each row by itself."""
+    """The metrics that were verified to treat each row independently."""
 
     def __post_init__(self) -> None:
         last = self.model.shape.n_layers - 1
         for metric in self.metrics:
             try:
                 if metric.layer is not None:
-                    # Here and not where the metric is made, which knows no model.
+                    # Checked here and not where the metric is made, because there no model is known.
                     checked_count("layer", metric.layer, least=0, most=last)
             except InputError:
                 message = f"The metric {metric.name!r} reads layer {metric.layer!r}; they are 0 to {last}."
@@ -74,7 +74,7 @@ class Plan:
     @cached_property
     def spans(self) -> tuple[tuple[AlignedSpan, ...], ...]:
         """By example and metric: the positions it reads, in both prompts."""
-        # The noisy run is of the same text: names fall on the same tokens.
+        # The noisy run has the same text: names resolve to the same tokens.
         others = self.pair.others or [None] * len(self.pair.base)
         side, draws = 0 if self.pair.base_is_clean else 1, self.pair.draws
         by_metric = [aligned_spans(metric.at, self.pair.base, others, side, draws) for metric in self.metrics]
@@ -82,7 +82,7 @@ class Plan:
 
     @cached_property
     def positions(self) -> tuple[tuple[int, ...], ...]:
-        """By example: every position that is read, ascending."""
+        """By example: all positions that are read, ascending."""
         by_example = [{position for span in spans for position in span.base} for spans in self.spans]
         for i, prompt in enumerate(self.pair.base if self.states else ()):
             by_example[i].update(positions_of(self.states_at, prompt, i // self.pair.draws, len(self.pair.prompts)))
@@ -90,13 +90,13 @@ class Plan:
 
     @cached_property
     def other_positions(self) -> tuple[tuple[int, ...], ...]:
-        """By example: the positions of the other prompt that are read as those of `positions` are of the edited one."""
+        """By example: the positions read in the other prompt, matching those of `positions` in the edited prompt."""
         by_example = []
         for i, (spans, positions) in enumerate(zip(self.spans, self.positions, strict=True)):
             same: dict[int, int] = {}
             for span in spans:
                 for in_base, in_other in zip(span.base, span.other, strict=True):
-                    # Every position is read once for all metrics, in either run.
+                    # Every position is read once for all metrics, in both runs.
                     if same.setdefault(in_base, in_other) != in_other:
                         raise InputError(
                             f"The metrics read position {in_base} of pair {i}, which is {same[in_base]} of the other "
@@ -120,14 +120,14 @@ class Plan:
                 what = f"token {int(answers[0][prompt])} with itself for prompt {prompt}"
                 what = f"{shown(metric.answers[0])} with itself" if bool(same.all()) else what
                 raise InputError(f"hw.logit_difference compares {what}, which is always 0: give two different answers.")
-        # An answer "Paris" after " is" is another token than " Paris": warned of once, from the prompts' last tokens.
+        # After " is" an answer "Paris" is another token than " Paris": warn once, from the prompts' last tokens.
         at_the_end = [answer for metric in self.metrics if metric.at == "last" for answer in metric.answers]
         warn_of_missing_spaces(at_the_end, [prompt.strings[-1] for prompt in self.pair.prompts], model.tokenizer)
         return tuple(tuple(ids.repeat_interleave(draws) for ids in answers) for answers in by_metric)
 
     @property
     def only_answers(self) -> Int[Tensor, "example answer"] | None:
-        """The tokens whose logits suffice: the answers of each metric in turn; None where some metric needs all."""
+        """The tokens whose logits suffice: the answers of each metric in turn; None if some metric needs all logits."""
         read = [answers for m, answers in zip(self.metrics, self.answers, strict=True) if m.site == LOGITS]
         if not read or any(metric.needs_all for metric in self.metrics if metric.site == LOGITS):
             return None
@@ -135,20 +135,20 @@ class Plan:
         return torch.stack([ids for answers in read for ids in answers], 1)
 
     def reading(self, metric: Metric, edits: Sequence[Edit]) -> Reading:
-        """What a metric reads after these edits."""
+        """Return the reading of a metric after these edits."""
         if metric.site == LOGITS:
             return LOGITS, self.model.shape.n_layers
-        # Of a window or a set the last edited layer, as the metric's own layer.
+        # For a window or a set, the last edited layer counts as the cell's layer.
         last = max((edit.layers.stop for edit in edits), default=1) - 1
         return metric.site, metric.layer if metric.layer is not None else last
 
     def readings(self, edits: Sequence[Edit]) -> set[Reading]:
-        """Everything that is read after these edits."""
+        """Return all readings after these edits."""
         return {*self.states, *(self.reading(metric, edits) for metric in self.metrics)}
 
     @property
     def metric_options(self) -> list[dict[str, Any]]:
-        """What the record says of the metrics: what each computes with, its positions and token ids."""
+        """Options of the metrics for the run's record: function, site, positions and token ids of each."""
         draws = self.pair.draws
         return [
             {
@@ -165,7 +165,7 @@ class Plan:
 
 
 class Group:
-    """Some of a plan's examples, whose runs are made together: what is read, kept and written of them."""
+    """Some of a plan's examples, whose runs are made together, with the sites and positions read, kept and edited."""
 
     def __init__(self, plan: Plan, examples: range):
         self.plan, self.examples = plan, examples
@@ -176,22 +176,22 @@ class Group:
         self.edits = [edit for template in self.cells.used for edit in template.edits]
         self.writes = [edit for edit in self.edits if edit.writes]
         self.sites: dict[str, Site] = {edit.site.name: edit.site for edit in self.writes}
-        """By name, where edits write."""
+        """By name: the sites that edits write."""
         self.places = {(edit.site.name, layer) for edit in self.writes for layer in edit.layers}
-        """Where edits write."""
+        """The sites and layers that edits write."""
         self.sources = {(edit.site.name, edit.source_layer_of(layer)) for edit in self.writes for layer in edit.layers}
-        """Where the values are taken that edits write."""
+        """The sites and layers that the written values come from."""
         self.value_names: dict[Place, str] = {}
-        """By place, the activations of the other run that values are made of, by hook name."""
+        """By place: the hook name of the other run's activation that values are computed from."""
         if plan.replacement is not None and plan.replacement.takes_other_run:
             self.value_names = {(site, layer): self.sites[site].hook_name(layer) for site, layer in self.sources}
         self.readings = sorted({one for template in self.cells.used for one in plan.readings(template.edits)})
         self.read_names = [SITES[site].hook_name(layer) for site, layer in self.readings if site != LOGITS]
-        """The activations that something reads, by hook name."""
+        """The hook names of the activations that are read."""
 
     def batch(self, *sides: Side) -> Batch:
-        """The examples' prompts of one side, then of the next, each called by its example and, of a pair, its side."""
-        # Sides one after the other, as `corrupting` and the recorded halves count on.
+        """Return the examples' prompts of each side in turn, named by example and, for a pair, by side."""
+        # Sides one after the other: `corrupting` and the recorded halves rely on this order.
         pair, examples = self.plan.pair, self.examples
         prompts = {"base": pair.base, "other": pair.other or ()}
         ids = [prompts[side][i].ids for side in sides for i in examples]
@@ -205,7 +205,7 @@ class Group:
         return batch.named(f"{i} ({kind} run, sample {draw})" for kind in kinds for i, draw in draws)
 
     def corrupting(self, *sides: Side, rows: Sequence[int] | None = None) -> list[Hook]:
-        """The hooks that make a `batch`, or some rows of it, the runs that are meant, edits apart."""
+        """Return the corruption hooks, without edits, for a `batch` of these sides or for some of its rows."""
         pair = self.plan.pair
         noisy = [None if pair.is_clean(side) else i for side in sides for i in self.examples]
         noisy = noisy if rows is None else [noisy[row] for row in rows]
@@ -216,13 +216,13 @@ class Group:
     def aligned_with_base(
         self, activation: Shaped[Tensor, "example ... position *width"], site: Site
     ) -> Shaped[Tensor, "example ... _ *width"]:
-        """Order a site's activation of the other run by the positions (and keys) of the prompts that are edited."""
+        """Index a site's activation of the other run by the positions (and keys) of the prompts that are edited."""
         matched = [self.plan.matched[i // self.plan.pair.draws] if self.plan.matched else None for i in self.examples]
         if all(pairs is None for pairs in matched):
             return activation
-        # A pattern is aligned twice, by queries and then by keys: position first, heads last.
+        # A pattern is aligned twice, by queries and then by keys: move position to the front and heads to the end.
         of_position = activation.movedim(1, 3) if site.has_keys else activation
-        # Positions without a match in the other prompt hold anything: no edit writes them.
+        # Positions without a match in the other prompt may hold anything: no edit writes them.
         index = torch.arange(max(self.lengths)).clamp_max(of_position.shape[1] - 1).repeat(len(matched), 1)
         for row, pairs in enumerate(matched):
             for in_base, in_other in (pairs or {}).items():
@@ -234,7 +234,7 @@ class Group:
     def variants(self, cells: CellTable) -> Variants:
         """Turn cells into variants of the examples' runs: one for each template and each set of positions read."""
         example = cells.example - self.examples.start
-        # Where attention looks ahead every position depends on every edit: rows are whole prompts.
+        # With non-causal attention every position depends on every edit: rows are whole prompts.
         whole = self.lengths if self.plan.model.looks_ahead else [None] * len(self.lengths)
         reads = list(zip(self.kept, whole, strict=True))
         number = {one: i for i, one in enumerate(dict.fromkeys(reads))}
@@ -249,7 +249,7 @@ class Group:
 
 
 def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
-    """Return every position that something reads in some prompt."""
+    """Return all positions that are read in any prompt."""
     return torch.tensor(sorted({p for positions in kept for p in positions}))
 
 
@@ -258,12 +258,12 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     pair, shape, ahead = plan.pair, plan.model.shape, plan.model.looks_ahead
     stop = np.array([len(p) if ahead else at[-1] + 1 for p, at in zip(pair.base, plan.positions, strict=True)])
     of_cell = stop[plan.cells.example]
-    # A cell whose first change lies after all that is read has no tokens, and no run.
+    # A cell whose first change is after every position read has no tokens, and no run.
     of_cell = of_cell if ahead else (of_cell - plan.cells.first_position).clip(0)
     per_example = np.bincount(plan.cells.example, of_cell, len(pair.base)).astype(np.int64).tolist()
     edits = [edit for template in plan.cells.used for edit in template.edits if edit.writes]
     written = {(edit.site.name, layer) for edit in edits for layer in edit.layers}
-    # By layer beside what edits need: keys and values.
+    # Each layer records keys and values besides what edits need.
     recorded = len(written) * (2 if plan.replacement is not None else 1) + 2 * shape.n_layers
     groups: list[list[int]] = []
     width, tokens = 0, 0
@@ -284,12 +284,12 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
 
 
 def _cut(cells: CellTable, tokens: Int[np.ndarray, " cell"]) -> Iterator[range]:
-    """Cut a group's cells into waves of at most `WAVE_TOKENS` tokens, nested cells left together."""
+    """Cut a group's cells into waves of at most `WAVE_TOKENS` tokens; nested cells stay together."""
     filled = np.cumsum(tokens)
     keys = {key: number for number, key in enumerate(dict.fromkeys(template.nested for template in cells.used))}
     by_template = [-1 if one.nested is None else keys.get(one.nested, -1) for one in cells.templates]
     key = np.array(by_template, dtype=np.int64)[cells.template]
-    # A wave may begin at a cell that is not nested in the one before it: what is nested stays together.
+    # A wave may begin only at a cell that is not nested with the one before it, so that nested cells stay together.
     begins = 1 + np.flatnonzero((key[1:] < 0) | (key[1:] != key[:-1]))
     start, before = 0, 0
     while start < len(cells):
@@ -301,27 +301,27 @@ def _cut(cells: CellTable, tokens: Int[np.ndarray, " cell"]) -> Iterator[range]:
 
 
 def check_call(model: object, batch_size: object) -> int | None:
-    """Return the batch size of a call, checked; refuse what is not a model of `hw.load`."""
+    """Return the checked batch size of a call; refuse anything that is not a model from `hw.load`."""
     check_model(model)
     return None if batch_size is None else checked_count("batch_size", batch_size)
 
 
 def recorded_roles(spans: Sequence[Mapping[str, AlignedSpan]]) -> list[dict[str, list[list[int]]]]:
-    """Write down by example and role the positions in both prompts."""
+    """List by example and role the positions in both prompts, for the run's record."""
     return [{role: [list(span.base), list(span.other)] for role, span in one.items()} for one in spans]
 
 
-# What metrics read of a group's runs, and what they give: on the unedited runs once, on edited ones as these come.
+# Readings of a group's runs, and the metrics on them: on the unedited runs once, on edited runs as they arrive.
 
 Reads: TypeAlias = dict[Reading, list[Tensor]]
 """By reading, each example's values at its kept positions."""
 AT_ONCE = 1 << 20
-"""About how many numbers of unedited runs a metric is given together."""
+"""About the most numbers of unedited runs that a metric receives in one call."""
 
 
 @dataclass
 class Measured:
-    """What cells came to: by cell and metric, and the baselines of their examples."""
+    """Measurements of cells: by cell and metric, and the baselines of their examples."""
 
     values: Float[Tensor, "cell metric"]
     unedited: Float[Tensor, "cell metric"]
@@ -329,15 +329,15 @@ class Measured:
     other: Float[Tensor, "cell metric"]
     """The same reading of the other prompt's run; NaN without one."""
     edges: Float[Tensor, " cell"]
-    """How many visible edges a cell severs, over its layers and heads; NaN for cells that sever none."""
+    """Number of visible edges that a cell severs, over its layers and heads; NaN for cells that sever none."""
     before: dict[Reading, Float[Tensor, "cell width"]] = field(default_factory=dict)
-    """The states requested, of the base run."""
+    """The requested states, in the base run."""
     after: dict[Reading, Float[Tensor, "cell width"]] = field(default_factory=dict)
-    """The same after the edits."""
+    """The same states after the edits."""
 
     @classmethod
     def empty(cls, n_cells: int, n_metrics: int) -> Measured:
-        """Return NaN for so many cells."""
+        """Return measurements of NaN for this many cells."""
         values, unedited, other = (torch.full((n_cells, n_metrics), torch.nan, dtype=torch.float64) for _ in range(3))
         return cls(values, unedited, other, torch.full((n_cells,), torch.nan, dtype=torch.float64))
 
@@ -352,7 +352,7 @@ def read_run(
     activations: Mapping[str, Tensor],
     logits: Float[Tensor, "example kept d_vocab"] | None = None,
 ) -> Reads:
-    """Read whole runs of a group's examples at some positions; without logits, everything else that is read."""
+    """Read whole runs of a group's examples at some positions; without logits, all other readings."""
     read: Reads = {}
     for site, layer in group.readings:
         if site != LOGITS:
@@ -367,10 +367,10 @@ def read_run(
 
 
 class Readout:
-    """What metrics give on the unedited runs of a group, and on edited ones.
+    """Metrics on the unedited runs of a group, and on edited runs.
 
-    `base` and `other` were read of the unedited runs of either side. `visible` says, by layer, which keys each query
-    sees wherever edges are severed; `answers` are the tokens whose logits are read, where not all are.
+    `base` and `other` are the readings of the unedited runs of either side. `visible` has, for each layer where edges
+    are severed, the keys that each query sees; `answers` are the tokens whose logits are read, unless all are.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class Readout:
         # Metrics against the clean run (KL) compare with it whichever side is edited.
         self._clean = base if self.plan.pair.base_is_clean else other
         self._places: list[tuple[Int[np.ndarray, "example position"], Indices]] = []
-        """By metric: where its positions are among those kept for all metrics, by example, and how many they are."""
+        """By metric: the index, by example, of its positions among those kept for all metrics; and their number."""
         for m in range(len(self.plan.metrics)):
             own = [self.plan.spans[i][m].base for i in self.examples]
             counts = np.array([len(positions) for positions in own])
@@ -394,13 +394,13 @@ class Readout:
             for i, positions in enumerate(own):
                 places[i, : len(positions)] = [group.kept[i].index(position) for position in positions]
             self._places.append((places, counts))
-        # The base run of an attribution has a graph, which baselines do not need and would keep.
+        # The base run of an attribution has a graph, which baselines do not need and would keep alive.
         with torch.no_grad():
             self._of_base = self._baseline(base)
             self._of_other = self._baseline(other) if other is not None else None
 
     def unedited(self, cells: range) -> Measured:
-        """Return what cells measure on the unedited runs, as if their edits changed nothing."""
+        """Return the measurements of cells on the unedited runs, as if their edits changed nothing."""
         chosen = self.plan.cells.part(cells)
         measured = Measured.empty(len(chosen), len(self.plan.metrics))
         rows = chosen.example - self.examples.start
@@ -417,7 +417,7 @@ class Readout:
             numbers, which = np.unique(chosen.template[cutting_cells], return_inverse=True)
             edges = self._visible_edges([chosen.templates[number] for number in numbers])
             measured.edges[torch.from_numpy(cutting_cells)] = edges[torch.from_numpy(which.reshape(-1))]
-        # A cell that nothing is delivered for keeps these: its effect is 0 without a run.
+        # A cell without any delivery keeps these values: its effect is 0 without a run.
         measured.values = measured.unedited.clone()
         states = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
         measured.before, measured.after = states, {reading: state.clone() for reading, state in states.items()}
@@ -428,7 +428,7 @@ class Readout:
         metric, owners = self.plan.metrics[m], np.asarray(owners)
         measured = torch.empty(len(owners), dtype=torch.float64)
         counts = self._places[m][1][owners]
-        # Roles have as many tokens as each prompt gives them: a metric is given rows of one number of positions.
+        # The number of a role's tokens varies by prompt: each call of a metric gets rows with one number of positions.
         for count in np.unique(counts):
             rows = np.flatnonzero(counts == count)
             part = read if len(rows) == len(owners) else read[to_device(rows, read.device)]
@@ -437,11 +437,11 @@ class Readout:
             answers = self._answers(m, reading, who, read.device)
             clean = None
             if metric.against_clean and self._clean is not None:
-                # Detached: with attribution the clean run is what is compared with, not what is differentiated.
+                # Detached: with attribution the clean run is only compared with, not differentiated.
                 clean_values = torch.stack([self._clean[reading][i].detach() for i in who])
                 clean = self._metric_positions(m, clean_values, who)
-            # Before the metric counts: one that mixes rows would give each cell a share of its tile's other cells.
-            # Once per sweep, as the check runs the metric on some rows again.
+            # Checked before the metric is used: a metric that mixes rows would mix cells of one tile. Once per
+            # sweep, as the check runs the metric again on some rows.
             if metric.name not in self.plan.checked:
                 with torch.no_grad():
                     metric.refuse_misread(values.detach(), answers, clean)
@@ -449,7 +449,7 @@ class Readout:
             # float64 from here on: effects are differences of nearly equal numbers.
             measured[torch.from_numpy(rows)] = metric.measure(values, answers, clean).double().cpu()
             for i in (~measured[torch.from_numpy(rows)].isfinite()).nonzero().flatten().tolist():
-                # Where the values themselves are not finite the model is at fault, which another check names.
+                # If the values themselves are not finite the model is at fault, which another check reports.
                 if bool(values[i].isfinite().all()):
                     raise InputError(
                         f"The metric {metric.name!r} gave {float(measured[rows[i]])} for example "
@@ -459,7 +459,7 @@ class Readout:
         return measured
 
     def _baseline(self, run: Reads) -> dict[Reading, Float[Tensor, "example metric"]]:
-        """By reading, every metric that could read it, on an unedited run."""
+        """By reading, compute every metric that could use it, on an unedited run."""
         table: dict[Reading, Tensor] = {}
         for reading in self.group.readings:
             columns = torch.full((len(self.examples), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
@@ -468,7 +468,7 @@ class Readout:
                 by_shape.setdefault(tuple(values.shape), []).append(i)
             parts: list[list[int]] = []
             for shape, alike in by_shape.items():
-                # So many at once that what they read is not there twice at length.
+                # Limited, so that no second full copy of the readings is made.
                 most = max(1, AT_ONCE // max(1, math.prod(shape)))
                 parts += [alike[start : start + most] for start in range(0, len(alike), most)]
             for m, metric in enumerate(self.plan.metrics):
@@ -480,22 +480,22 @@ class Readout:
         return table
 
     def _answers(self, m: int, reading: Reading, owners: Indices, device: torch.device) -> list[Tensor]:
-        """Where a metric's answers are in what was read: token ids, or columns where only answers were read."""
+        """Return the index of a metric's answers in a reading: token ids, or columns if only answers were read."""
         answers = self.plan.answers[m]
         if self._answer_tokens is None or reading[0] != LOGITS:
             among = torch.from_numpy(owners + self.examples.start)
             return [to_device(ids[among], device) for ids in answers]
         pairs = zip(self.plan.answers[:m], self.plan.metrics, strict=False)
-        # Columns follow the answers of the metrics of logits in turn, as `Plan.only_answers` stacks them.
+        # Columns follow the answers of the logit metrics in turn, as `Plan.only_answers` stacks them.
         before = sum(len(ids) for ids, metric in pairs if metric.site == LOGITS)
         return [torch.full((len(owners),), before + k, device=device) for k in range(len(answers))]
 
     def _metric_positions(self, m: int, read: Tensor, owners: Indices) -> Tensor:
-        """Of the positions kept for all metrics, take one metric's, of examples that have as many of them."""
+        """Take one metric's positions from those kept for all metrics; these examples have the same number of them."""
         places, counts = self._places[m]
         count = int(counts[owners[0]]) if len(owners) else 0
         index = places[owners, :count]
-        # One metric, or several of the same positions: what was read is passed on without a copy.
+        # With one metric, or several of the same positions, the reading is passed on without a copy.
         if count == read.shape[1] and bool((index == np.arange(count)).all()):
             return read
         rows = torch.arange(len(read), device=read.device)[:, None]
@@ -508,7 +508,7 @@ class Readout:
         matrices = {id(cut.edges): cut.edges for some in cuts for cut in some}
         device = next(iter(matrices.values())).device
         visible = torch.stack([seen.to(device) for seen in self._visible.values()])
-        # A matrix is counted in every layer at once, and all counts are fetched together: one wait for the device.
+        # Each matrix is counted in all layers at once, and all counts are copied together: one wait for the device.
         counts = torch.stack([(visible[:, : len(one), : len(one)] & one).sum((1, 2)) for one in matrices.values()])
         rows = (dict(zip(self._visible, row, strict=True)) for row in counts.tolist())
         by_layer = dict(zip(matrices, rows, strict=True))

@@ -1,8 +1,8 @@
-"""Prompts and pairs of prompts as sweeps read them, and where what is named in one of a pair is in the other.
+"""Prompts and pairs of prompts of sweeps, and the matching positions in the two prompts of a pair.
 
-Pairs must align token by token; where they do not, the error shows the two tokenizations side by side. Only where
-positions are named by role (`models.positions`) may pairs be of any two lengths: each prompt is resolved by itself, and
-the tokens of a role in one prompt are those of the same role in the other, one for one.
+Pairs must align token by token; if they do not, the error shows the two tokenizations side by side. Only if positions
+are named by role (`models.positions`) may the prompts of a pair differ in length: each prompt is resolved separately,
+and the tokens of a role in one prompt match those of the same role in the other, one for one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMED_BY_ROLE = "Name positions by role, as in positions={'subject': (' Rome', '
 
 
 def read_prompts(model: HookedModel, inputs: Prompts) -> tuple[Prompt, ...]:
-    """Tokenize prompts by the model's own rule (token ids are taken as they are)."""
+    """Tokenize prompts by the model's own rule (token ids are used unchanged)."""
     batch = model.tokenize(inputs)
     prompts = []
     for i, (tokens, length) in enumerate(zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)):
@@ -49,9 +49,9 @@ def read_prompts(model: HookedModel, inputs: Prompts) -> tuple[Prompt, ...]:
 def read_pairs(
     model: HookedModel, clean: Any, corrupted: Any, *, by_role: bool | None = None
 ) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...] | None]:
-    """Tokenize pairs of prompts, given side by side or as a table (see `read_table`).
+    """Tokenize pairs of prompts, passed as two arguments or as a table (see `read_table`).
 
-    `by_role`: whether positions are named by role, so that pairs may be of two lengths; None where that is no help.
+    `by_role`: whether positions are named by role, so lengths in a pair may differ; None: errors do not suggest it.
     """
     if corrupted is None and isinstance(clean, Path | pd.DataFrame):
         clean, corrupted = read_table(clean)
@@ -61,7 +61,7 @@ def read_pairs(
     second = read_prompts(model, corrupted)
     if len(first) != len(second):
         raise InputError(f"{len(first)} clean prompts were given and {len(second)} corrupted ones: they must be pairs.")
-    # Also of a model that begins with nothing: token ids may bring the tokenizer's own.
+    # Also for a model that adds no such tokens: token ids may contain the tokenizer's own.
     bos = model.bos or model.resolve_bos(model.tokenizer is not None and model.tokenizer.bos_token is not None)
     for example, (a, b) in enumerate(zip(first, second, strict=True)):
         if bos and (a.ids[: len(bos)] == bos) != (b.ids[: len(bos)] == bos):
@@ -70,7 +70,7 @@ def read_pairs(
                 f"Pair {example} does not align: of its prompts one begins with {first_tokens} and the other does not. "
                 "Texts get model.bos, token ids stay as they are: give both prompts with it, or both without."
             )
-        # Positions would mean other words after the first difference, and every cell be off.
+        # After the first difference positions would mean other words, and every cell would be wrong.
         if len(a) != len(b) and not by_role:
             raise InputError(
                 f"Pair {example} does not align: {len(a)} tokens in the clean prompt, {len(b)} in the corrupted one. "
@@ -109,16 +109,16 @@ def _cell(row: Mapping[Any, Any], name: str, where: str) -> Any:
 
 @dataclass(frozen=True)
 class AlignedSpan:
-    """What a name represents in the two prompts of a pair, token for token."""
+    """The positions of a name in the two prompts of a pair, token for token."""
 
     base: tuple[int, ...]
     """Positions in the prompt that is edited."""
     other: tuple[int, ...]
-    """The same in the other prompt; without one, those of `base`."""
+    """The matching positions in the other prompt; without one, those of `base`."""
 
 
 def places_among(prompts: Sequence[Sequence[int]], seen: Iterable[Sequence[int]]) -> list[int]:
-    """Return which prompts, by number, are among others, token for token."""
+    """Return the indices of the prompts that are among others, token for token."""
     known = {tuple(ids) for ids in seen}
     return [number for number, ids in enumerate(prompts) if tuple(ids) in known]
 
@@ -126,7 +126,7 @@ def places_among(prompts: Sequence[Sequence[int]], seen: Iterable[Sequence[int]]
 def aligned_positions(
     where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
 ) -> tuple[int, ...]:
-    """Return the positions a name represents in both prompts of a pair; a text may be in one of them only."""
+    """Return the positions of a name in both prompts of a pair; a text may be in only one of them."""
     if other is None:
         return positions_of(where, base, example, n)
     by_prompt = []
@@ -147,11 +147,11 @@ def aligned_positions(
 def aligned_spans(
     where: object, base: Sequence[Prompt], other: Sequence[Prompt | None], base_side: int = 0, draws: int = 1
 ) -> list[AlignedSpan]:
-    """Return by pair the positions a name represents in each prompt: in prompts of one length, the same ones.
+    """Return by pair the positions of a name in each prompt: in prompts of one length, the same positions.
 
-    `base` are the prompts that are edited, each `draws` times; `base_side` is 0 where these are the clean ones, else 1.
+    `base` are the prompts that are edited, each `draws` times; `base_side` is 0 if these are the clean ones, else 1.
     """
-    # Found once for all pairs of the same lengths where these decide.
+    # If the lengths determine the positions, they are resolved once for all pairs of the same lengths.
     by_lengths: dict[tuple[int, int | None], AlignedSpan] = {}
     spans, shared, n = [], needs_length(where), len(base) // draws
     for number, (first, second) in enumerate(zip(base, other, strict=True)):
@@ -174,9 +174,9 @@ def aligned_spans(
 def spans_by_role(
     where: Mapping[Any, Any], base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
 ) -> dict[str, AlignedSpan]:
-    """Return, by role, its tokens in both prompts of a pair, each prompt resolved by itself.
+    """Return, by role, its tokens in both prompts of a pair; each prompt is resolved separately.
 
-    A word that is in one prompt only represents, in the other of one length, the same positions.
+    If a word is in only one prompt, its role has the same positions in the other prompt, if that has the same length.
     """
     checked_roles(where)
     spots: dict[str, AlignedSpan] = {}
@@ -205,7 +205,7 @@ def spans_by_role(
 
 
 def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan], example: int) -> dict[int, int]:
-    """Return which token of the other prompt of a pair each token is, of positions and of keys, by role."""
+    """Return the matching token in the other prompt of a pair for each token of the positions and keys, by role."""
     by_token: dict[int, tuple[str, int]] = {}
     for role, span in (*spots.items(), *keys.items()):
         for in_base, in_other in zip(span.base, span.other, strict=True):
@@ -219,7 +219,7 @@ def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedS
 
 
 def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tuple[int, ...]:
-    """Return positions without those at which a site is not edited; refuse where no other was named."""
+    """Return positions without those that a site leaves out; refuse if none remains."""
     left_out = site.left_out(prompt.ids) if site.leaves_out else frozenset()
     editable = tuple(position for position in positions if position not in left_out)
     if not editable:
@@ -231,12 +231,12 @@ def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tupl
 
 
 def first_difference(a: Prompt, b: Prompt) -> int:
-    """Return the first position at which two aligned prompts differ: until there, their runs are one."""
+    """Return the first position at which two aligned prompts differ: before it, their runs are equal."""
     return next((i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=True)) if x != y), len(a))
 
 
 def side_by_side(a: Prompt, b: Prompt) -> str:
-    """Lay two tokenizations out in columns, with a mark where they differ."""
+    """Format two tokenizations in columns, with a mark where they differ."""
     width, rows = max([len(repr(s)) for s in a.strings] + [9]), []
     for i, (x, y) in enumerate(zip_longest(a.strings, b.strings)):
         first, second = ("-" if string is None else repr(string) for string in (x, y))
@@ -245,16 +245,16 @@ def side_by_side(a: Prompt, b: Prompt) -> str:
 
 
 def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, object]:
-    """Name the prompts of a run by their token ids, and say where they were chats."""
+    """Return the run's options of the prompts: their token ids, and a note if they are chats."""
     ids = [[list(prompt.ids) for prompt in prompts] if prompts is not None else None for prompts in sets]
     return {"prompts": ids, **note_on_chats(prompt.text for prompts in sets for prompt in prompts or ())}
 
 
-# The two runs of each pair: which of them is edited, which is the other, and what of the one is what of the other.
+# The two runs of each pair: which of them is edited, which is the other, and which positions match.
 #
 # A pair is two prompts; or one prompt, clean and with noise at the embeddings of some of its tokens, several times over
-# (`headwater.patching.changes`); or, where values come from elsewhere, one prompt alone. Its two runs are called
-# `base`, which is edited, and `other`, which values may come from.
+# (`headwater.patching.changes`); or, if values come from elsewhere, one prompt alone. Its two runs are called `base`,
+# which is edited, and `other`, which values may come from.
 
 DirectionName: TypeAlias = Literal["denoise", "noise"]
 DIRECTIONS = get_args(DirectionName)
@@ -262,10 +262,10 @@ Side: TypeAlias = Literal["base", "other"]
 
 
 class PromptPair:
-    """The runs of a sweep: those of the clean prompts, and of the corrupted ones if there are any.
+    """The runs of a sweep: of the clean prompts and, if there are any, of the corrupted prompts.
 
-    An example is one pair: a prompt of the caller's or, with noise (`corruption`) that makes the corrupted runs of the
-    clean prompts, one of its draws. The direction `denoise` edits the corrupted runs, `noise` the clean ones.
+    An example is one pair: a prompt of the caller's or, if noise (`corruption`) makes the corrupted runs from the clean
+    prompts, one of its draws. The direction `denoise` edits the corrupted runs, `noise` the clean ones.
     """
 
     def __init__(
@@ -277,26 +277,26 @@ class PromptPair:
     ):
         self.clean, self.corrupted, self.direction, self.corruption = clean, corrupted, direction, corruption
         self.draws = 1 if corruption is None else corruption.samples
-        """How many corrupted runs, each a pair, every clean prompt has."""
+        """Number of corrupted runs, each a pair, of every clean prompt."""
         self.base_is_clean = direction == "noise" or corrupted is None
         """Whether the clean runs are edited."""
         self.prompts = clean if self.base_is_clean or corrupted is None else corrupted
-        """The prompts whose runs are edited, each once."""
+        """The prompts whose runs are edited, each of them once."""
         self.others = None if corruption is not None else corrupted if self.base_is_clean else clean
-        """The other prompt of each pair, where it is another text."""
+        """The other prompt of each pair, if it is another text."""
         self.base = tuple(prompt for prompt in self.prompts for _ in range(self.draws))
         """By example: the prompt whose run is edited."""
         self.other = self.others if corruption is None else self.base
-        """By example: the other prompt; of noise the same text, which is another run."""
+        """By example: the other prompt; with noise the same text, in another run."""
 
     def is_clean(self, side: Side) -> bool:
-        """Whether a side is the clean runs."""
+        """Return whether a side is the clean one."""
         return (side == "base") == self.base_is_clean
 
     def spans(self, where: Where, *, in_base: bool = False) -> list[dict[str, AlignedSpan]]:
-        """By prompt: what positions are in both runs, by role; by an empty name where they are not named by role.
+        """Return by prompt and role the positions in both runs; positions not named by role have an empty name.
 
-        Prompts that have the same ones share one object. `in_base`: positions of the edited prompt alone.
+        Prompts with the same positions share one object. `in_base`: only positions of the edited prompt.
         """
         others: Sequence[Prompt | None] = [None] * len(self.prompts) if in_base or not self.others else self.others
         side, n = 0 if self.base_is_clean else 1, len(self.prompts)
@@ -314,14 +314,14 @@ class PromptPair:
         sites: Iterable[Site],
         keys: Sequence[Mapping[str, AlignedSpan]] | None = None,
     ) -> tuple[Mapping[int, int] | None, ...]:
-        """By prompt: which position of the other one each position is that may be edited; None where all are the same.
+        """Return by prompt the matching position in the other prompt of each editable position; None if all are equal.
 
-        `keys`: what the keys are that may be edited, where these are named by role.
+        `keys`: the positions of the keys that may be edited, if these are named by role.
         """
         others = self.others or [None] * len(self.prompts)
         keyed = [site.name for site in sites if site.has_keys]
         of_keys = keys if keyed and keys is not None else [{}] * len(self.prompts)
-        # Prompts that share their spans share what comes of them, so that 500 prompts of one shape cost as much as one.
+        # Prompts that share their spans share the result, so that 500 prompts of one shape cost as much as one.
         cache: dict[tuple[int, int, bool], Mapping[int, int] | None] = {}
         matched = []
         for i, (at, to, base, other) in enumerate(zip(spans, of_keys, self.prompts, others, strict=True)):
@@ -338,7 +338,7 @@ class PromptPair:
                 "give pairs that do, or name the keys by role, as in keys={'subject': (' Rome', ' New York')}."
             )
         for i in moved:
-            # A query that can read a key in one prompt and comes before it in the other has no weight there.
+            # If a query can read a key in one prompt and comes before it in the other, its weight there is 0.
             for (reads, query), (read, key) in product(spans[i].items(), of_keys[i].items()):
                 for in_base, in_other in zip(query.base, query.other, strict=True):
                     if any((in_base < of) != (in_other < to) for of, to in zip(key.base, key.other, strict=True)):
@@ -355,16 +355,16 @@ class PromptPair:
 #
 # embedding'_i = embedding_i + std · σ · ε_i,   ε ~ N(0, 1)
 #
-# where σ is the standard deviation of all entries of these embeddings, over all prompts. Each draw is a corrupted run
-# of its own, and the same draw is used in every cell that restores a part of it.
+# where σ is the standard deviation of all entries of these embeddings, over all prompts. Each draw is a separate
+# corrupted run, and every cell that restores a part of it uses the same draw.
 
 BATCH = 16
-"""So many prompts are run at once, where a run is made only to read from it."""
+"""Prompts per run, if a run is made only to read from it."""
 
 
 def draw(seed: int, site: str, layer: int, example: int, sample: int, size: tuple[int, ...]) -> Tensor:
     """Return the standard normal numbers of one draw, the same on every machine that has the same torch."""
-    # A seed by what the draw is for: the same whichever other prompts, sites or samples are drawn, in any process.
+    # Seeded by the purpose of the draw: the same whichever other prompts, sites or samples are drawn, in any process.
     mixed = hashlib.sha256(f"{seed} {site} {layer} {example} {sample}".encode()).digest()
     # On the CPU, whose generator gives the same numbers whatever device the model is on.
     return torch.randn(size, generator=torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big")))
@@ -375,15 +375,15 @@ class Corruption:
     """Noise at the embeddings of some tokens of each prompt."""
 
     at: tuple[tuple[int, ...], ...]
-    """By prompt: the tokens."""
+    """By prompt: the corrupted tokens."""
     std: float
-    """Of the noise, in the embeddings' own units."""
+    """Standard deviation of the noise, in the embeddings' own units."""
     samples: int
-    """How many draws of each prompt there are; draw s of prompt i is example i · samples + s of a plan."""
+    """Number of draws of each prompt; draw s of prompt i is example i · samples + s of a plan."""
     seed: int
 
     def hook(self, examples: Sequence[int | None]) -> Hook:
-        """Return the hook that corrupts a batch: each row gets the noise of its example, and stays clean without."""
+        """Return the hook that corrupts a batch: each row gets the noise of its example; rows of None stay clean."""
 
         def corrupt(activation: Tensor, hook: object) -> Tensor:
             noisy = activation.clone()

@@ -1,16 +1,16 @@
-"""What edits write: the kinds of replacements, and how each comes by its values.
+"""The values that edits write: the kinds of replacements, and how each computes its values.
 
     other run   the other prompt's own activations
-    zero        nothing
+    zero        zeros
     mean        the mean over the prompts of a data set
     resample    the activations of another of its prompts, drawn at random
 
-and what is computed from the activation itself (`headwater.patching.changes`): a function, a tensor, a direction
-added, a factor, noise.
+and those computed from the activation itself (`headwater.patching.changes`): a function, a tensor, a direction added, a
+factor, noise.
 
-A kind is a class and a row of `VALUES`. It is made once per sweep and may refuse its inputs then. For each group of
-examples it is asked for activations (`ValueRequest`), which it takes from the other run, from runs of its own
-(`ValueRequest.of_runs`), or from nothing.
+A kind is a class and a row of `VALUES`. It is instantiated once per sweep and may refuse its inputs then. For each
+group of examples it receives a `ValueRequest`, and takes the activations from the other run, from runs of its own
+(`ValueRequest.of_runs`), or needs none.
 """
 
 from __future__ import annotations
@@ -42,43 +42,43 @@ from headwater.registry import Registry
 TensorLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
 ValueName: TypeAlias = Literal["other run", "zero", "mean", "resample"]
 NOT_WRITTEN, LEFT, CHANGED = range(3)
-"""What computed values have done so far: none was requested, every row was left as it was, or some row was changed."""
+"""Outcomes of computed values so far: none was requested, every row was left unchanged, or some row was changed."""
 
 
 @dataclass(frozen=True)
 class ReplacementInputs:
-    """What a sweep, or an edit, gives to a kind of replacement."""
+    """The inputs that a sweep, or an edit, passes to a kind of replacement."""
 
     kind: str
-    """The name requested."""
+    """The name of the requested kind."""
     pair: PromptPair
     sites: tuple[Site, ...]
-    """Where it is written."""
+    """The sites that it is written at."""
     dataset: tuple[Prompt, ...] | None = None
-    """What was given as `dataset=`."""
+    """The prompts passed as `dataset=`."""
     seed: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the kind was given by the caller, such as a factor."""
+    """The caller's arguments of the kind, such as a factor."""
     roles: Mapping[str, Any] | None = None
-    """The edited positions as they were named, where they were named by role."""
+    """The edited positions by role, if they were named by role."""
 
 
 @dataclass(frozen=True)
 class ValueRequest:
-    """What a group of examples asks of a replacement: `example position ...` at each place."""
+    """The values that a group of examples requests from a replacement: `example position ...` at each place."""
 
     model: HookedModel
     examples: range
     width: int
-    """The tokens of the longest prompt that is edited."""
+    """Number of tokens of the longest prompt that is edited."""
     places: tuple[Place, ...]
     other: Mapping[Place, Tensor]
     """The other run's activations, for kinds that take them."""
     sites: Mapping[str, Site]
-    """By name, the sites of the places."""
+    """The sites of the places, by name."""
 
     def of_runs(self, prompts: Sequence[Prompt], names: Sequence[int | str]) -> dict[Place, Tensor]:
-        """Run prompts, each called by its name in messages, and return their activations at each place."""
+        """Run prompts, named so in error messages, and return their activations at each place."""
         batch = Batch.of([prompt.ids for prompt in prompts], pad_id(self.model.tokenizer)).named(names)
         hooks = {(site, layer): self.sites[site].hook_name(layer) for site, layer in self.places}
         activations, _ = capture(self.model, batch, list(dict.fromkeys(hooks.values())))
@@ -89,23 +89,23 @@ class Replacement(ABC):
     """A kind of values, made for one sweep or edit. It may refuse its inputs when it is made."""
 
     takes_other_run: bool = False
-    """Whether it asks for the other run's activations."""
+    """Whether it requests the other run's activations."""
     takes_dataset: ClassVar[bool] = False
     """Whether it can use `dataset=`."""
     labelled: ClassVar[bool] = True
-    """Whether the table has a column `values` that names it."""
+    """Whether the table has a column `values` with its label."""
     of_prompts: ClassVar[bool] = False
-    """Whether it depends on which prompts are edited: `hw.edit` then needs to know them."""
+    """Whether it depends on which prompts are edited: `hw.edit` then requires them."""
     is_control: bool = False
-    """Whether they are meant to leave everything as it is: a dose of zero."""
+    """Whether it is meant to change nothing: a dose of zero."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """What a caller must give it, by the names of its arguments: its name alone is not enough then."""
+    """Names of the arguments that the caller must pass; with any, the kind's name alone is not enough."""
     changes: ClassVar[bool] = False
-    """Whether it is computed from the activation that is there, by `changed`."""
+    """Whether `changed` computes it from the current activation."""
     mean_over: str | None = None
-    """Over what a mean is: examples or tokens."""
+    """What a mean is taken over: examples or tokens."""
     samples: int | None = None
-    """How often it is drawn, if so: each draw is a cell of its own; `values` returns an example's draws in turn."""
+    """Number of draws (if any): each draw is a separate cell; `values` returns an example's draws in turn."""
 
     def __init__(self, inputs: ReplacementInputs):
         self.inputs = inputs
@@ -113,40 +113,40 @@ class Replacement(ABC):
 
     @abstractmethod
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
-        """Return the values at every place that is requested, one row per example, over all of its positions."""
+        """Return the values at every requested place, one row per example, over all of its positions."""
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
-        """Return what is written in place of `activation`, `row width`, for kinds that say `changes`.
+        """Return the values that replace `activation`, `row width`, for kinds that set `changes`.
 
-        The activation is a copy of what is there after the edits of earlier layers, `other` what `values` returned.
+        The activation is a copy of the current one, after the edits of earlier layers; `other` is from `values`.
         """
         raise NotImplementedError
 
     def written(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
-        """Return `changed`, and remember whether it ever was anything else than the rows themselves."""
+        """Return `changed`, and record whether it ever differed from the rows themselves."""
         changed = self.changed(activation, other, rows)
-        # Compared until the first difference: once one row changed, no other need be looked at.
+        # Compared until the first difference: once a row has changed, no other comparison is needed.
         if self.outcome != CHANGED and len(rows):
             self.outcome = LEFT if torch.equal(changed, activation) else CHANGED
         return changed
 
     def since(self, example: int) -> int:
-        """Return the position before which the values of an example are those of its own run."""
+        """Return the position before which the values of an example equal those of its own run."""
         return 0
 
     @property
     def label(self) -> str | None:
-        """What the table's column `values` says of them, if anything."""
+        """The values' label in the table's column `values` (if any)."""
         return self.inputs.kind if self.labelled else None
 
     def labels(self, sample: int) -> dict[str, Any]:
-        """Return what the table says of them in a cell: their label, and which draw they are of several."""
+        """Return the labels of the values in a cell of the table: their label and, if drawn, the number of the draw."""
         labels: dict[str, Any] = {"values": self.label} if self.label else {}
         return labels if self.samples is None else labels | {"sample": sample}
 
     @property
     def described(self) -> Any:
-        """What the record of a run says: the name, with what was given, and of a kind that was added its code.
+        """Description for the record of a run: the name with the arguments; for a kind that the caller added, its code.
 
         The prompts of a data set are not included: they are among the run's prompts.
         """
@@ -159,7 +159,7 @@ class Replacement(ABC):
 VALUES: Registry[str, type[Replacement]] = Registry(
     "kind of values", "headwater.patching.replacements", "headwater.patching.changes"
 )
-"""What `values=` may be."""
+"""The kinds of values that `values=` may name."""
 
 
 @VALUES.add("other run")
@@ -179,7 +179,7 @@ class OtherRun(Replacement):
             )
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
-        """Return what the other run has there."""
+        """Return the other run's activations."""
         return request.other
 
     def since(self, example: int) -> int:
@@ -193,12 +193,12 @@ class OtherRun(Replacement):
 
 @VALUES.add("zero")
 class Zero(Replacement):
-    """Nothing."""
+    """Zeros."""
 
     labelled = False
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
-        """Return zeros, none of which takes memory."""
+        """Return zeros that take no memory."""
         zero = torch.zeros((), dtype=request.model.dtype, device=request.model.device)
         n, shape = len(request.examples), request.model.shape
         return {place: zero.expand(n, *request.sites[place[0]].size(shape, request.width)) for place in request.places}
@@ -210,7 +210,7 @@ def checked_tensor(option: str, value: Any) -> Tensor:
         tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         is_usable = tensor.ndim > 0 and tensor.numel() > 0 and not tensor.is_complex()
         is_usable = is_usable and tensor.layout == torch.strided and not tensor.is_meta
-    except (TypeError, ValueError):  # numpy makes no array of it, or torch none of numpy's
+    except (TypeError, ValueError):  # numpy cannot convert it, or torch cannot convert numpy's array
         is_usable = False
     if not is_usable:
         raise InputError(
@@ -218,12 +218,12 @@ def checked_tensor(option: str, value: Any) -> Tensor:
         )
     if not bool(tensor.isfinite().all()):
         raise InputError(f"The tensor given as {option} has NaN or infinity in it.")
-    # A copy: the record has its digest, which must stay that of what is written.
+    # A copy: the record has its digest, which must remain the digest of the written values.
     return tensor.detach().clone()
 
 
 def replacement_spec(values: object) -> ReplacementSpec:
-    """Return what was given as values as a spec."""
+    """Convert the argument `values=` to a spec."""
     if isinstance(values, ReplacementSpec):
         return values
     if isinstance(values, list | tuple) or hasattr(values, "__array__"):
@@ -250,7 +250,7 @@ def build_replacement(
     *,
     positions: Where = "all",
 ) -> Replacement:
-    """Make what was requested as `values=`, with `dataset=` and `seed=` beside it, for edits at these positions."""
+    """Build the replacement for `values=`, with `dataset=` and `seed=`, for edits at these positions."""
     spec = replacement_spec(values)
     kind, roles = VALUES[spec.kind], positions if isinstance(positions, Mapping) else None
     if "positions" in spec.arguments and roles is None and spec.kind == "resample":
@@ -270,17 +270,17 @@ def build_replacement(
 
 
 def compute_values(replacement: Replacement, request: ValueRequest, lengths: Sequence[int]) -> ReplacementValues:
-    """Return what edits write at the examples of a group, by what they are written into where the kind says so."""
-    # Draws of one prompt are examples of their own: functions know them by the caller's prompt.
+    """Return the values that edits write at the examples of a group, or a function of the activation for some kinds."""
+    # Draws of one prompt are separate examples: functions receive the index of the caller's prompt.
     known = [example // replacement.inputs.pair.draws for example in request.examples]
     change = replacement.written if replacement.changes else None
     return ReplacementValues(replacement.values(request), change, known, lengths, replacement.samples or 1)
 
 
 def refuse_values_that_change_nothing(replacement: Replacement, outcome: int) -> None:
-    """Refuse values that left every row as it was, in the whole of a sweep, unless they are meant to.
+    """Refuse values that left every row of a whole sweep unchanged, unless they are meant to.
 
-    `outcome`: the highest of `NOT_WRITTEN`, `LEFT` and `CHANGED` that any part of the sweep came to.
+    `outcome`: the highest of `NOT_WRITTEN`, `LEFT` and `CHANGED` in any part of the sweep.
     """
     inputs = replacement.inputs
     if outcome == LEFT and not replacement.is_control:
@@ -294,7 +294,7 @@ def refuse_values_that_change_nothing(replacement: Replacement, outcome: int) ->
 
 
 class _OfDataset(Replacement):
-    """Values from the runs of a data set; without one, of the prompts that are edited."""
+    """Values from the runs of a data set; by default, of the prompts that are edited."""
 
     takes_dataset = True
     of_prompts = True
@@ -311,8 +311,8 @@ class _OfDataset(Replacement):
 class Mean(_OfDataset):
     """The mean over the prompts of a data set.
 
-    It is taken at each position (`mean_over="examples"`) when all of them are as long as the prompts that are edited,
-    and over all their tokens but the first (`"tokens"`) when lengths differ.
+    It is taken at each position (`mean_over="examples"`) if all of them are as long as the prompts that are edited, and
+    over all their tokens except the first (`"tokens"`) if lengths differ.
     """
 
     def __init__(self, inputs: ReplacementInputs):
@@ -331,16 +331,16 @@ class Mean(_OfDataset):
                 "each position the mean is that prompt's own activation. Give several prompts, or dataset= with others."
             )
         self.mean_over = "examples" if one_length else "tokens"
-        # Kept for the whole sweep: every group of examples asks for the same places.
+        # Kept for the whole sweep: every group of examples requests the same places.
         self._means: dict[Place, Tensor] = {}
 
     @property
     def label(self) -> str:
-        """Over what the mean is."""
+        """The label: what the mean is taken over."""
         return f"mean over {self.mean_over}"
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
-        """Return each mean for every example, and where it is one over tokens, for every position."""
+        """Return each mean for every example and, for a mean over tokens, for every position."""
         by_position = self.mean_over == "examples"
         if missing := tuple(place for place in request.places if place not in self._means):
             of_missing = replace(request, places=missing, other={})
@@ -353,7 +353,7 @@ class Mean(_OfDataset):
                         rows = zip(each, (len(self.pool[i]) for i in numbers), strict=True)
                         each = torch.stack([one[1:length].sum(0) for one, length in rows])
                     sums[place] = sums[place] + each.sum(0) if place in sums else each.sum(0)
-            # One less per prompt over tokens: its first is left out of the sum.
+            # Over tokens, one less per prompt: its first token is not in the sum.
             count = len(self.pool) if by_position else sum(len(prompt) - 1 for prompt in self.pool)
             self._means |= {place: (total / count).to(request.model.dtype) for place, total in sums.items()}
         size = (len(request.examples),) if by_position else (len(request.examples), request.width)
@@ -362,10 +362,10 @@ class Mean(_OfDataset):
 
 @VALUES.add("resample")
 class Resample(_OfDataset):
-    """For each prompt, the activations of another prompt of the data set, drawn by lot.
+    """For each prompt, the activations of another prompt of the data set, drawn at random.
 
-    One with as many tokens, token for token; or, where positions are named by role, one with as many tokens in each
-    role, role for role.
+    The other prompt has the same number of tokens, matched token for token; or, if positions are named by role, the
+    same number of tokens in each role, matched role for role.
     """
 
     labelled = False
@@ -373,7 +373,7 @@ class Resample(_OfDataset):
     def __init__(self, inputs: ReplacementInputs):
         super().__init__(inputs)
         pair, generator = inputs.pair, torch.Generator().manual_seed(inputs.seed)
-        # By prompt: its roles. Where none are named it is one role, of all its tokens.
+        # The roles of each prompt. Without named roles, one role of all its tokens.
         self._edited: Sequence[Mapping[str, Sequence[int]]] = [{"": range(len(prompt))} for prompt in pair.prompts]
         self._roles: Sequence[Mapping[str, Sequence[int]]] = [{"": range(len(donor))} for donor in self.pool]
         self._by_role = inputs.roles is not None and not any(site.has_keys for site in inputs.sites)
@@ -397,7 +397,7 @@ class Resample(_OfDataset):
             self.donors.append(fitting[int(torch.randint(len(fitting), (1,), generator=generator))])
 
     def _roles_of_pool(self, roles: Mapping[str, Any]) -> Sequence[Mapping[str, Sequence[int]]]:
-        """By prompt of the data set: what its roles are; of the edited prompts they are known."""
+        """Return the roles of each prompt of the data set; for the edited prompts they are already resolved."""
         where = self.inputs.arguments.get("positions") or roles
         if self.inputs.dataset is None and where is roles:
             return self._edited
@@ -415,7 +415,7 @@ class Resample(_OfDataset):
         return by_prompt
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
-        """Run the prompts that were drawn; by role, lay their tokens where those of the edited prompts are."""
+        """Run the drawn prompts; with roles, move their tokens to the positions of the edited prompts' tokens."""
         drawn = self.runs(request, [self.donors[i] for i in request.examples])
         if not self._by_role:
             return drawn
@@ -430,7 +430,7 @@ class Resample(_OfDataset):
 
 @checked_call
 def mean(prompts: Prompts) -> ReplacementSpec:
-    """Values: the mean over prompts, at each position where all are of one length, else over all tokens but the first.
+    """Values: the mean over prompts, at each position if all have one length, else over all tokens except the first.
 
     The same as `values="mean"` with `dataset=`.
 
@@ -442,19 +442,19 @@ def mean(prompts: Prompts) -> ReplacementSpec:
 
 @checked_call
 def resample(prompts: Prompts, seed: int = 0, *, positions: Where | None = None) -> ReplacementSpec:
-    """Values: for each prompt, the activations of another one of these, drawn by lot.
+    """Values: for each prompt, the activations of another one of these, drawn at random.
 
     The same as `values="resample"` with `dataset=` and `seed=`.
 
     Args:
-        prompts: to draw from. For each prompt that is edited, one of other tokens at least, and of its length; or,
-            where the sweep's positions are named by role, one of any length with as many tokens in each role.
+        prompts: the prompts to draw from. For each edited prompt, the drawn one differs in its tokens and has the same
+            length; or, if the sweep's positions are named by role, any length and as many tokens in each role.
         seed: of the draw.
-        positions: what the roles are in these prompts, by the same names; default: as they are named for the prompts
-            that are edited, such as `"last"` or a function.
+        positions: the positions of the roles in these prompts, by the same names; default: the positions specified for
+            the prompts that are edited, such as `"last"` or a function.
 
     Raises:
-        InputError: the seed is none.
+        InputError: the seed is invalid.
     """
     given = {"prompts": prompts, "seed": checked_seed(seed)}
     return ReplacementSpec("resample", given if positions is None else given | {"positions": positions})
@@ -474,7 +474,7 @@ def capture(
         activations[name] = activation.clone()
 
     n_layers = model.shape.n_layers
-    # Kept in any case: what is not finite anywhere in a run shows in its last residual stream.
+    # Always kept: any non-finite value in a run shows in its last residual stream.
     last = main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)
     hooks = [(name, read_hook(partial(hold, name=name))) for name in dict.fromkeys([*names, last])]
     with model.lock:

@@ -1,11 +1,11 @@
-"""What measures the cells of a group of examples: a walk down the layers, or whole runs of the prompts.
+"""Runners measure the cells of a group of examples: by a walk down the layers, or by whole runs of the prompts.
 
     WalkRunner    one recorded run of both prompts, then all variants of a wave in one walk down the layers
-    WholeRuns     ordinary forwards of whole prompts, with hooks that make the edits of each row or keep what is read
+    WholeRuns     ordinary forwards of whole prompts, with hooks that make each row's edits or keep its readings
 
-The second is what the walk must equal, and serves every model. A third, `AttributionRunner`, takes gradients and runs
-no variant. A cell that no read position can see has effect 0, without a run; in the walk so has
-one whose edit writes what the run has there already. That is looked up number by number, not inferred from the tokens.
+`WholeRuns` is the reference that the walk must equal, and works for every model. A third runner, `AttributionRunner`,
+takes gradients and runs no variant. A cell whose edits no read position can see has effect 0, without a run; in the
+walk so does a cell whose edit writes the numbers already there, which are compared, not inferred from the tokens.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from headwater.patching.replacements import ValueRequest, capture, compute_value
 from headwater.patching.walk import NotFiniteError, Walk, not_walked
 
 TILE_TOKENS = {"cpu": 1024, "cuda": 1 << 15}
-"""Tokens of a model of the width `WIDTH` given to a sublayer at once; halved when memory runs out."""
+"""Tokens per call of a sublayer, for a model of width `WIDTH`; halved when memory runs out."""
 WIDTH = 768
 TILE_WEIGHTS = 1 << 20
-"""At most so many attention weights in a tile that is larger for being of a narrow model."""
+"""Most attention weights in a tile that is enlarged because the model is narrow."""
 
 
 def tile_tokens(model: HookedModel, length: int) -> int:
-    """Return how many tokens are given to a sublayer at once: of a narrow model more, as a cache holds more of them."""
+    """Return the tokens per call of a sublayer: more for a narrow model, because a cache holds more of its tokens."""
     usual = TILE_TOKENS.get(model.device.type, TILE_TOKENS["cpu"])
-    # The same number of bytes, until attention weights, which do not shrink with the width, are the larger part.
+    # The same number of bytes, until attention weights, which do not shrink with the width, dominate.
     narrow = usual * WIDTH // model.shape.d_model
     return max(usual, min(narrow, TILE_WEIGHTS // (length * model.shape.n_heads)))
 
 
 class Runner(ABC):
-    """The runs of a group of examples: made unedited at once, then edited for any of the group's cells.
+    """The runs of a group of examples: unedited runs first, then edited runs for any of the group's cells.
 
     Use inside the model's lock, and inside `torch.inference_mode()` unless it needs a graph.
     """
@@ -83,7 +83,7 @@ class Runner(ABC):
         """Make the unedited runs."""
 
     def measure(self, cells: range) -> Measured:
-        """Measure some of the group's cells by what `run` delivers of their variants."""
+        """Measure some of the group's cells, from the readings of their variants that `run` delivers."""
         plan, readout, chosen = self.plan, self.readout, self.plan.cells.part(cells)
         variants = self.group.variants(chosen)
         measured_cells = readout.unedited(cells)
@@ -94,11 +94,11 @@ class Runner(ABC):
                 asks = np.array([own[m] == reading for own in readings])[chosen.template[indices]]
                 if asks.any():
                     asking = indices[asks]
-                    # Usually all variants of a reading ask: no copy of logits then.
+                    # Usually the metric applies to all variants of a reading: then the logits are not copied.
                     part = read if asks.all() else read[to_device(np.flatnonzero(asks), read.device)]
                     measured = readout.apply(m, reading, part, variants.example[asking])
                     measured_cells.values[torch.from_numpy(asking), m] = measured
-            # The last of the kept positions, as in `Readout.unedited`.
+            # The last kept position, as in `Readout.unedited`.
             if reading in measured_cells.after:
                 measured_cells.after[reading][to_device(indices, measured_cells.after[reading].device)] = read[:, -1]
 
@@ -106,22 +106,22 @@ class Runner(ABC):
         return measured_cells
 
     def run(self, variants: Variants, deliver: Deliver) -> None:
-        """Deliver what is read of variants of the group's runs."""
+        """Deliver the readings of variants of the group's runs."""
         raise NotImplementedError
 
 
 class CannotStepError(Exception):
-    """A model's blocks cannot be stepped through, or what comes of it is not to be trusted; the text is why."""
+    """A model's blocks cannot be stepped through, or the result cannot be trusted; the message gives the reason."""
 
 
 class WalkRunner(Runner):
     """One recorded run of the prompts of both sides, then one walk down the layers for the cells of a wave.
 
-    By hook name, `also` are further activations to record of both sides, and `gradients_at` where gradients will be
-    taken; the first of these comes before the others.
+    `also` are hook names of further activations to record on both sides, and `gradients_at` those where gradients will
+    be taken; the first of these comes before the others.
 
     Raises:
-        CannotStepError: the walk is not for this model.
+        CannotStepError: the walk does not support this model.
     """
 
     name: ClassVar[str] = "wavefront"
@@ -135,25 +135,25 @@ class WalkRunner(Runner):
         self._answers: Tensor | None = None
         if (answers := plan.only_answers) is not None:
             self._answers = to_device(answers[examples.start : examples.stop], plan.model.device)
-        # Both sides are one batch: weights are read once for the two runs.
+        # Both sides are one batch: weights are loaded once for the two runs.
         self._sides: tuple[Side, ...] = ("base",) if plan.pair.other is None else ("base", "other")
         names = [*self.group.read_names, *self._joined_names(), *self.group.value_names.values(), *also]
         batch = self.group.batch(*self._sides)
-        # Before the steps are checked: it names the layer where something is not finite, the check would blame steps.
+        # Before the check of the steps: recording names the layer of a non-finite value, the check would blame steps.
         self._record(batch, names, gradients_at)
         if not plan.model.steps_checked:
             if reason := self._distrust(batch):
                 raise CannotStepError(reason)
             plan.model.steps_checked = True
-            # From now on steps record, too, or a start is shared: a first call gives the bits of a second.
+            # From now on own steps record too, or a start is shared: record again, so that all calls agree to the bit.
             if self.blocks.has_own_steps or self.blocks.common_start(batch, names):
                 self._record(batch, names, gradients_at)
 
     def _record(self, batch: Batch, names: Sequence[str], gradients_at: Sequence[str]) -> None:
-        """Run both sides without edits, and keep what edits write and what is read of the runs."""
+        """Run both sides without edits, and keep the values that edits write and the readings of the runs."""
         plan, n = self.plan, len(self.group.examples)
         before = self.group.corrupting(*self._sides)
-        # Whole logits serve the check of the first call alone; later only the positions that are read are unembedded.
+        # All logits are needed only for the check of the first call; later only the positions read are unembedded.
         unembed = not plan.model.steps_checked
         in_two = None if before or gradients_at or unembed else self.blocks.record_in_two(batch, names)
         self.recording: Recording = in_two or self.blocks.record(batch, names, before, gradients_at, unembed=unembed)
@@ -164,7 +164,7 @@ class WalkRunner(Runner):
         self.readout = Readout(self.group, base, other, self.recording.visible, self._answers)
 
     def run(self, variants: Variants, deliver: Deliver) -> None:
-        """Deliver what is read of variants of the group's runs, all in one walk."""
+        """Deliver the readings of variants of the group's runs, all in one walk."""
         tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
         answers = None if self._answers is None else self._answers.repeat(len(self._sides), 1)
         # Pairs that differ in one token enter the first layer alike everywhere else: 10 of its 12 cells need no run.
@@ -173,7 +173,7 @@ class WalkRunner(Runner):
         try:
             walk.run()
         except NotFiniteError as error:
-            # Made once more as a whole run, whose own checks say in which layer it went wrong.
+            # Repeated as a whole run, whose own checks report the layer where it went wrong.
             variant, example = variants[error.variant], int(variants.example[error.variant])
             model, batch = self.plan.model, self.group.batch(*self._sides).rows(example, example + 1)
             before, n_layers = self.group.corrupting(*self._sides, rows=[example]), model.shape.n_layers
@@ -181,14 +181,14 @@ class WalkRunner(Runner):
             token = int(batch.tokens[0, error.position])
             where = batch.name(0), error.position, token
             raise NumericsError(not_finite(model, "the logits", *where, edited=True)) from None
-        # Remembered where memory ran out, so that the next wave does not try the large tile again.
+        # Remembered if memory ran out, so that the next wave does not try the large tile again.
         self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
 
     @cached_property
     def _same(self) -> dict[Place, Bool[np.ndarray, "example position *head"]]:
-        """By place, where what edits write is what is there in the unedited runs, wherever something is the same."""
+        """By place: where an edit's value equals the unedited activation; only places with some equal values."""
         values, equal = self.values, dict[Place, Tensor]()
-        # What a change leaves is known only once the run is there to be changed.
+        # The result of a change is known only once the run exists to be changed.
         if values.change is not None or values.samples != 1:
             return {}
         for (name, layer), written in values.by_site.items():
@@ -197,20 +197,20 @@ class WalkRunner(Runner):
             if current is not None and not (site.has_keys or site.has_units):
                 current = site.read(current[: len(self.group.examples)])
                 if current.shape == written.shape:
-                    # Exactly equal, not close: what is not run must be what would have come out, to the bit.
+                    # Exactly equal, not close: a skipped run must give what it would have given, to the bit.
                     equal[name, layer] = (current == written).all(-1)
         if not equal:
             return {}
-        # One copy for all places: each copy waits for the device.
+        # One copy for all places, since each copy waits for the device.
         fetched = torch.cat([one.flatten() for one in equal.values()]).cpu()
         parts = fetched.split([one.numel() for one in equal.values()])
         by_place = {place: one.view(equal[place].shape).numpy() for place, one in zip(equal, parts, strict=True)}
         return {place: same for place, same in by_place.items() if same.any()}
 
     def _distrust(self, batch: Batch) -> str | None:
-        """Run the longest prompt, then send it through the blocks; say why that is not to be trusted, if it is not."""
+        """Run the longest prompt, then step it through the blocks; return why that cannot be trusted, if it cannot."""
         n_layers, lengths = self.plan.model.shape.n_layers, batch.lengths.tolist()
-        # The longest has no padding: its last column is its last token, whose logits the run has.
+        # The longest prompt has no padding: its last column is its last token, whose logits the run has.
         longest = lengths.index(max(lengths))
         last = lengths[longest] - 1
         names, before = self._joined_names(), self.group.corrupting(*self._sides, rows=[longest])
@@ -226,7 +226,7 @@ class WalkRunner(Runner):
             answers = self._answers[longest % len(self.group.examples)][None]
             expected = expected[answers[0]]
         read_logits: list[Tensor] = []
-        # From the middle on, so that recorded keys before a row are tried too; looking ahead, there are none.
+        # From the middle on, to test recorded keys before a row too; with non-causal attention there are none.
         middle, whole = (0, last + 1) if self.plan.model.looks_ahead else ((last + 1) // 2, None)
         unedited = Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole)
         variants = Variants((unedited,), np.array([0]), np.array([0]), np.array([-1]))
@@ -237,29 +237,29 @@ class WalkRunner(Runner):
         except NotFiniteError:
             return "stepping through its blocks gives NaN or infinity where the model does not"
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            # Says nothing about the steps: the caller tries half of the examples.
+            # Running out of memory says nothing about the steps: the caller tries half of the examples.
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 raise
             return f"its blocks cannot be called one by one ({type(error).__name__}: {first_line(error)[:120]})"
         difference = float((read_logits[0].detach().float() - expected).abs().max())
         if difference <= tolerance:
             return None
-        # Also where it is NaN.
+        # Reached also if the difference is NaN.
         return f"stepping through its blocks changes its logits by {difference:.1e}"
 
     def _joined_names(self) -> list[str]:
-        """Name the activations of the base run with which rows start."""
+        """Return the hook names of the base run's activations that rows start from."""
         names = [main_site(Stage.BLOCK_INPUT).hook_name(0)]
         variants = [Variant(template.edits, (0,), ()) for template in self.group.cells.used if template.edits]
         for layer, entered in sorted({(variant.first_layer, variant.stage) for variant in variants}):
             sites = [main_site(stage) for stage in taken_as_recorded(entered, self.blocks.parallel)]
-            # A model without MLPs has nothing recorded of one.
+            # A model without MLPs has no recorded MLP output.
             there = [site for site in sites if site.absent(self.plan.model.shape) is None]
             names += [site.hook_name(layer) for site in (main_site(Stage.BLOCK_INPUT), *there)]
         return names
 
     def _read(self, activations: Mapping[str, Tensor], side: Side, positions: Kept) -> Reads:
-        """Read one side of the recorded run, whose logits were not computed."""
+        """Read one side of the recorded run, and compute the logits at its kept positions."""
         group, n_layers = self.group, self.plan.model.shape.n_layers
         read = read_run(group, positions, activations)
         if (LOGITS, n_layers) in group.readings:
@@ -272,7 +272,7 @@ class WalkRunner(Runner):
                 row, place = to_device(listed, residual.device).unbind(1)
                 logits = self.blocks.logits_of(residual[row, place], self._answers[row])
                 read[LOGITS, n_layers] = list(logits.split([len(places) for places in positions]))
-            # All examples in one look: each look waits for the device.
+            # All examples in one check: each check waits for the device.
             if not bool(torch.cat(read[LOGITS, n_layers])[:, :1].isfinite().all()):
                 for i, logits in enumerate(read[LOGITS, n_layers]):
                     wrong = ~logits[:, :1].isfinite().all(-1)
@@ -283,7 +283,7 @@ class WalkRunner(Runner):
         return read
 
     def logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:
-        """Return the logits of states after the last block, of an example's answers where these suffice."""
+        """Return the logits of states after the last block; only those of an example's answers if these suffice."""
         if self._answers is None:
             return self.blocks.logits(residual)
         return self.blocks.logits_of(residual, self._answers[example].expand(len(residual), -1))
@@ -292,7 +292,7 @@ class WalkRunner(Runner):
 def noop_runs(
     variants: Variants, same: Mapping[Place, Bool[np.ndarray, "example position *head"]]
 ) -> Bool[np.ndarray, " _"]:
-    """Say which runs are as if nothing were edited, given where that is so by place."""
+    """Return which runs have only no-op edits; `same` says by place where the written values change nothing."""
     is_noop = np.zeros(len(variants), dtype=bool)
     if not same:
         return is_noop
@@ -300,7 +300,7 @@ def noop_runs(
     ends = np.searchsorted(variants.which[order], np.arange(len(variants.changes)), side="right")
     for runs, change in zip(np.split(order, ends[:-1]), variants.changes, strict=True):
         places = [(edit, layer) for edit in change.edits for layer in edit.layers]
-        # Every edit writes the values of its own layers, at places where some are the same.
+        # Every edit must write its own layer's values, at places where some values are the same.
         if places and all(
             edit.writes
             and edit.units is None
@@ -315,14 +315,14 @@ def noop_runs(
                 there = there if edit.heads is None else there[:, :, list(edit.heads)]
                 is_noop[runs] &= there[variants.example[runs]].reshape(len(runs), -1).all(1)
     follows = variants.nested_in >= 0
-    # Nested cells share a run: neither it nor what follows it can be left out by itself.
+    # Nested cells share a run: neither it nor a run that follows it can be skipped by itself.
     is_noop[follows] = False
     is_noop[variants.nested_in[follows]] = False
     return is_noop
 
 
 class WholeRuns(Runner):
-    """One forward of each side, then forwards of whole prompts, a cell in each row."""
+    """One forward of each side, then forwards of whole prompts, with a cell in each row."""
 
     name: ClassVar[str] = "whole runs"
 
@@ -333,7 +333,7 @@ class WholeRuns(Runner):
         before = group.corrupting("base")
         captured = capture(model, self._prompts, group.read_names, columns_of(group.kept), before)
         base = read_run(group, group.kept, *captured)
-        # Which keys a query sees depends on its position: the longest prompt has every query there is.
+        # The keys that a query sees depend on its position: the longest prompt has every query position.
         length = max(group.lengths)
         longest = self._prompts.take([group.lengths.index(length)])
         severed = {layer for edit in group.edits if not edit.writes for layer in edit.layers}
@@ -341,12 +341,12 @@ class WholeRuns(Runner):
         self.values, other = other_run(group)
         self.readout = Readout(group, base, other, visible)
         self.at_once = plan.batch_size or max(1, tile_tokens(model, length) // length)
-        """How many rows a forward has: as many tokens as a tile of the walk."""
+        """Rows per forward: as many tokens as a tile of the walk."""
 
     def run(self, variants: Variants, deliver: Deliver) -> None:
-        """Deliver what is read of variants of the group's runs, `at_once` of them in a forward.
+        """Deliver the readings of variants of the group's runs, `at_once` of them per forward.
 
-        Rows of a forward read the same positions of as deep a layer, so that no logits are made that nobody reads.
+        Rows of a forward read the same positions of equally deep layers, so that no unread logits are computed.
         """
 
         def forward(rows: Indices) -> None:
@@ -360,7 +360,7 @@ class WholeRuns(Runner):
         for index in np.flatnonzero(variants.can_change_output).tolist():
             groups.setdefault(keys[variants.which[index]], []).append(index)
         for indices in groups.values():
-            # Rows of one length side by side need no padding.
+            # Neighbouring rows of one length need no padding.
             indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
             while indices:
                 rows, indices = np.array(indices[: self.at_once]), indices[self.at_once :]
@@ -369,7 +369,7 @@ class WholeRuns(Runner):
 
 
 def other_run(group: Group) -> tuple[ReplacementValues, Reads | None]:
-    """Run the other prompt of each pair, if there is one; return what edits write, and what is read of that run."""
+    """Run the other prompt of each pair (if any); return the values that edits write, and the readings of that run."""
     plan = group.plan
     if plan.pair.other is None:
         return values_written(group, {}), None
@@ -380,7 +380,7 @@ def other_run(group: Group) -> tuple[ReplacementValues, Reads | None]:
 
 
 def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementValues:
-    """Return what edits write, given the other run's activations."""
+    """Return the values that edits write, computed from the other run's activations."""
     model, replacement, sites = group.plan.model, group.plan.replacement, group.sites
     if replacement is None:
         return ReplacementValues({})
@@ -402,7 +402,7 @@ def run_variants(
 ) -> dict[Reading, dict[int, Tensor]]:
     """Run prompts with hooks, each row with the edits of its variant; return by reading and row, `kept width`.
 
-    `examples` is which of the group each row is, `before` are hooks that act before the edits.
+    `examples` are the rows' indices in the group, `before` are hooks that act before the edits.
     """
     n_layers = model.shape.n_layers
     stop = max(deepest(variant) for variant in variants)
@@ -411,7 +411,7 @@ def run_variants(
     read: dict[Reading, dict[int, Tensor]] = {reading: {} for reading in rows}
 
     def take(activation: Tensor, hook: object, reading: Reading) -> None:
-        # Cloned: a view would hold the whole activation, which a later hook might also write into.
+        # Cloned: a view would keep the whole activation alive, and a later hook might write into it.
         read[reading] = {row: activation[row, list(variants[row].kept)].clone() for row in rows[reading]}
 
     # Noise that makes the corrupted run comes first: edits act on that run.
@@ -419,10 +419,10 @@ def run_variants(
     for site, layer in rows:
         if site != LOGITS:
             hooks.append((SITES[site].hook_name(layer), read_hook(partial(take, reading=(site, layer)))))
-    # Only these go through W_U: in a large vocabulary it is the costliest product of a short prompt.
+    # Only these positions go through W_U: with a large vocabulary it is the costliest product of a short prompt.
     columns = sorted({position for variant in variants for position in variant.kept})
     wants_logits = (LOGITS, n_layers) in rows
-    # Layers below the deepest reading are not run.
+    # Layers after the deepest reading are not run.
     stop_at = None if wants_logits or stop == n_layers else stop
     out = model.run(prompts, hooks, keep=columns if stop_at is None else None, stop_at=stop_at)
     if wants_logits:
@@ -433,26 +433,26 @@ def run_variants(
 
 
 def deepest(variant: Variant) -> int:
-    """Return how many layers of the model what is read of a variant needs."""
+    """Return the number of the model's layers that a variant's readings need."""
     return max(layer + (site != LOGITS) for site, layer in variant.readings)
 
 
 def visible_keys(model: HookedModel, prompt: Batch, layers: Collection[int]) -> dict[int, Bool[Tensor, "query key"]]:
-    """Return which keys each query sees at these layers, read off the masked scores of one run."""
+    """Return the keys that each query sees at these layers, taken from the masked scores of one run."""
     visible: dict[int, Tensor] = {}
 
     def look(scores: Tensor, hook: object, layer: int) -> None:
-        # Half of the least: a masked score is finfo.min and a little, or -inf in models of TransformerLens's own.
+        # Half of the minimum: a masked score is finfo.min plus a little, or -inf in TransformerLens's own models.
         visible[layer] = scores[0, 0] > torch.finfo(scores.dtype).min / 2
 
     hooks = [(hook_name("attn_scores", layer), read_hook(partial(look, layer=layer))) for layer in layers]
-    # Read off, not derived: windows of layers that slide, and chunks, are what the model itself masks.
+    # Measured, not derived: sliding windows and chunks are masked by the model itself.
     model.run(prompt, hooks, stop_at=max(layers) + 1)
     return visible
 
 
 def _edits(variants: Sequence[Variant], examples: Sequence[int], values: ReplacementValues, stop: int) -> list[Hook]:
-    """Return the hooks that make the edits of each row's variant in the layers before one."""
+    """Return the hooks that make the edits of each row's variant in the layers before `stop`."""
     written: dict[Place, list[tuple[int, Edit]]] = {}
     severed: dict[tuple[int, bool], list[tuple[int, Edit]]] = {}
     for row, variant in enumerate(variants):
@@ -474,14 +474,14 @@ def _edits(variants: Sequence[Variant], examples: Sequence[int], values: Replace
 
 
 def _cutting(cuts: Sequence[tuple[int, Edit]], layer: int, zero: bool) -> list[Hook]:
-    """Return the hooks that sever the edges of some rows in a layer, after the softmax or before it."""
+    """Return the hooks that sever edges of some rows in a layer, after (`zero`) or before the softmax."""
     pattern = main_site(Stage.PATTERN).hook_name(layer)
     if zero:
         return [(pattern, replace_hook(lambda weights, hook: weights.masked_fill(_severed(weights, cuts), 0.0)))]
     masked = replace_hook(partial(_mask, cuts=cuts, where=f"layer {layer}"))
     return [
         (hook_name("attn_scores", layer), masked),
-        # Attention in transformers' own code may ignore edited scores: the pattern says whether they were cut.
+        # Attention in transformers' own code may ignore edited scores: check in the pattern that edges were cut.
         (pattern, read_hook(lambda weights, hook: edges_are_cut(weights, _severed(weights, cuts), pattern))),
     ]
 
@@ -494,14 +494,14 @@ def written_into(
     layer: int,
     rows: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return an activation of whole prompts, `batch position ...`, with edits of these rows written.
+    """Return an activation of whole prompts, `batch position ...`, with edits applied to these rows.
 
-    With each edit comes the example whose values it writes. Without `rows`, the edits are those of every row in turn.
+    Each edit comes with the example whose values it writes. Without `rows`, there is one edit for each row in turn.
     """
-    # A copy, as TransformerLens's cache may hold this tensor; contiguous, so that flatten is a view to write into.
+    # A copy, as TransformerLens's cache may hold this tensor; contiguous, so that flatten returns a writable view.
     edited = activation.clone(memory_format=torch.contiguous_format)
     site, length = edits[0][0].site, edited.shape[2 if edits[0][0].site.has_keys else 1]
-    # Padding is not edited: a change would be given rows that no prompt has.
+    # Padding is not edited: a change would receive rows that no prompt has.
     lengths = [values.lengths[example] if values.lengths else length for _, example in edits]
     rows, apart = range(len(edits)) if rows is None else rows, 1 if site.has_keys else length
     stretches = [
@@ -521,7 +521,7 @@ def written_into(
 def _mask(scores: Tensor, hook: object, cuts: Sequence[tuple[int, Edit]], where: str) -> Tensor:
     least, severed = torch.finfo(scores.dtype).min, _severed(scores, cuts)
     visible = scores > least / 2
-    # A row of finfo.min alone attends to every key alike, future ones too; one that saw none before is left alone.
+    # A query with only finfo.min attends to every key equally, future keys too; one that saw no key before is ignored.
     blind = visible.any(-1) & ~(visible & ~severed).any(-1)
     if bool(blind.any()):
         token = int(blind.nonzero()[0][-1])
@@ -533,34 +533,34 @@ def _mask(scores: Tensor, hook: object, cuts: Sequence[tuple[int, Edit]], where:
 
 
 def _severed(scores: Tensor, cuts: Sequence[tuple[int, Edit]]) -> Bool[Tensor, "row head query key"]:
-    """Say which edges are severed, of attention scores or weights of whole prompts."""
+    """Return the severed edges among the attention scores or weights of whole prompts."""
     severed = torch.zeros_like(scores, dtype=torch.bool)
     for row, cut in cuts:
         edges = cut.edges[: scores.shape[-2], : scores.shape[-1]].to(scores.device)
         heads: Any = slice(None) if cut.heads is None else list(cut.heads)
-        # |=, since several cuts may meet in one row and head.
+        # |=, since several cuts may affect one row and head.
         severed[row, heads, : len(edges), : edges.shape[1]] |= edges
     return severed
 
 
-# Attribution patching: the cells of a sweep to first order, from gradients (Nanda 2023; Syed et al. 2023).
+# Attribution patching: first-order estimates of a sweep's cells, from gradients (Nanda 2023; Syed et al. 2023).
 #
 #     effect ≈ Σ (value - activation) · ∂ metric / ∂ activation
 #
-# One forward of the prompts that values come from and one of the prompts that are edited, one backward per metric for
-# the gradient at every site at once, and a cell sums the product over the layers, positions and heads that it covers.
-# Exact where the metric is linear in the activation, it can be far off where a softmax or a norm saturates:
-# `sweep.agreement(exact)` says how far.
+# It takes one forward of the prompts that values come from and one of the prompts that are edited, and one backward per
+# metric for the gradients at all sites at once; a cell sums the product over the layers, positions and heads that it
+# covers. The estimate is exact where the metric is linear in the activation, and can be far off where a softmax or a
+# norm saturates: `sweep.agreement(exact)` measures how far.
 
 
 Drawn: TypeAlias = tuple[str, int, int, int]
-"""A site, a layer, the layer of the values that are written there, and which draw of them."""
+"""A site, its layer, the layer that the written values come from, and their draw."""
 PRODUCTS_AT_ONCE = 1 << 22
-"""At most so many products are gathered at once."""
+"""Most products gathered at once."""
 
 
 class AttributionRunner(Runner):
-    """One forward with a graph, a backward per metric, and for each cell the sum of what it covers.
+    """One forward with a graph, a backward per metric, and for each cell a sum over the places that it covers.
 
     Raises:
         InputError: a metric reads the last edited layer (a gradient needs one layer for all cells), or has no gradient,
@@ -581,7 +581,7 @@ class AttributionRunner(Runner):
         recorded: dict[str, Tensor] = {}
 
         def hold(activation: Tensor, hook: object, name: str) -> Tensor:
-            # a fork: what else is computed of the same tensor (Gemma 4's later layers read the embedding) is not edited
+            # a fork: other consumers of the same tensor (Gemma 4's later layers read the embedding) are not edited
             recorded[name] = activation.view_as(activation)
             return recorded[name]
 
@@ -590,7 +590,7 @@ class AttributionRunner(Runner):
         # Detached: the graph begins here, at the embeddings, whether or not parameters are frozen.
         begin = replace_hook(lambda activation, hook: activation.detach().requires_grad_(True))
         hooks: list[Hook] = [*group.corrupting("base"), (hook_name("embed"), begin)]
-        # Returned, not only kept: the hooks of q, k, v and z see a reshaped view that nothing later is computed from.
+        # Returned, not only kept: hooks of q, k, v and z get a reshaped view that nothing later is computed from.
         hooks += [(name, replace_hook(partial(hold, name=name))) for name in dict.fromkeys(names)]
         logits = plan.model.run(group.batch("base"), hooks, keep=columns_of(group.kept), grad=True)
         with torch.enable_grad():
@@ -600,18 +600,18 @@ class AttributionRunner(Runner):
         self._products = [self._product(m, recorded) for m in range(len(plan.metrics))]
 
     def measure(self, cells: range) -> Measured:
-        """Add to the unedited values what each cell covers."""
+        """Return the unedited values plus, for each cell, the sum over the places that it covers."""
         measured, chosen = self.readout.unedited(cells), self.plan.cells.part(cells)
         for m, products in enumerate(self._products):
             measured.values[:, m] += sums(products, chosen, self.group.examples.start).cpu()
         return measured
 
     def _product(self, m: int, recorded: Mapping[str, Tensor]) -> dict[Drawn, Tensor]:
-        """By place, layer of the values and draw: (value - activation) · gradient, summed over the width (not keys)."""
+        """By place, source layer and draw: return (value - activation) · gradient, summed over the width (not keys)."""
         metric, readout = self.plan.metrics[m], self.readout
         reading = self.plan.reading(metric, ())
         with torch.enable_grad():
-            # By prompt, since each keeps positions of its own. Prompts do not mix: one sum has the gradients of all.
+            # By prompt, since each keeps other positions. Prompts do not mix: one sum has the gradients of all.
             measured = [readout.apply(m, reading, read[None], [i])[0] for i, read in enumerate(readout.base[reading])]
             total = torch.stack(measured).sum()
         if not total.requires_grad:
@@ -620,7 +620,7 @@ class AttributionRunner(Runner):
             )
         places, sites = sorted(self.group.places), self.group.sites
         ends = [recorded[_carrying(sites[site]).hook_name(layer)] for site, layer in places]
-        # A site after all that a metric reads has no slope: None, taken as 0 below.
+        # A site after everything that a metric reads has no gradient: None, taken as 0 below.
         slopes = torch.autograd.grad(total, ends, retain_graph=m + 1 < len(self.plan.metrics), allow_unused=True)
         products, finite = {}, []
         for (site, layer), slope in zip(places, slopes, strict=True):
@@ -633,7 +633,7 @@ class AttributionRunner(Runner):
                 product = row.first_order(current, slope, value)
                 products[site, layer, source, sample] = product
                 finite.append(product.flatten(1).isfinite().all(1))
-        # All products in one copy: each copy waits for the device.
+        # All products in one copy, since each copy waits for the device.
         seen = torch.stack([one.to(finite[0].device) for one in finite]).cpu()
         for (site, layer, _, _), examples in zip(products, seen, strict=True):
             if not bool(examples.all()):
@@ -645,7 +645,7 @@ class AttributionRunner(Runner):
         return products
 
     def _written(self, site: Site, layer: int, source: int, sample: int, standing: Tensor) -> Tensor:
-        """Return what an edit of every token of every example would leave of what a site reads."""
+        """Return the reading at a site after an edit of every token of every example."""
         if self.values.change is None:
             return self.values.by_site[site.name, source]
         edit = Edit(site, range(layer, layer + 1), source_layer=source, sample=sample)
@@ -655,18 +655,18 @@ class AttributionRunner(Runner):
 
 
 def _carrying(site: Site) -> Site:
-    """Where a gradient is taken: at what carries an edit of the site, with respect to which it has the same slope."""
+    """Return the site where the gradient is taken: the site's carrier (if any), whose gradient is the same."""
     return SITES[site.carrier.at] if site.carrier else site
 
 
 def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Float[Tensor, " cell"]:
-    """Add up what each cell covers, of products whose first axis begins with the example `first`."""
-    # At once for all cells that cover as many places of the same layer. A cell by itself would be a few launches; on a
-    # GPU thousands of them would take longer than both runs.
+    """Sum the products over the places that each cell covers; their first axis begins with the example `first`."""
+    # At once for all cells that cover equally many places of the same layer. Each cell alone would be a few launches;
+    # on a GPU thousands of them would take longer than both runs.
     groups: dict[tuple[int, Drawn, tuple[int | None, ...]], list[tuple[Indices, Edit]]] = {}
     for number in np.unique(cells.template):
         cells_of_template, turn = np.flatnonzero(cells.template == number), 0
-        # A cell adds its layers in the order in which it would alone: its last bits do not depend on the others.
+        # A cell sums its layers in the order in which it would alone: its last bits do not depend on other cells.
         for edit in cells.templates[number].edits:
             size = tuple(None if at is None else len(at) for at in _covered(edit))
             for layer in edit.layers:
@@ -676,13 +676,13 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
     total = torch.zeros(len(cells), dtype=torch.float64, device=next(iter(products.values())).device)
     for (_, drawn, _), edits_alike in sorted(groups.items(), key=lambda item: item[0][0]):
         product = products[drawn]
-        # All keys of each query: summed once for all cells.
+        # All keys of each query are summed once for all cells.
         if edits_alike[0][1].site.has_keys and edits_alike[0][1].keys is None:
             product = product.sum(-1).transpose(1, 2)
         numbers = [cells_of_template for cells_of_template, _ in edits_alike]
         index = np.concatenate(numbers)
         listed = [_listed([_covered(edit)[axis] for _, edit in edits_alike], numbers) for axis in range(4)]
-        every = product.shape[1:3]  # positions and heads, for a pattern's keys heads and positions
+        every = product.shape[1:3]  # positions and heads; for a pattern with keys heads and positions
         each = math.prod(every) * math.prod(at.shape[1] for at in listed[2:] if at is not None)
         most = max(1, PRODUCTS_AT_ONCE // max(1, each))
         for start in range(0, len(index), most):
@@ -694,12 +694,12 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
 
 
 def _covered(edit: Edit) -> tuple[tuple[int, ...] | None, ...]:
-    """Which positions, heads, keys and units an edit covers; None is all. After units there is their error."""
+    """Return the positions, heads, keys and units that an edit covers; None is all. After units comes their error."""
     return edit.positions, edit.heads, edit.keys, None if edit.units is None else (*edit.units, -1)
 
 
 def _listed(covered: Sequence[tuple[int, ...] | None], numbers: Sequence[Indices]) -> Int[np.ndarray, "cell _"] | None:
-    """List what cells cover on an axis, for each cell of each edit; None where they cover all of it."""
+    """List the indices on an axis that the cells of each edit cover; None if they cover all of it."""
     if any(one is None for one in covered):
         return None
     return np.repeat(np.array(covered, dtype=np.int64), [len(one) for one in numbers], 0)
@@ -713,8 +713,8 @@ def _sums_alike(
     keys: Int[Tensor, "cell key"] | None,
     units: Int[Tensor, "cell unit"] | None,
 ) -> Float[Tensor, " cell"]:
-    """Add up what cells cover that are alike in how much they cover."""
-    # Each in the order in which it would be alone: over keys first, then over the rest as it lies in memory.
+    """Sum over the places of cells that cover equally many places."""
+    # Each cell in the order in which it would be alone: over keys first, then over the rest in memory order.
     every = torch.arange(max(product.shape), device=rows.device).expand(len(rows), -1)
     second = heads if heads is not None else units
     whole = positions is None and second is None

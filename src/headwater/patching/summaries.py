@@ -1,10 +1,10 @@
-"""What is made of a sweep's effects: means over examples with their intervals and p-values, grids, sentences, claims.
+"""Summaries of a sweep's effects: means over examples with intervals and p-values, grids, sentences, claims.
 
-A claim compares some cells with as many others drawn at random, with other values, and on other prompts. The effect of
-a set of cells on a prompt is the mean of their effects, each measured by itself, as the sweep did; cells that are
-ablated together are one cell of `hw.ablate`. A random set has as many cells as the claimed one of each site and layer
-(`match="layer"`), or of each site (`match="site"`), none of them the claimed ones. Where there are few such sets, all
-are taken. What is made of these numbers is `headwater.stats.claims`.
+A claim compares some cells with equally many drawn at random, with other values, and on other prompts. The effect of a
+set of cells on a prompt is the mean of their effects, each measured separately, as in the sweep; cells that are ablated
+together are one cell of `hw.ablate`. A random set has as many cells as the claimed one of each site and layer
+(`match="layer"`), or of each site (`match="site"`), and none of the claimed ones. If there are few such sets, all are
+taken. `headwater.stats.claims` turns these numbers into a claim.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ NORMALIZE = get_args(NormalizeName)
 MeasureName: TypeAlias = Literal["effect", "normalized_effect"]
 MEASURES = get_args(MeasureName)
 ROLES = {"role": "position", "key_role": "key"}
-"""By the column of a sweep that names roles: the column of the tokens that they are of."""
+"""By column of roles: the column of the tokens that have these roles."""
 SMALL_GAP = 0.1
-"""Of the median gap: below this share a pair is named."""
+"""Fraction of the median gap: a pair with a smaller gap is reported."""
 RESAMPLES = 2000
 LISTED = 12
-"""Values of a column that a message names."""
+"""Most values of a column that a message lists."""
 
 
 def tokens_by_role(columns: Iterable[str]) -> set[str]:
-    """Return the columns of tokens, of those of a sweep, in whose place roles are shown."""
+    """Return the columns of tokens, among those of a sweep, that are replaced by columns of roles."""
     return {ROLES[column] for column in columns if column in ROLES}
 
 
 def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
-    """Return what of a sweep is summarized: `effect`, `normalized_effect` (a mean of ratios) or `ratio of means`."""
+    """Return the measure to summarize: `effect`, `normalized_effect` (a mean of ratios) or `ratio of means`."""
     if normalize is not None and not (isinstance(normalize, str) and normalize in NORMALIZE):
         raise InputError(f"normalize={shown(normalize)} is none of {', '.join(map(repr, NORMALIZE))}.")
     column = checked_name("value", value, MEASURES)
@@ -69,14 +69,14 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     """Summarize each cell over examples; see `Sweep.summary`."""
     checked_number("level", level, above=0.0, below=1.0)
     seed = checked_seed(seed)
-    # The same resamples for all cells of as many examples: drawn once, and cells that are equal get equal intervals.
+    # All cells with the same number of examples share resamples: drawn once, and equal cells get equal intervals.
     draws_of = cache(lambda examples: Bootstrap.of(range(examples), draws=RESAMPLES, seed=seed))
     rows, of_means = [], measure == "ratio of means"
-    # Each effect counts as 1, or as its pair's gap: before draws are averaged, of which some may go the other way.
+    # Weighted by 1, or by the pair's gap: weighted before draws are averaged, because some gaps may have another sign.
     table = table.assign(gap=gaps_of(table)) if of_means else table
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
         by_prompt = part
-        # Draws of one prompt say how sure its own mean is, and nothing of other prompts: they stay as they are.
+        # With several prompts, average each one's draws: they show how certain its own mean is, and nothing of others.
         if "sample" in part and part["example"].nunique() > 1:
             by_prompt = part.groupby("example", sort=False).mean(numeric_only=True).reset_index()
         column = "effect" if of_means else measure
@@ -84,7 +84,7 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
         felt = ~np.isnan(effects)
         effects, gaps = effects[felt], by_prompt["gap"].to_numpy()[felt] if of_means else np.ones(int(felt.sum()))
         with_interval = interval(draws_of(len(effects)).ratio(effects, gaps), level)
-        # With draws of one prompt the interval is over draws, and the count still of prompts.
+        # With draws of one prompt the interval is over draws, but the count is still of prompts.
         counted = part.dropna(subset=["effect"])["example"].nunique() if "sample" in part else len(effects)
         rows.append([*cell, counted, *with_interval, sign_flip_p(effects, seed)])
     summary = pd.DataFrame(rows, columns=[*coordinates, "examples", "mean", "low", "high", "p_value"])
@@ -95,27 +95,27 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
 
 
 def strongest_first(summary: pd.DataFrame) -> pd.DataFrame:
-    """Order the rows of each metric by the size of their mean; those without one come last."""
+    """Order the rows of each metric by the size of their mean; rows without a mean come last."""
     metrics = pd.factorize(summary["metric"])[0] if "metric" in summary else np.zeros(len(summary))
     order = np.lexsort((-summary["mean"].abs().fillna(-1.0).to_numpy(), metrics))
     return summary.iloc[order].reset_index(drop=True)
 
 
 def gaps_of(table: pd.DataFrame) -> pd.Series:
-    """Return how far the other run's metric is from the edited run's, which normalized effects are shares of."""
+    """Return the other run's metric minus the edited run's, the denominator of normalized effects."""
     gap = table["clean"] - table["corrupted"]
-    shares = table["effect"] * table["normalized_effect"] * gap  # its sign says which of the two runs was edited
+    shares = table["effect"] * table["normalized_effect"] * gap  # its sign shows which of the two runs was edited
     return -gap if bool((shares < 0).any()) else gap
 
 
 def grid_of(table: pd.DataFrame, rows: str, columns: str, measure: str) -> pd.DataFrame:
-    """Lay the means over examples out by two columns: numbers in order, names as they come first."""
+    """Arrange the means over examples by two columns: numbers in order, names by first appearance."""
     if measure != "ratio of means":
         means = table.groupby([rows, columns], dropna=False)[measure].mean().unstack(columns)
     else:
         felt = table.assign(gap=gaps_of(table)).dropna(subset=["effect"])
         sums = felt.groupby([rows, columns], dropna=False)[["effect", "gap"]].sum()
-        # Where clean and corrupted do not differ there is nothing to be a share of: NaN, not a large number.
+        # If clean and corrupted do not differ there is nothing to divide by: NaN, not a large number.
         means = (sums["effect"] / sums["gap"]).where(sums["gap"].abs() > NOTHING_LEFT).unstack(columns)
     seen = [table[name].dropna().drop_duplicates() for name in (rows, columns)]
     down, across = ((one.sort_values() if is_numeric_dtype(one) else one).tolist() for one in seen)
@@ -165,7 +165,7 @@ def grid_axes(table: pd.DataFrame, coordinates: Sequence[str], rows: Any, column
 def notes_on_averages(
     table: pd.DataFrame, tokens: Sequence[Sequence[str]], coordinates: Sequence[str], measure: str
 ) -> list[str]:
-    """Say what makes the means over examples of some rows another thing than they seem (`tokens`: by example)."""
+    """Return notes on what makes the means over examples of some rows misleading (`tokens`: by example)."""
     lengths = [len(tokens[i]) for i in table["example"].unique()] if len(tokens) else []
     columns = [name for name in coordinates if name in table.columns and table[name].notna().any()]
     notes = []
@@ -191,7 +191,7 @@ def notes_on_averages(
 
 
 def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
-    """Say which cell of `Sweep.summary`, of one site and metric, has the largest effect, and how sure that is."""
+    """Return sentences on the cell of one site and metric with the largest effect, and how certain that is."""
     site, metric = cells[["site", "metric"]].iloc[0]
     if cells["mean"].isna().all():
         return [f"{site}: no cell has an effect on {metric} that can be given.".replace("_", " ")]
@@ -221,7 +221,7 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
 
 
 def edited_run(options: Mapping[str, Any]) -> list[str]:
-    """Say which run of each pair was edited; nothing where there are no pairs."""
+    """Return a sentence on which run of each pair was edited; none without pairs."""
     corrupted = options.get("prompts", (None, None))[1] or options.get("corruption")
     if "direction" not in options or not corrupted:
         return []
@@ -231,7 +231,7 @@ def edited_run(options: Mapping[str, Any]) -> list[str]:
 
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame, coordinates: Sequence[str]) -> pd.DataFrame:
     """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
-    # Neither a token's text nor what is written tells one cell from another: sweeps of other values are compared, too.
+    # Neither the token's text nor the written values identify a cell: sweeps of other values are compared, too.
     named = ("example", *(name for name in coordinates if name not in ("token", "values")))
     keys = [name for name in named if name in exact.columns]
     if any(name not in approximate.columns for name in keys):
@@ -242,7 +242,7 @@ def agreement(approximate: pd.DataFrame, exact: pd.DataFrame, coordinates: Seque
     rows = []
     for (site, metric), part in both.groupby(["site", "metric"], sort=False):
         x, y = part["effect"].to_numpy(), part["effect_exact"].to_numpy()
-        # The sign of an effect that is rounding says nothing.
+        # The sign of an effect within rounding says nothing.
         felt = np.abs(y) > 1e-6 * np.abs(y).max()
         same_sign = float((np.sign(x) == np.sign(y))[felt].mean()) if felt.any() else np.nan
         rows.append([site, metric, len(part), float(pearson(x, y)), float(spearman(x, y)), same_sign])
@@ -253,10 +253,10 @@ MATCH = ("layer", "site")
 
 
 class CellEffects:
-    """The cells of a sweep's table, named by some of its columns, as a matrix of the effects on one metric.
+    """The cells of a sweep's table, identified by some of its columns, as a matrix of the effects on one metric.
 
     Raises:
-        InputError: there is no such metric, or it has to be chosen: there are several.
+        InputError: the metric is unknown, or there are several and none was chosen.
     """
 
     def __init__(self, table: pd.DataFrame, coordinates: Sequence[str], value: str, metric: str | None):
@@ -280,7 +280,7 @@ class CellEffects:
         self.effects[rows, cells] = means.to_numpy()
 
     def chosen(self, cells: object) -> list[int]:
-        """Return the numbers of the cells that were named."""
+        """Return the indices of the named cells."""
         if isinstance(cells, pd.DataFrame):
             cells = _without_missing(cells[[name for name in self.columns if name in cells.columns]])
         listed = [cells] if isinstance(cells, Mapping) else cells
@@ -312,7 +312,7 @@ class CellEffects:
         return list(numbers)
 
     def names(self, cells: Sequence[int]) -> list[dict[str, object]]:
-        """Return what names some cells, by column; what does not apply to a cell is left out."""
+        """Return the columns that identify some cells; columns that do not apply to a cell are left out."""
         return _without_missing(self.named.iloc[list(cells)])
 
     def of(self, cells: Sequence[int]) -> Float[ndarray, " example"]:
@@ -320,7 +320,7 @@ class CellEffects:
         return self.effects[:, list(cells)].mean(1)
 
     def same(self, other: CellEffects, cells: Sequence[int]) -> list[int]:
-        """Return the numbers that cells of another sweep have here."""
+        """Return the indices here of cells of another sweep."""
         if other.metric != self.metric:
             raise InputError(f"The other sweep measures {self.metric}, this one {other.metric}: give the same metric.")
         names = [name for name in self.columns if name != "values"]
@@ -333,10 +333,10 @@ class CellEffects:
         return [index[row] for row in rows]
 
     def placebos(self, cells: Sequence[int], match: str, placebos: int, seed: int) -> Float[ndarray, "draw example"]:
-        """Return the effects of random sets like one, on each prompt."""
+        """Return the effects of random sets matched to the claimed one, on each prompt."""
         by = [name for name in (("site", "layer") if match == "layer" else ("site",)) if name in self.columns]
         strata = self.named.groupby(by, dropna=False, sort=False).ngroup().to_numpy()
-        # The claimed cells are in no random set: a placebo with the effect itself would hide it.
+        # The claimed cells are in no random set: a placebo that contains the effect would hide it.
         free = np.ones(len(self.named), dtype=bool)
         free[list(cells)] = False
         pools = [(np.flatnonzero(free & (strata == s)), int((strata[list(cells)] == s).sum())) for s in set(strata)]
@@ -346,12 +346,12 @@ class CellEffects:
 
 
 def _without_missing(rows: pd.DataFrame) -> list[dict[str, object]]:
-    """Return what each row has by column."""
+    """Return each row as a mapping, without missing values."""
     return [{str(name): value for name, value in row.items() if pd.notna(value)} for row in rows.to_dict("records")]
 
 
 def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> Iterator[list[int]]:
-    """Yield sets of so many numbers from each pool: all there are, or so many at random where there are more."""
+    """Yield sets with this many numbers from each pool: all possible sets, or `draws` random ones if there are more."""
     total = math.prod(math.comb(len(pool), count) for pool, count in pools)
     # Few sets: each once, so that p is exact and not a count of repeats.
     if total <= draws:
@@ -364,6 +364,6 @@ def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> 
 
 
 def shared_prompts(first: RunRecord, second: RunRecord) -> list[int]:
-    """Return which prompts of a second run, by number, the first one has too (of pairs, the same clean prompt)."""
+    """Return the indices of a second run's prompts that the first run has too (for pairs, the same clean prompt)."""
     mine, theirs = ((record.options.get("prompts") or [[]])[0] or [] for record in (first, second))
     return places_among(theirs, mine)

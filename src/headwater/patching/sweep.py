@@ -1,15 +1,15 @@
-"""A sweep: how its cells are measured, and what was found, a row per example, cell and metric.
+"""A sweep: the measurement of its cells, and the result, with a row per example, cell and metric.
 
 effect            = metric of the edited run - metric of the run that was edited
 normalized_effect = effect / (metric of the other run - metric of the run that was edited)
 
-1. Examples are taken in groups of so many recorded numbers; a group's cells are cut into waves (`plan.waves`).
+1. Examples are grouped by the size of their recorded activations; a group's cells are cut into waves (`plan.waves`).
 2. For each group, the runner makes the unedited runs of both prompts of each pair, and the metrics on both.
 3. For each wave, the runner measures its cells; with `out=` a wave is a piece of the run's folder.
-4. Where the model's blocks cannot be stepped through, whole runs take over, and it is said.
-5. The numbers become the table of a `Sweep`: means, grids, claims and figures are made of it.
+4. If the model's blocks cannot be stepped through, whole runs take over, with a warning.
+5. The numbers become the table of a `Sweep`: means, grids, claims and figures are computed from it.
 
-When memory runs out, half of a group's examples are taken at a time from then on.
+When memory runs out, half of a group's examples are run at a time from then on.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ENGINES: Mapping[str, type[Runner]] = {"auto": WalkRunner, "whole runs": WholeRuns}
-"""What measures cells, by the option `engine`: a walk down the layers where the model allows it, or whole runs."""
+"""Runners by the option `engine`: a walk down the layers if the model allows it, or whole runs."""
 COORDINATES = (
     *("site", "layer", "position", "role", "token", "head", "kv_head", "key", "key_role", "feature"),
     *("window", "set", "from_layer", "values", "sample", "metric"),
 )
-"""The columns that name a cell, as far as a sweep has them."""
+"""The columns that identify a cell, as far as a sweep has them."""
 NOT_AXES = ("token", "window", "values")
-"""Those of them that say more of a cell, and that no grid runs over."""
+"""The coordinates that only describe a cell further: no grid runs over them."""
 
 
 def run_sweep(
@@ -69,20 +69,20 @@ def run_sweep(
     progress: bool,
     out: str | Path | None,
 ) -> Sweep:
-    """Measure a plan's cells, or go on with what the folder `out` has of them, and make the result.
+    """Measure a plan's cells, or resume from those in the folder `out`, and make the result.
 
-    `options` decide the result beside the plan's prompts, metrics and values. `runner` measures; by default the
-    engine's.
+    `options` determine the result in addition to the plan's prompts, metrics and values. `runner` measures the cells;
+    by default the engine's runner.
     """
     pair, replacement, runner = plan.pair, plan.replacement, runner or ENGINES[engine]
     pool = replacement.inputs.dataset if replacement is not None else None
-    # Noise makes the corrupted runs of the clean prompts: these have no texts of their own.
+    # Noise makes the corrupted runs from the clean prompts: the corrupted runs have no texts of their own.
     corrupted = pair.corrupted if pair.corruption is None else None
     options = {**options, **prompt_options(pair.clean, corrupted, pool)}
     options |= {} if pair.corruption is None else {"corruption": asdict(pair.corruption)}
     if replacement is not None:
         options |= {"direction": pair.direction, "values": replacement.described, "mean_over": replacement.mean_over}
-    # Only where it was chosen: by default a folder is the same run whichever engine the model allows.
+    # Recorded only if it was chosen: by default a folder is the same run whichever engine the model allows.
     options |= {"metrics": plan.metric_options} | ({} if engine == "auto" else {"engine": engine})
     measuring = _Measuring(plan, runner)
 
@@ -95,7 +95,7 @@ def run_sweep(
     def work(run: Run) -> Sweep:
         measured = Measured.empty(len(plan.cells), len(plan.metrics))
         planned, outcome = list(waves(plan)), NOT_WRITTEN
-        # Attribution makes few runs, however many cells there are.
+        # Attribution needs few runs, however many cells there are.
         if run.progress and runner is not AttributionRunner:
             what, advice = f"{len(plan.cells):,} cells", "Fewer layers, positions or prompts take less time."
             say_how_long(plan.model, what, _whole_tokens(plan), advice, progress=run.progress)
@@ -104,14 +104,14 @@ def run_sweep(
             for (_, cells), piece in zip(planned, pieces, strict=True):
                 for name, table in measured.tables().items():
                     table[cells.start : cells.stop] = piece[name]
-                # A piece of an interrupted run says which engine it took: the rest goes on with it.
+                # A piece of an interrupted run records its engine: the other pieces continue with the same engine.
                 if bool(piece["whole"]):
                     measuring.runner = WholeRuns
                 outcome = max(outcome, int(piece.get("outcome", CHANGED)))
         if replacement is not None:
-            # At the end: a piece may change nothing by chance, all of them together do not.
+            # Checked at the end: one piece may change nothing by chance, but not all pieces together.
             refuse_values_that_change_nothing(replacement, outcome)
-        # Counted by the run's own mask: a layer that slides may see none of the edges that a knockout severs.
+        # Counted by the run's own mask: a sliding-window layer may see none of the edges that a knockout severs.
         nothing = measured.edges == 0
         if bool(nothing.any()):
             if bool(nothing.all()):
@@ -133,7 +133,7 @@ def run_sweep(
 
 
 def _whole_tokens(plan: Plan) -> float:
-    """Return the tokens of whole runs that compute as much as the cells: from the edit and half its layer on."""
+    """Return the tokens of whole runs with as much compute as the cells: from the edit and half its layer on."""
     cells, n_layers = plan.cells, plan.model.shape.n_layers
     first = [min((edit.layers.start for edit in template.edits), default=0) for template in cells.templates]
     depth = 1 - (np.array(first) + 0.5) / n_layers
@@ -141,19 +141,19 @@ def _whole_tokens(plan: Plan) -> float:
     return float((np.maximum(lengths - cells.first_position, 0) * depth[cells.template]).sum())
 
 
-# How long work takes, roughly, said before anything that takes over a minute:
+# An estimate of how long work takes, reported before anything that takes over a minute:
 #
 #     seconds = 2 · parameters of the blocks · tokens / rate
 #
-# of so many tokens as whole runs of the model would have; a gradient counts as a run. The rate is that of one product
-# of the size of an MLP's, measured on the model's device. An edge counts for half its receiver's layer and those after
-# it, a circuit for all layers: half to twice of what is computed, and more of circuits that leave layers out.
+# of the tokens of whole runs of the model with as much compute; a gradient counts as a run. The rate is measured on the
+# model's device with one product of the size of an MLP's. An edge counts for half its receiver's layer and later ones,
+# a circuit for all layers: the estimate is half to twice the true compute, and more for circuits that omit layers.
 
 
 PATIENCE = 60.0
-"""Seconds from which on it is said how long a run takes."""
+"""The estimate of a run's duration is reported from this many seconds on."""
 WORTH_TIMING = 1e11
-"""Fewer operations than these are not timed: no device takes a minute for them."""
+"""Work with fewer operations than this is not timed: no device takes a minute for it."""
 ROWS = 1024
 
 
@@ -166,11 +166,11 @@ def say_how_long(
     hours: float | None = None,
     progress: bool = True,
 ) -> None:
-    """Say how long work takes, if it is over a minute, or refuse what takes longer than the caller allows.
+    """Report how long work takes, if it is over a minute, or refuse work that takes longer than the caller allows.
 
-    `tokens` are so many as whole runs of the model have that compute as much; `advice` says what would be less.
+    `tokens` is the number of tokens of whole runs with the same compute; `advice` says how to reduce it.
     """
-    # Blocks alone: embeddings are looked up, and sweeps unembed few positions.
+    # Blocks only: embeddings are looked up, and sweeps unembed few positions.
     work = 2.0 * float(tokens) * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
     if hours is None and (work < WORTH_TIMING or not progress):
         return
@@ -182,13 +182,13 @@ def say_how_long(
 
 
 def rate(model: HookedModel) -> float:
-    """Return the multiplications and additions a second of a product of matrices on the model's device."""
+    """Return the multiplications and additions per second of a matrix product on the model's device."""
     width, inner = model.shape.d_model, model.shape.d_mlp
     a, b = (torch.zeros(*size, dtype=model.dtype, device=model.device) for size in ((ROWS, width), (width, inner)))
     best = 0.0
     for _ in range(3):
         begun = time.perf_counter()
-        # Read back: a GPU returns from the product before it is done.
+        # Read the result back: on a GPU the call returns before the product is done.
         float((a @ b)[0, 0])
         # The best of three: the first includes loading the kernel.
         best = max(best, 2.0 * ROWS * width * inner / (time.perf_counter() - begun))
@@ -196,7 +196,7 @@ def rate(model: HookedModel) -> float:
 
 
 def collect_states(plan: Plan, progress: bool = True) -> Iterator[tuple[range, Measured]]:
-    """Yield the states that a plan asks for, before and after the edits, some cells at a time."""
+    """Yield the states that a plan requests, before and after the edits, for some cells at a time."""
     measuring = _Measuring(plan, WalkRunner)
     with progress_bar(progress, len(plan.cells), desc="prompts", unit="prompt") as bar:
         for examples, cells in waves(plan):
@@ -213,7 +213,7 @@ class _Measuring:
         self._current: tuple[range, Runner] | None = None
 
     def parts(self, examples: range, cells: range) -> list[tuple[range, Measured]]:
-        """Measure the cells of one wave; when memory runs out, for half of the examples at a time from now on."""
+        """Measure the cells of one wave; if memory runs out, for half of the examples at a time from now on."""
         measured: list[tuple[range, Measured]] = []
 
         def do(part: range) -> None:
@@ -223,7 +223,7 @@ class _Measuring:
                 measured.append((shared, self._runner_of(part).measure(shared)))
 
         most = min(self._most, len(examples))
-        # A graph cannot be made in inference mode, also not by enable_grad inside of it.
+        # No graph can be built in inference mode, not even with enable_grad inside it.
         with torch.inference_mode(not self.runner.needs_graph), self.plan.model.lock:
             for start in range(0, len(examples), most):
                 parts = in_halves(examples[start : start + most], do)
@@ -231,9 +231,9 @@ class _Measuring:
         return measured
 
     def _runner_of(self, examples: range) -> Runner:
-        """Return the runs of a group, made now unless they are the last ones."""
+        """Return the runner of a group: the current one if it is of these examples, else a new one."""
         if self._current is None or self._current[0] != examples or not isinstance(self._current[1], self.runner):
-            # Freed before the next group's runs are made: both at once would be twice the memory.
+            # Freed before the next group's runs are made: both at once would need twice the memory.
             self._current = None
             try:
                 self._current = examples, self.runner(self.plan, examples)
@@ -251,19 +251,19 @@ class _Measuring:
 
 @dataclass(frozen=True, repr=False)
 class Sweep(Result):
-    """What a patching or knockout sweep found."""
+    """The result of a patching or knockout sweep."""
 
     table: pd.DataFrame
     """A row per example, cell and metric: `example, site, layer, position, role, token, head, kv_head, key, key_role,
     feature, window, set, values, metric, effect, normalized_effect, clean, corrupted, edges`, those that apply. `role`
-    is what positions were named as (`position` is `<NA>` where it is several tokens), `key_role` what keys were; `head`
-    counts query heads, `kv_head` the key-value heads of the sites `k` and `v`; `values` says over what a mean was
-    taken, `set` what was ablated together."""
+    is the name of the positions (`position` is `<NA>` for several tokens), `key_role` that of the keys; `head` counts
+    query heads, `kv_head` the key-value heads of the sites `k` and `v`; `values` says over what a mean was taken,
+    `set` what was ablated together."""
     run: RunRecord
     tokens: Sequence[Sequence[str]] = ()
     """The tokens of each example's edited prompt."""
     engine: str = "wavefront"
-    """How it was run: `wavefront`, `whole runs` or `gradients`."""
+    """The engine that ran it: `wavefront`, `whole runs` or `gradients`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(tuple(strings) for strings in self.tokens))
@@ -280,25 +280,25 @@ class Sweep(Result):
 
         Args:
             level: of the interval.
-            value: the column summarized, `effect` or `normalized_effect`.
-            normalize: how effects become shares of the gap between the two runs: `mean of ratios` is the mean of
-                `normalized_effect`, in which a pair of hardly any gap counts beyond measure; `ratio of means` divides
-                the mean effect by the mean gap. Its p is that of the mean effect.
+            value: the column to summarize, `effect` or `normalized_effect`.
+            normalize: how effects become fractions of the gap between the two runs: `mean of ratios` is the mean of
+                `normalized_effect`, in which pairs with hardly any gap weigh arbitrarily much; `ratio of means`
+                divides the mean effect by the mean gap. Its p is the p of the mean effect.
             seed: of the bootstrap and the permutations.
 
         Returns:
             A row per cell and metric, the largest first: its coordinates, `examples` (how many have this cell), `mean,
             low, high, p_value`, and `q_value`, adjusted for all cells of the metric (Benjamini and Hochberg): of the
-            cells with q ≤ 0.05 about one in twenty is expected to be chance. Intervals are of each cell by itself.
-            With n prompts p is at least 2 / 2ⁿ: five prompts can give no p below 0.06. One example has neither
-            interval nor p. `attrs["notes"]` keeps what was warned of.
+            cells with q ≤ 0.05 about one in twenty is expected to be chance. Intervals are not adjusted for other
+            cells. With n prompts p is at least 2 / 2ⁿ: five prompts can give no p below 0.06. One example has neither
+            interval nor p. `attrs["notes"]` keeps the warnings.
 
         Raises:
-            InputError: there is no such column or way to normalize.
+            InputError: the column or the normalization is unknown.
 
         Warns:
-            UserWarning: prompts of different length share the cells of a position; or pairs whose gap is a tenth of
-                the others' are in a mean of ratios.
+            UserWarning: prompts of different length share the cells of a position; or a mean of ratios contains pairs
+                whose gap is below a tenth of the median.
         """
         measure = summaries.measure_of(self.table, value, normalize)
         notes = self.warn_of_averages(self.table, measure)
@@ -315,23 +315,23 @@ class Sweep(Result):
         normalize: NormalizeName | None = None,
         **fixed: object,
     ) -> pd.DataFrame:
-        """Lay the means over examples out as a grid, such as layers by heads or layers by roles.
+        """Arrange the means over examples as a grid, such as layers by heads or layers by roles.
 
         Args:
-            rows: the axis that runs down; default: the first that the sweep runs over.
-            columns: the axis that runs across; default: the second.
+            rows: the axis of the rows; default: the first that the sweep runs over.
+            columns: the axis of the columns; default: the second.
             value: `effect` or `normalized_effect`.
             normalize: see `summary`.
-            **fixed: `site=`, `metric=`, `layer=`, `head=`, `role=`, ...: take these rows alone. Whatever else the sweep
-                runs over must be fixed: nothing is averaged but examples.
+            **fixed: `site=`, `metric=`, `layer=`, `head=`, `role=`, ...: select only these rows of the table. Every
+                other axis that the sweep runs over must be fixed: only examples are averaged.
 
         Returns:
-            A frame indexed by `rows` with a column for each of `columns`; NaN where there is no such cell.
-            `attrs["examples"][column][row]` says how many examples each mean is of, `attrs["notes"]` what was warned
-            of; both are plain, so that grids can be put side by side and written to files.
+            A frame indexed by `rows` with a column for each of `columns`; NaN for missing cells.
+            `attrs["examples"][column][row]` is the number of examples of each mean, `attrs["notes"]` the warnings; both
+            are plain data, so that grids can be concatenated and written to files.
 
         Raises:
-            InputError: there is no such axis or value, or the sweep runs over another axis that is not fixed.
+            InputError: the axis or value is unknown, or the sweep runs over another axis that is not fixed.
         """
         table = summaries.chosen_rows(self.table, fixed)
         measure = summaries.measure_of(table, value, normalize)
@@ -359,30 +359,30 @@ class Sweep(Result):
         level: float = 0.95,
         seed: int = 0,
     ) -> Claim:
-        """Judge whether some cells matter, beside random ones, another ablation, halves, and held-out prompts.
+        """Judge whether some cells matter, compared with random cells, another ablation, halves, and held-out prompts.
 
         Args:
             cells: a mapping such as `{"layer": 3, "head": [1, 4]}` (all cells with these values), a list of such
                 mappings, or rows of `summary()`. Their effect is the mean of the cells', each edited by itself.
-            metric: of which metric, where there are several.
+            metric: the metric of the claim, if there are several.
             value: `effect` or `normalized_effect`.
             other: the same sweep with another kind of values (zero, mean, resample).
-            held_out: the same sweep on other prompts. Those that this sweep has too are left out, which the claim says.
+            held_out: the same sweep on other prompts. Prompts that this sweep has too are left out, as the claim says.
             match: random sets have as many cells of each site and `layer`, or of each `site` in any layer. With fewer
-                than 19 such sets no p can be 0.05, and the claim says so.
-            placebos: how many random sets; all where there are no more.
+                than 19 such sets p cannot reach 0.05, and the claim says so.
+            placebos: number of random sets; all of them if there are no more.
             margin: how large an effect has to be to matter, in the units of `value`; default: the 95 % quantile of the
-                random sets' sizes.
+                random sets' effect sizes.
             level: of the interval.
             seed: of the random sets, the bootstrap and the halves.
 
         Returns:
             A `Claim`: `table` is one row `effect, low, high, placebo, placebo_high, p_value, other_ablation,
-            split_half, held_out, margin, holds`; `sentence` says it. What holds, and what it takes for p to be one, is
-            said in the first lines of `headwater.stats.claims`.
+            split_half, held_out, margin, holds`; `sentence` states it. The first lines of `headwater.stats.claims`
+            define `holds`, and say when p is valid.
 
         Raises:
-            InputError: there are no such cells or metric, another sweep has not the same, or nothing to compare with.
+            InputError: the cells or metric are unknown, another sweep lacks them, or there is nothing to compare with.
         """
         sweeps = {"other": other, "held_out": held_out}
         others = {o: checked_kind(o, sweep, Sweep, "hw.patch(...)") for o, sweep in sweeps.items() if sweep is not None}
@@ -417,7 +417,7 @@ class Sweep(Result):
         return Claim.of(judged, self.run, about | {option: sweep.run for option, sweep in others.items()})
 
     def report(self) -> list[str]:
-        """Return the strongest cell of each site and metric, and what to mind about the means."""
+        """Return sentences on the strongest cell of each site and metric, and cautions about the means."""
         value = "normalized_effect" if "normalized_effect" in self.table else "effect"
         direction = str(self.run.options.get("direction", DIRECTIONS[0]))
         cells = summaries.summarize(self.table, self.coordinates, value, level=0.95, seed=0)
@@ -426,7 +426,7 @@ class Sweep(Result):
         if self.engine == AttributionRunner.name:
             sentences.append("These effects are linear estimates from gradients, not runs with the edit.")
         sentences += summaries.edited_run(self.run.options)
-        names: dict[str, str] = {}  # of ablated sets, by their members
+        names: dict[str, str] = {}  # names of ablated sets by their members
         for one in self.run.options.get("sets", []):  # type: ignore[attr-defined]
             members = repr({kind: sorted(map(str, some)) for kind, some in one.items() if kind != "name" and some})
             if (first := names.setdefault(members, one["name"])) != one["name"]:
@@ -434,7 +434,7 @@ class Sweep(Result):
         return [*sentences, *summaries.notes_on_averages(self.table, self.tokens, self.coordinates, value)]
 
     def warn_of_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
-        """Warn of what makes the means over examples another thing than they seem, and return it."""
+        """Warn of anything that makes the means over examples misleading, and return the warnings."""
         notes = summaries.notes_on_averages(table, self.tokens, self.coordinates, measure)
         for note in notes:
             warnings.warn(note, stacklevel=3)
@@ -442,7 +442,7 @@ class Sweep(Result):
 
     @property
     def coordinates(self) -> list[str]:
-        """The columns that name a cell; its draws (`sample`) are averaged as its examples are."""
+        """The columns that identify a cell; its draws (`sample`) are averaged as its examples are."""
         named = [name for name in COORDINATES if name in self.table.columns and name != "sample"]
         if self.table["example"].nunique() == 1:
             return named
@@ -465,17 +465,17 @@ class Sweep(Result):
 
         Args:
             ax: where to draw; only for a single panel.
-            title: in place of the figure's own.
+            title: replaces the figure's default title.
             figsize: of a new figure, width and height in inches.
-            site: draw this site alone; default: a panel for each.
-            metric: draw this metric alone; default: a panel for each.
+            site: draw only this site; default: a panel for each.
+            metric: draw only this metric; default: a panel for each.
             value: `effect` or `normalized_effect`.
             normalize: see `summary`.
-            **fixed: `layer=`, `position=`, `role=`, `head=`, `kv_head=`, `key=` or `key_role=`: draw this one alone
-                (needed where there are three axes; roles have a panel each).
+            **fixed: `layer=`, `position=`, `role=`, `head=`, `kv_head=`, `key=` or `key_role=`: draw only this one
+                (needed if there are three axes; roles have a panel each).
 
         Raises:
-            InputError: there is nothing of that name, or more than a figure can show.
+            InputError: the name is unknown, or a figure cannot show this much.
 
         Warns:
             UserWarning: see `summary`.
@@ -496,7 +496,7 @@ class Sweep(Result):
 
 
 def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
-    """Lay cells and metrics out as rows."""
+    """Return the table, with a row per cell and metric."""
     n_cells, n_metrics = measured.values.shape
     cells, templates, draws = plan.cells, plan.cells.templates, plan.pair.draws
     examples, template = np.repeat(cells.example, n_metrics), np.repeat(cells.template, n_metrics)
@@ -520,7 +520,7 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     columns["effect"] = effect.flatten().numpy()
     if plan.pair.other is not None:
         gap = measured.other - measured.unedited
-        # + 0.0 makes 0 of -0. Equal runs have no gap to be a share of: NaN.
+        # + 0.0 turns -0 into 0. Equal runs have no gap to divide by: NaN.
         normalized = torch.where(gap.abs() > 1e-9, effect / gap + 0.0, torch.nan)
         columns["normalized_effect"] = normalized.flatten().numpy()
     edited, other = measured.unedited, measured.other

@@ -1,18 +1,18 @@
 """Run many variants of a few examples in one walk down the layers, each from its own first layer and position.
 
-At layer l the variants whose first edit lies there join: their residual stream is the unedited run's, from their first
-position on. Below, all of them go on together.
+The variants whose first edit is in layer l join there: their residual stream is the unedited run's, from their first
+position on. From then on all of them go through the layers together.
 
-1. Every row holds the tokens from its first changed position to the last position read. A tile of rows of similar
-   length goes through a whole block and back into the wave's residual stream before the next tile does: what it needs
-   on the way stays in the cache, and a tile that runs out of memory can start again.
-2. A row that joins after attention (an edited head output, say) takes the recorded attention output, and one that joins
-   after the MLP takes that too.
-3. A variant nested in another (cumulative windows) follows that one and leaves it at the layer where its edits end.
-4. In the last layer only the positions that are read ask, are written to by heads, and go through the MLP.
+1. Each row holds the tokens from its first changed position to the last position read. A tile of rows of similar
+   length goes through a whole block and back into the wave's residual stream before the next tile does: so its
+   intermediate results stay in the processor's cache, and a tile that runs out of memory can be restarted.
+2. A row that joins after attention (because a head output is edited, for example) takes the recorded attention output,
+   and a row that joins after the MLP also takes the recorded MLP output.
+3. A variant nested in another (cumulative windows) follows it, its parent, and leaves it where its own edits end.
+4. In the last layer only the positions that are read act as queries, receive head outputs, and go through the MLP.
 
-Which tensors pass through a block is said by stage, and a site's row says at which stage it lies: between attention and
-MLP the walk holds the tensor itself; within them a hook writes while a tile goes through.
+`Stage` enumerates the tensors that pass through a block, and each `Site` names the stage at which it lies. Between
+attention and MLP the walk holds the tensor itself; within them a hook replaces it while a tile goes through.
 """
 
 from __future__ import annotations
@@ -48,44 +48,44 @@ from headwater.patching.edits import (
     write_tokens,
 )
 
-# Rows side by side, so that one call of a block serves them all; and which keys each of their tokens may read.
+# Batches of rows, so that one call of a block serves them all; and masks of the keys that each of their tokens reads.
 #
 # A row is some adjacent positions of one example. Norms, MLPs and the residual stream take the tokens of all rows end
 # to end (`token`), without padding; attention takes them as `row position`, padded to the longest row, with the
-# recorded keys of the positions before the longest prefix in front. Which rows there are follows from the variants;
-# which of them are side by side, from what they take as recorded, and their lengths.
+# recorded keys of the longest prefix in front. The variants determine which rows there are; what the rows take as
+# recorded, and their lengths, determine which are batched together.
 #
-# A token reads the keys that its layer lets it see in the recorded run: those before it, within the window of a layer
-# that slides. Edits sever some, before the softmax (the mask) or after it (where weights are set to 0).
+# A token reads the keys that its layer lets it see in the recorded run: those before it, within the window of a
+# sliding-window layer. Edits sever some, before the softmax (the mask) or after it (weights are set to 0).
 
 
 PREFIX_SHARE, FOLDED_PREFIX_SHARE = 4, 64
-"""A key before a row counts as this part of a token of its own: copied for the row alone, or there for many rows."""
+"""Cost of a prefix key as a fraction (1/n) of a token: copied for one row, or shared by many rows."""
 PADDING_SHARE = 16
-"""At most this part of a large tile is padding."""
+"""At most 1/n of a large tile is padding."""
 FOLDED_PLACES = 128
-"""Of a folded row, at most: masked keys of its other rows cost less than copies of the prefix."""
+"""Most places in a folded row: up to here masked keys of its other rows cost less than copies of the prefix."""
 FOLDED_PADDING = 1.25
-"""At most so many places for each that holds a row."""
+"""Most places per place that holds a row."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """Rows on their way down the layers, a number of each by row."""
+    """The rows of a walk, with one entry per row in each array."""
 
     variant: Indices
     which: Indices
-    """Which change its variant is."""
+    """The index of its variant's change."""
     example: Indices
     start: Indices
     """Its first position."""
     length: Indices
     offset: Indices
-    """Where its tokens begin among those of all rows."""
+    """Index of its first token among the tokens of all rows."""
     layer: Indices
-    """Where it joins."""
+    """The layer where it joins."""
     stage: Indices
-    """How far into that layer."""
+    """The stage of that layer at which it joins."""
 
     def __len__(self) -> int:
         return len(self.variant)
@@ -94,22 +94,22 @@ class RowTable:
         return RowTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def stage_in(self, layer: int) -> Indices:
-        """How far into a layer each is as it was recorded."""
+        """Return the stage of a layer up to which each row is as recorded."""
         return np.where(self.layer == layer, self.stage, int(Stage.BLOCK_INPUT))
 
 
 class Tile:
-    """Some rows, and where their tokens lie; that is found on the host, so that no device is waited for."""
+    """Some rows and the indices of their tokens, computed on the host, so that no device is waited for."""
 
     def __init__(self, rows: RowTable, device: torch.device):
         self.rows = rows
         ends = np.cumsum(rows.length)
         self.begins, self.n_tokens = ends - rows.length, int(ends[-1])
-        """Where each row's tokens begin among those of the tile, and how many there are."""
+        """Index of each row's first token among the tile's tokens, and the number of tokens."""
         self.width = int(rows.length.max())
-        """The tokens of the longest row."""
+        """Number of tokens of the longest row."""
         self.prefix_length = int(rows.start.max())
-        """How many recorded keys are before the rows' own."""
+        """Number of recorded keys before the rows' own keys."""
         self._is_full = self.n_tokens == len(rows) * self.width
         """Whether no place is padding."""
         # Three arrays in one copy: each copy to a device is a launch of its own.
@@ -118,43 +118,43 @@ class Tile:
 
     @cached_property
     def is_token(self) -> Bool[Tensor, "row position"]:
-        """Which places hold a token; the others are padding."""
+        """True at places that hold a token; the others are padding."""
         return self._columns < self.lengths[:, None]
 
     @cached_property
     def positions(self) -> Int[Tensor, "row position"]:
-        """The position of each token; padding repeats the row's last."""
+        """The position of each token; padding repeats the row's last position."""
         return self.starts[:, None] + self._within
 
     @cached_property
     def places(self) -> Int[Tensor, " token"]:
-        """Where each token lies among those of all rows."""
+        """Index of each token among the tokens of all rows."""
         return self._each_token(self.rows.offset)
 
     @cached_property
     def key_positions(self) -> Int[Tensor, "row key"]:
-        """The position of each key, recorded ones first; -1 where a key is none of the row's."""
+        """The position of each key, recorded keys first; -1 where a key does not belong to the row."""
         before = torch.arange(self.prefix_length, device=self.starts.device)
-        # A row takes the recorded keys before its own start only: from there on it has keys of its own, edited ones.
+        # A row takes only the recorded keys before its start: from there on it has its own, edited keys.
         before = torch.where(before < self.starts[:, None], before, -1)
         return torch.cat([before, torch.where(self.is_token, self.positions, -1)], 1)
 
     def padded(self, tokens: Float[Tensor, "token d"]) -> Float[Tensor, "row position d"]:
-        """Lay tokens out as rows of one length."""
+        """Pad the tokens to rows of one length."""
         # A view: rows of one length are laid out without a copy.
         if self._is_full:
             return tokens.view(len(self.rows), self.width, -1)
         begins = to_device(self.begins, tokens.device)
-        # Padding repeats the row's last token: numbers that are finite, and that nothing reads.
+        # Padding repeats the row's last token, so that it holds finite numbers; nothing reads them.
         return tokens[begins[:, None] + self._within]
 
     def packed(self, rows: Float[Tensor, "row position d"]) -> Float[Tensor, "token d"]:
-        """Lay rows end to end again."""
+        """Undo `padded`: lay rows end to end, without padding."""
         tokens = rows.flatten(0, 1)
         return tokens if self._is_full else tokens[self._each_token(np.arange(len(self.rows)) * self.width)]
 
     def recorded(self, activation: Tensor) -> Tensor:
-        """Take what a recorded activation, `example position ...`, holds at each token."""
+        """Gather a recorded activation, `example position ...`, at each token."""
         examples, positions = self._recorded_at
         return activation[examples, positions]
 
@@ -166,17 +166,17 @@ class Tile:
         example = int(self.rows.example[0])
         if (self.rows.example != example).any():
             return SharedPrefix(*(cache[self.examples] for cache in caches))
-        # Rows of one example share one view of its keys; only rows of several have to gather theirs.
+        # Rows of one example share one view of its keys; rows of several examples have to gather theirs.
         return SharedPrefix(*(cache[example : example + 1].expand(len(self.rows), -1, -1, -1) for cache in caches))
 
     @cached_property
     def _recorded_at(self) -> tuple[Int[Tensor, " token"], Int[Tensor, " token"]]:
-        """Example and position of each token."""
+        """The example and position of each token."""
         examples = to_device(np.repeat(self.rows.example, self.rows.length), self.starts.device)
         return examples, self._each_token(self.rows.start)
 
     def _each_token(self, first: Indices) -> Int[Tensor, " token"]:
-        """Return a number for each token: its row's, and one more for each token before it in the row."""
+        """Return for each token its row's number in `first` plus the number of tokens before it in the row."""
         numbers = np.repeat(first - self.begins, self.rows.length) + np.arange(self.n_tokens)
         return to_device(numbers, self.starts.device)
 
@@ -186,32 +186,32 @@ class Tile:
 
 
 class FoldedRows:
-    """A tile's rows side by side, several of one example in one row of attention, which a mask keeps apart.
+    """The rows of a tile, with several rows of one example in one row of attention, kept apart by a mask.
 
-    The recorded keys and values of an example are then there once for a group of its rows. With each row by itself they
-    are copied for every row, and where heads share keys once more for every head: a third of the time of a sweep whose
-    rows are of one token.
+    A group of rows then shares one copy of the recorded keys and values of its example. Without folding they are
+    copied for every row, and where heads share keys once more for every head: a third of the time of a sweep whose
+    rows have one token.
     """
 
     def __init__(self, tile: Tile, index: Int[np.ndarray, "group slot"]):
-        # The index says which row of the tile; the last one of a group is repeated where others hold more.
+        # `index` holds rows of the tile; the last row of a group is repeated where other groups hold more.
         self.tile, self.n_slots = tile, index.shape[1]
         place = np.empty(len(tile.rows), dtype=np.int64)
-        # Backwards, since the last write counts: of a row that is repeated the first slot is taken.
+        # Backwards, since the last write wins: for a repeated row its first slot is kept.
         place[index[:, ::-1]] = np.arange(index.size).reshape(index.shape)[:, ::-1]
         self._index, self._place = (to_device(one, tile.starts.device) for one in (index, place))
         self.examples = tile.examples[self._index[:, 0]]
 
     @classmethod
     def of(cls, tile: Tile) -> FoldedRows | None:
-        """Fold a tile; None where there is nothing to gain."""
+        """Fold a tile; return None where folding gains nothing."""
         _, which, counts = np.unique(tile.rows.example, return_inverse=True, return_counts=True)
         # Without a recorded prefix there is nothing to share.
         most = FOLDED_PLACES // tile.width if tile.prefix_length else 0
         while most > 1:
-            n_slots = -(-counts.max() // -(-counts.max() // most))  # groups of the largest example are of one size
+            n_slots = -(-counts.max() // -(-counts.max() // most))  # groups of the largest example have equal sizes
             n_groups = -(-counts // n_slots)
-            # Examples with few rows leave slots empty; fewer slots a group are tried before folding is given up.
+            # Examples with few rows leave slots empty: try fewer slots per group before giving up on folding.
             if n_groups.sum() * n_slots <= FOLDED_PADDING * len(tile.rows):
                 example = np.repeat(np.arange(len(counts)), n_groups)
                 group = np.arange(len(example)) - np.repeat(np.cumsum(n_groups) - n_groups, n_groups)
@@ -222,11 +222,11 @@ class FoldedRows:
         return None
 
     def laid_out(self, rows: Shaped[Tensor, "row position *d"]) -> Shaped[Tensor, "group place *d"]:
-        """Lay the rows of the tile side by side."""
+        """Gather the rows of the tile into groups."""
         return rows[self._index].flatten(1, 2)
 
     def taken_apart(self, folded: Float[Tensor, "group place d"]) -> Float[Tensor, "row position d"]:
-        """Return the rows of the tile again."""
+        """Undo `laid_out`: return the rows of the tile."""
         return folded.unflatten(1, (self.n_slots, -1)).flatten(0, 1)[self._place]
 
     @cached_property
@@ -236,7 +236,7 @@ class FoldedRows:
 
     @cached_property
     def key_positions(self) -> Int[Tensor, "group place key"]:
-        """The position of each key as a place sees it; -1 where it is none of its row's."""
+        """The position of each key as a place sees it; -1 where the key does not belong to its row."""
         tile, slot = self.tile, torch.arange(self.n_slots, device=self._index.device).repeat_interleave(self.tile.width)
         keys = torch.where(tile.is_token, tile.positions, -1)
         # Keys of the other rows in a group are masked like padding: rows are different runs.
@@ -246,31 +246,31 @@ class FoldedRows:
         return torch.cat([torch.where(before < starts, before, -1), keys], -1)
 
     def prefix(self, recording: Recording, layer: int) -> SharedPrefix:
-        """Return the recorded keys and values of the positions before the rows, those of an example once a group."""
+        """Return the recorded keys and values of the positions before the rows, with one copy per group."""
         caches = recording.keys[layer], recording.values[layer]
         return SharedPrefix(*(cache[:, :, : self.tile.prefix_length][self.examples] for cache in caches))
 
 
 def rows_of(variants: Variants) -> RowTable:
-    """Return the rows of a walk in the order in which they join; a nested variant has one if it leaves the other."""
+    """Return the rows of a walk in the order in which they join; a nested variant has a row if it leaves its parent."""
     followed, felt = variants.nested_in, variants.can_change_output
     numbers = []
     for change in variants.changes:
         joins = (change.first_layer, int(change.stage)) if change.can_change_output else (0, 0)
         after_last_edit = max((edit.layers.stop for edit in change.edits), default=0)
         deepest_read = max((layer for _, layer in change.readings), default=-1)
-        # Recomputed up to the last position that is read; where attention looks ahead, that one reads the whole prompt.
+        # Recomputed up to the last position read; with non-causal attention that position reads the whole prompt.
         stop_position = change.kept[-1] + 1 if change.whole is None else change.whole
         numbers.append((*joins, after_last_edit, deepest_read, change.first_position, stop_position))
     layer, stage, leave, read, start, end = np.array(numbers, dtype=np.int64).reshape(-1, 6)[variants.which].T
-    # A variant that reads nothing after its last edit never needs a row: the one it is nested in has what it reads.
+    # A variant that reads nothing after its last edit never needs a row: its parent's row has what it reads.
     leaves = (followed >= 0) & (leave < leave[followed]) & (read >= leave)
     index = np.flatnonzero(felt & ((followed < 0) | leaves))
     alone = followed[index] < 0
     layer = np.where(alone, layer[index], leave[index])
     stage = np.where(alone, stage[index], int(Stage.BLOCK_INPUT))
     start, length = start[index], (end - start)[index]
-    # By layer, so that all rows that have joined are one slice.
+    # Sorted by layer, so that all rows that have joined form one slice.
     order = np.lexsort((index, start, stage, layer))
     index, length = index[order], length[order]
     offset = np.cumsum(length) - length
@@ -279,13 +279,13 @@ def rows_of(variants: Variants) -> RowTable:
 
 
 def tiled(rows: RowTable, recorded: Indices, folded: bool, tile_tokens: Callable[[], int]) -> Iterator[RowTable]:
-    """Cut the rows of a layer into tiles within a size, with little padding where they are large.
+    """Cut the rows of a layer into tiles of limited size, with little padding if they are large.
 
-    Rows of a tile have the same number in `recorded`, and may share the recorded keys of their example (`folded`).
+    The rows of a tile have the same number in `recorded`, and may share the recorded keys of their example (`folded`).
     """
     for same in np.unique(recorded):
         waiting = rows[np.flatnonzero(recorded == same)]
-        # The longest first: neighbours differ least in length, and where memory is too small the first tile shows it.
+        # Longest first: neighbours then differ least in length, and if memory is too small the first tile shows it.
         waiting = waiting[np.lexsort((waiting.example, waiting.start, waiting.length))[::-1]]
         while len(waiting):
             most = tile_tokens()
@@ -293,11 +293,11 @@ def tiled(rows: RowTable, recorded: Indices, folded: bool, tile_tokens: Callable
             width, count = int(length[0]), np.arange(1, len(length) + 1)
             # Wider rows do not fold.
             share = FOLDED_PREFIX_SHARE if folded and 2 * width <= FOLDED_PLACES else PREFIX_SHARE
-            # Where prompts are of one length the last row, the shortest, starts latest: its prefix is that of the tile.
+            # If prompts have one length the last row, the shortest, starts latest: its prefix is the tile's prefix.
             size = count * (width + start // share)
             padding = count * width - np.cumsum(length)
             fits = ((padding <= count * width // PADDING_SHARE) | (size <= most // 8)) & (size <= most)
-            # A row longer than a tile still goes, alone.
+            # A row longer than a tile still gets a tile, alone.
             fits[0] = True
             n = len(fits) if fits.all() else int(fits.argmin())
             yield waiting[:n]
@@ -305,9 +305,9 @@ def tiled(rows: RowTable, recorded: Indices, folded: bool, tile_tokens: Callable
 
 
 class Masks:
-    """The masks of one walk.
+    """The attention masks of one walk.
 
-    `applied`: by edit and layer, the variants in which it was made; what is severed is added.
+    `applied` lists, by edit and layer, the variants in which the edit was made; `severed` adds the severing edits.
     """
 
     def __init__(
@@ -316,37 +316,37 @@ class Masks:
         self.recording, self.variants, self._n_heads, self._applied = recording, variants, n_heads, applied
         self._like = recording.activations[main_site(Stage.BLOCK_INPUT).hook_name(0)]
         self._added: dict[int, Tensor] = {}
-        """By what a layer's queries see: the mask that says so."""
+        """By visibility matrix: the additive mask computed from it."""
         cuts = (edit for change in variants.changes for edit in change.edits if not edit.writes)
         self.severed_layers = {layer for cut in cuts if not cut.after_softmax for layer in cut.layers}
-        """Where edges of some row are severed before the softmax."""
+        """The layers where edges of some row are severed before the softmax."""
         self._keyless: list[tuple[int, Tile, Bool[Tensor, "row head_or_one position"]]] = []
-        """Where edges are severed, by layer and tile: the tokens that are left no key."""
+        """By layer and tile, where edges are severed: the tokens left without a key."""
 
     def mask(self, layer: int, tile: Tile) -> Float[Tensor, "row head_or_one position key"]:
-        """Say which keys each token may read."""
+        """Return the additive mask of the keys that each token may read."""
         mask = self.of_layer(layer)[tile.positions[:, :, None], tile.key_positions[:, None, :]][:, None]
         if (severed := self.severed(layer, tile, zero=False)) is not None:
-            # finfo.min as in transformers' masks: -inf would make NaN of a row that is left no key.
+            # finfo.min as in transformers' masks: -inf would make NaN of a row left without a key.
             mask = mask.masked_fill(severed, torch.finfo(mask.dtype).min)
             self._keyless.append((layer, tile, (mask != 0).all(-1)))
         return mask
 
     def severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
-        """Say which edges of a tile's rows are severed, before the softmax or after it; None where none are."""
+        """Return which edges of a tile's rows are severed, before or after (`zero`) the softmax; None if none are."""
         rows, changes = tile.rows, self.variants.changes
         cutting: dict[int, list[Edit]] = {}
         for number in np.unique(rows.which):
             cuts_of_change = (edit for edit in changes[number].edits if not edit.writes and layer in edit.layers)
             cutting[number] = [edit for edit in cuts_of_change if edit.after_softmax == zero]
         severed: Tensor | None = None
-        # The n-th cuts of all rows at once: one by one a severed head took 18 to 20 launches.
+        # The n-th cuts of all rows at once: one by one, a severed head took 18 to 20 launches.
         for turn in range(max(map(len, cutting.values()))):
             cuts = [cutting[number][turn] if turn < len(cutting[number]) else None for number in rows.which]
             edges, numbers = self._edges_cut
             which = np.array([0 if cut is None else numbers[id(cut.edges)] for cut in cuts])
             at = to_device(which, edges.device)[:, None, None], tile.positions[:, :, None]
-            # Keys that are none of the row's read column 0: they are masked anyway.
+            # Keys that do not belong to the row read column 0: they are masked anyway.
             cut_edges = edges[*at, tile.key_positions.clamp_min(0)[:, None, :]][:, None]
             if any(cut is not None and cut.heads is not None for cut in cuts):
                 heads = np.zeros((len(cuts), self._n_heads), dtype=bool)
@@ -360,7 +360,7 @@ class Masks:
         return severed
 
     def check_that_every_token_has_a_key(self) -> None:
-        """Look once, at the end, at all that severed edges left, so that no device is waited for on the way."""
+        """Check the masks of all severed edges once, at the end, so that no device is waited for during the walk."""
         if not self._keyless or not any(torch.stack([found.any() for *_, found in self._keyless]).tolist()):
             return
         layer, tile, keyless = next(one for one in self._keyless if bool(one[2].any()))
@@ -372,8 +372,8 @@ class Masks:
         )
 
     def of_layer(self, layer: int) -> Float[Tensor, "query key"]:
-        """What is added to the score of each query and key; the last key, number -1, is none and seen by no query."""
-        # Layers that see alike (all, or all that slide) share one tensor, and so one mask.
+        """Return the mask added to the scores; the last key, number -1, is a placeholder that no query sees."""
+        # Layers with the same visibility (all full, or all sliding) share one tensor, and so one mask.
         visible = self.recording.visible[layer]
         if id(visible) not in self._added:
             least = torch.finfo(self._like.dtype).min
@@ -383,11 +383,11 @@ class Masks:
 
     @cached_property
     def _edges_cut(self) -> tuple[Bool[Tensor, "_ query key"], dict[int, int]]:
-        """What edits sever: no edge at first, then each of their matrices once; and by matrix its number."""
+        """The severed edges: an empty matrix, then each distinct matrix once; and the number of each matrix."""
         edits = [edit for change in self.variants.changes for edit in change.edits if not edit.writes]
         matrices = {id(edit.edges): edit.edges for edit in edits}
         longest = max(len(matrix) for matrix in matrices.values())
-        # Number 0 severs nothing: it is for rows without a cut in this turn.
+        # Number 0 severs nothing: it is for rows without a cut in this turn of `severed`.
         edges = torch.zeros(1 + len(matrices), longest, longest, dtype=torch.bool, device=self._like.device)
         for padded, matrix in zip(edges[1:], matrices.values(), strict=True):
             padded[: len(matrix), : len(matrix)] = matrix
@@ -419,7 +419,7 @@ class Walk:
         self.deliver, self.tile_tokens, self.answers = deliver, tile_tokens, answers
         self.layers = sorted(recording.calls)
         changes = variants.changes
-        # Layers after the last that anything reads are not walked; logits need all.
+        # Layers after the last one that anything reads are not walked; logits need all layers.
         needed = [layer if site != LOGITS else self.layers[-1] for change in changes for site, layer in change.readings]
         self.last_layer = max(needed, default=-1)
         self.writers: dict[tuple[str, int], set[int]] = {}
@@ -428,66 +428,66 @@ class Walk:
             for edit in (edit for edit in change.edits if edit.writes):
                 for layer in edit.layers:
                     self.writers.setdefault((edit.site.name, layer), set()).add(number)
-            # What no read position can see keeps the number of the unedited run, and is not read again.
+            # A reading that no edit can affect keeps the value of the unedited run, and is not read again.
             for reading in change.readings if change.can_change_output else ():
                 self.readers.setdefault(reading, set()).add(number)
-        # A dictionary of features brings a site of its own, which is in no registry.
+        # A feature dictionary brings a site of its own, which is in no registry.
         edited = (edit.site for change in changes for edit in change.edits if edit.writes)
         self.sites: dict[str, Site] = dict(SITES) | {site.name: site for site in edited}
         self.joining = rows_of(variants)
         self.rows = self.joining[:0]
         self._row = np.full(len(variants), -1)
-        """By variant: its row, once it joined; -1 before, and where it has none."""
+        """By variant: its row, once it has joined; -1 before, and if it has none."""
         most, counts = max((len(one.kept) for one in changes), default=0), np.array([len(one.kept) for one in changes])
-        # Padded by repeating, so that an index of padding is a valid one.
+        # Padded by repetition, so that indices of padding are valid.
         positions = np.array([(*one.kept, *one.kept[-1:] * (most - len(one.kept))) for one in changes])
         self._kept = positions, np.arange(most) < counts[:, None]
-        """By change: the positions read, the last one again where others read more; and which of them count."""
+        """By change: the positions read, padded by repeating the last one; and a mask of the real entries."""
         self._busy: dict[tuple[Stage, int], list[Site]] = {}
-        """By stage and layer: the sites outside attention and MLP that are written or read."""
+        """By stage and layer: the sites outside attention and MLP that are edited or read."""
         places = {*self.writers, *self.readers}
         for site, layer in product(self.sites.values(), self.layers):
             if site.within is None and site.stage is not None and (site.name, layer) in places:
                 self._busy.setdefault((site.stage, layer), []).append(site)
         self._tile: tuple[int, Tile] | None = None
         self._hooked: dict[str, set[int]] = {"attention": set(), "mlp": set()}
-        """The layers within whose attention or MLP something is edited."""
+        """The layers in whose attention or MLP something is edited by a hook."""
         self._applied: dict[tuple[int, int], list[Indices]] = {}
         """By edit and layer: the variants in which it was made."""
         self._masks = Masks(recording, variants, blocks.model.shape.n_heads, self._applied)
 
     def run(self) -> None:
-        """Walk down the layers and deliver every reading of every variant that is felt where it is read."""
+        """Walk down the layers and deliver each reading of each variant whose edits can affect what it reads."""
         start = self._recorded(Stage.BLOCK_INPUT, 0)
-        # One buffer for the tokens of all rows, also of those that join later: no row is moved when others join.
+        # One buffer for the tokens of all rows, including rows that join later: joining never moves a row.
         size = int(self.joining.length.sum())
         self.residual = start.new_empty(size, start.shape[-1])
-        # Stages that leave the same to compute share tiles: rows that join at them go through the layer alike.
+        # Stages that leave the same parts to compute share tiles: rows that join at them go through the layer alike.
         first: dict[tuple[Stage, ...], int] = {}
         alike = np.array([first.setdefault(self._taken(stage), int(stage)) for stage in Stage])
-        # One set of hooks for the whole walk; while no tile is inside a sublayer they do nothing.
+        # One set of hooks for the whole walk; they do nothing while no tile is inside a sublayer.
         with self.blocks.model.hooks(self._hooks()), self.blocks.fused():
             for layer in self.layers[: self.last_layer + 1]:
                 self._join(layer)
-                # The size is read for each tile: it shrinks where memory runs out in the middle of a layer.
+                # The tile size is looked up for each tile: it shrinks if memory runs out in the middle of a layer.
                 recorded = alike[self.rows.stage_in(layer)]
                 for rows in tiled(self.rows, recorded, self._folds(layer), lambda: self.tile_tokens):
                     self._within_memory(rows, partial(self._step, layer))
-        # First: a token without a key attends to all keys alike, future ones too, and what comes of it is finite.
+        # Checked first: a token without a key attends to all keys equally, future keys too; its result is finite.
         self._masks.check_that_every_token_has_a_key()
         self._check_that_all_is_finite()
         self._read_logits()
         self._check_that_every_edit_was_made()
 
     def _join(self, layer: int) -> None:
-        """Take in the rows that start here: from the recorded residual stream, or from the row they leave."""
-        # `joining` is in the order of layers, so that rows which have joined are always one slice.
+        """Add the rows that start here: from the recorded residual stream, or from the row they leave."""
+        # `joining` is sorted by layer, so that the rows that have joined are always one slice.
         begin, end = np.searchsorted(self.joining.layer, [layer, layer + 1])
         joining, followed = self.joining[begin:end], self.variants.nested_in[self.joining.variant[begin:end]]
         if len(alone := joining[followed < 0]):
             tile = Tile(alone, self.residual.device)
             self.residual[tile.places] = tile.recorded(self._recorded(Stage.BLOCK_INPUT, layer))
-        # A nested row had the same edits as the other until here: it begins with a copy of that one's state.
+        # A nested row had the same edits as its parent until here: it begins with a copy of the parent's state.
         if len(leaving := joining[followed >= 0]):
             trunks = replace(leaving, offset=self.joining.offset[self._row[followed[followed >= 0]]])
             left, at = (Tile(rows, self.residual.device).places for rows in (trunks, leaving))
@@ -496,11 +496,11 @@ class Walk:
         self._row[joining.variant] = np.arange(begin, end)
 
     def _taken(self, stage: int) -> tuple[Stage, ...]:
-        """What a row takes as it was recorded of the layer that it enters at a stage."""
+        """Return the stages that a row entering a layer at `stage` takes from the recording."""
         return taken_as_recorded(Stage(stage), self.blocks.parallel)
 
     def _step(self, layer: int, rows: RowTable) -> None:
-        """Take the rows of one tile through one block; the residual stream is written last, and only then."""
+        """Pass the rows of one tile through one block; the residual stream is updated only at the end."""
         tile, recorded = Tile(rows, self.residual.device), self._taken(int(rows[:1].stage_in(layer)[0]))
         residual = self._at(Stage.BLOCK_INPUT, layer, tile, self.residual[tile.places])
         attended = self._at(Stage.ATTENTION_OUTPUT, layer, tile, self._attention(layer, tile, residual, recorded))
@@ -515,20 +515,20 @@ class Walk:
     def _attention(
         self, layer: int, tile: Tile, residual: Tensor, recorded: tuple[Stage, ...]
     ) -> Float[Tensor, "token d_model"]:
-        """What attention adds: computed, or as recorded for rows that join after it."""
+        """Return the attention output: computed, or as recorded for rows that join after it."""
         if Stage.ATTENTION_OUTPUT in recorded:
             return tile.recorded(self._recorded(Stage.ATTENTION_OUTPUT, layer))
         if Stage.HEAD_OUTPUT in recorded:
-            # An edit of z needs no attention: the recorded z, with the edited heads, goes through W_O alone.
+            # An edit of z needs no attention: only the recorded z, with the edited heads, goes through W_O.
             z = tile.recorded(self._recorded(Stage.HEAD_OUTPUT, layer))
             for site in self.sites.values():
                 if site.stage == Stage.HEAD_OUTPUT and (site.name, layer) in self.writers:
                     write_tokens(z, self._span_edits(site, layer, tile), self.values, site, layer)
             return self.blocks.project_heads(layer, z)
-        # Called with the arguments that the model's own call had, but for rows, positions, mask and cache.
+        # Called with the arguments of the model's own call, except rows, positions, mask and cache.
         rows, attention = tile.padded(residual), partial(self.blocks.attention, layer, call=self.recording.calls[layer])
         if (folded := FoldedRows.of(tile) if self._folds(layer) else None) is not None:
-            # Nothing is severed before the softmax where rows are folded.
+            # Where rows are folded nothing is severed before the softmax.
             mask = self._masks.of_layer(layer)[folded.positions[:, :, None], folded.key_positions][:, None]
             keys_before = folded.prefix(self.recording, layer)
             written = attention(folded.laid_out(rows), folded.positions, mask, keys_before, recorded=folded.examples)
@@ -539,20 +539,20 @@ class Walk:
                 return tile.packed(attention(rows, *places_and_keys, recorded=tile.examples))
         # In the last layer only the positions that are read attend. The others hold zeros, which nothing reads.
         columns = self._kept[0][tile.rows.which] - tile.rows.start[:, None]
-        # Rows that read fewer than others name one again.
+        # Rows that read fewer positions than others repeat one.
         most = int(self._kept[1][tile.rows.which].sum(1).max())
         kept = to_device(columns[:, :most], rows.device)
         written = attention(rows, *places_and_keys, kept, recorded=tile.examples)
         return tile.packed(torch.zeros_like(rows).scatter(1, kept[:, :, None].expand_as(written), written))
 
     def _folds(self, layer: int) -> bool:
-        """Whether rows go through a layer's attention side by side: nothing in it may ask which row a token is of."""
+        """Return whether rows may be folded in a layer's attention: no step in it may need a token's row."""
         alone = self.blocks.has_own_steps or layer in self._hooked["attention"] or layer in self._masks.severed_layers
         return layer < self.last_layer and not alone
 
     @contextlib.contextmanager
     def _inside(self, layer: int, tile: Tile) -> Iterator[None]:
-        """Let the hooks of `_hooks` know what is going through, for the length of a call."""
+        """Tell the hooks of `_hooks` the layer and tile of the call in progress."""
         self._tile = layer, tile
         try:
             yield
@@ -562,42 +562,42 @@ class Walk:
     def _feed_forward(
         self, layer: int, tile: Tile, middle: Tensor, recorded: tuple[Stage, ...]
     ) -> Float[Tensor, "token d_model"]:
-        """What the MLP adds: computed, or as recorded for rows that join after it; 0 without one."""
+        """Return the MLP output: computed, or as recorded for rows that join after it; 0 without an MLP."""
         if self.blocks.model.shape.d_mlp and Stage.MLP_OUTPUT in recorded:
             return tile.recorded(self._recorded(Stage.MLP_OUTPUT, layer))
         if self._needs_all(layer, tile, "mlp"):
             with self._inside(layer, tile):
                 return self.blocks.feed_forward(layer, middle)
         positions, read = self._kept[0][tile.rows.which], self._kept[1][tile.rows.which]
-        # Without the padding of `_kept`: of a token that is named twice the MLP would be computed twice.
+        # Without the padding of `_kept`: the MLP would be computed twice for a repeated token.
         kept = to_device((positions + (tile.begins - tile.rows.start)[:, None])[read], middle.device)
         mlp_out = torch.zeros_like(middle)
         mlp_out[kept] = self.blocks.feed_forward(layer, middle[kept])
         return mlp_out
 
     def _needs_all(self, layer: int, tile: Tile, sublayer: Literal["attention", "mlp"]) -> bool:
-        """Whether a sublayer is needed where nothing is read: layers follow, or an edit within or after it looks."""
+        """Return whether a sublayer is needed at unread positions: for later layers, or for an edit in or after it."""
         if layer < self.last_layer or layer in self._hooked[sublayer]:
             return True
         after = Stage.HEAD_OUTPUT if sublayer == "attention" else Stage.NEURONS
-        # A change (noise, a factor) reads what the sublayer adds at its own positions, which no metric need read.
+        # A change (noise, a factor) reads the sublayer's output at its own positions, even if no metric does.
         later = [site for site, at in self.writers if at == layer and (self.sites[site].stage or 0) > after]
         written = {number for site in later for number in self.writers[site, layer]}
         return not written.isdisjoint(tile.rows.which.tolist())
 
     def _hooks(self) -> list[Hook]:
-        """Hooks at the sites within attention and MLP, wherever the edit of a row that goes through them acts."""
+        """Return hooks at the edited sites within attention and MLP, for the rows that go through them."""
         sites: dict[Place, Site] = {}
-        # A nested variant has edits that the other has too, in more layers.
+        # The edits of a nested variant are also edits of its parent, which has them in more layers.
         for number in np.unique(self.variants.which[self.variants.nested_in < 0]):
             change = self.variants.changes[number]
             recorded = self._taken(change.stage) if change.can_change_output else ()
             for edit in change.edits if change.can_change_output else ():
-                # Severed after the softmax is a zero in the pattern; before it, an entry of the mask, without a hook.
+                # Severing after the softmax sets zeros in the pattern; severing before it changes the mask, not a hook.
                 site = edit.site if edit.writes else main_site(Stage.PATTERN) if edit.after_softmax else None
                 if site is None or site.within is None:
                     continue
-                # In the layer where it joins a row skips what lies before its first edit: no hook would see it.
+                # In the layer where it joins, a row skips the parts before its first edit: no hook would see it.
                 passed = Stage.MLP_OUTPUT in recorded if site.within == "mlp" else bool(recorded)
                 for layer in edit.layers:
                     if layer <= self.last_layer and not (passed and layer == change.first_layer):
@@ -608,11 +608,11 @@ class Walk:
 
     def _edit_inside(self, site: Site) -> TrustedHook:
         def edit(activation: Tensor, hook: object) -> Tensor | None:
-            # Rows that begin with a recorded z pass W_O's hooks outside `_inside`: their z is edited already.
+            # Rows that start from a recorded z pass W_O's hooks outside `_inside`: their z is already edited.
             if self._tile is None:
                 return None
             layer, tile = self._tile
-            # A copy, since the block may use its own tensor again; contiguous, so that flatten is a view to write into.
+            # A copy, since the block may reuse its own tensor; contiguous, so that flatten returns a writable view.
             edited = activation.clone(memory_format=torch.contiguous_format)
             if site.has_keys:
                 stretches = self._span_edits(site, layer, tile, 1)
@@ -620,7 +620,7 @@ class Walk:
                 if (severed := self._masks.severed(layer, tile, zero=True)) is not None:
                     edited.masked_fill_(severed, 0.0)
             else:
-                # Attention takes padded rows, an MLP tokens end to end.
+                # Attention receives padded rows, an MLP tokens end to end.
                 width = edited.shape[1] if site.within == "attention" else None
                 write_tokens(edited.flatten(0, 1), self._span_edits(site, layer, tile, width), self.values, site, layer)
             return edited
@@ -628,9 +628,9 @@ class Walk:
         return replace_hook(edit)
 
     def _at(self, stage: Stage, layer: int, tile: Tile, activation: Tensor) -> Tensor:
-        """Make the edits at a stage between sublayers, then deliver what is read there."""
+        """Apply the edits at a stage between sublayers, then deliver the readings there."""
         for site in self._busy.get((stage, layer), ()):
-            # Edits first: what is read at a site is what the edited run has there.
+            # Edits first: a reading at a site is the edited run's activation.
             if (site.name, layer) in self.writers:
                 write_tokens(activation, self._span_edits(site, layer, tile), self.values, site, layer)
             if (site.name, layer) in self.readers:
@@ -638,10 +638,10 @@ class Walk:
         return activation
 
     def _span_edits(self, site: Site, layer: int, tile: Tile, width: int | None = None) -> list[TokenSpanEdit]:
-        """List the edits of a tile's rows at a site, where its tokens lie end to end or, with a width, padded to it."""
+        """List the edits of a tile's rows at a site; tokens are end to end or, with a width, padded to it."""
         spans, rows = [], tile.rows
         offset = tile.begins if width is None else np.arange(len(rows)) * width
-        # A row that left another had its edits made there.
+        # The edits of a row that left a parent were made in the parent's row.
         edited_here = (self.variants.nested_in[rows.variant] < 0) | (layer < rows.layer)
         for number in sorted(self.writers.get((site.name, layer), ())):
             if not len(rows_of_change := np.flatnonzero(edited_here & (rows.which == number))):
@@ -659,8 +659,8 @@ class Walk:
         return self.recording.activations[main_site(stage).hook_name(layer)]
 
     def _read(self, reading: Reading, tile: Tile, activation: Tensor) -> None:
-        """Deliver what is read at a site of a layer, from each variant's own row or that of the one it follows."""
-        # One more at the end: index -1, of variants without a row, finds -1 there.
+        """Deliver a reading at a site of a layer, from each variant's own row or its parent's row."""
+        # One extra entry at the end: index -1, for variants without a row, finds -1 there.
         place = np.full(len(self.variants) + 1, -1)
         place[self._row[tile.rows.variant]] = np.arange(len(tile.rows))
         index = self._reading(reading)
@@ -672,16 +672,16 @@ class Walk:
             self.deliver(reading, index[with_count], activation[to_device(tokens, activation.device)])
 
     def _reading(self, reading: Reading) -> Indices:
-        """The variants of which something is read at a site of a layer."""
+        """Return the variants that have this reading."""
         return np.flatnonzero(np.isin(self.variants.which, list(self.readers.get(reading, ()))))
 
     def _rows_of(self, index: Indices) -> Indices:
-        """The rows that hold variants: their own, or that of the one that they still follow; -1 without one."""
+        """Return the rows of variants: their own, or the row of the parent that they still follow; -1 without one."""
         own, other = self._row[index], self.variants.nested_in[index]
         return np.where(own >= 0, own, np.where(other >= 0, self._row[other], -1))
 
     def _by_count(self, index: Indices) -> Iterator[tuple[Indices, Indices]]:
-        """Yield variants of which as many positions are read: which of those given, and the positions of each."""
+        """Group variants by their number of positions read: yield a group's indices, and the positions of each."""
         positions, read = self._kept[0][self.variants.which[index]], self._kept[1][self.variants.which[index]]
         counts = read.sum(1)
         for count in np.unique(counts):
@@ -703,7 +703,7 @@ class Walk:
                 examples = to_device(self.variants.example[indices], residual.device)
                 logits = self.blocks.logits_of(residual, self.answers[examples].repeat_interleave(tokens.shape[1], 0))
             logits = logits.view(*tokens.shape, -1)
-            # Of all logits the first one is enough: what is not finite in a state reaches every column of W_U.
+            # One column of full logits is enough: a non-finite number in a state reaches every column of W_U.
             wrong = ~(logits if self.answers is not None else logits[..., :1]).isfinite().all(-1)
             if bool(wrong.any()):
                 i, place = wrong.nonzero()[0].tolist()
@@ -718,8 +718,8 @@ class Walk:
                 self._within_memory(index[with_count[i : i + most]], deliver)
 
     def _check_that_all_is_finite(self) -> None:
-        """Look at each token's sum, which is not finite when one of its numbers is not, and then at the token."""
-        # A sum reads the memory once, without a mask of its size; but it may overflow where no number does.
+        """Check each token's sum, which is not finite if one of its numbers is not, and then the suspect tokens."""
+        # A sum reads the memory once, without a mask of its size; but it may overflow where every number is finite.
         suspect = ~self.residual.sum(-1, dtype=torch.float32).isfinite()
         if not bool(suspect.any()):
             return
@@ -730,7 +730,7 @@ class Walk:
                 raise NotFiniteError(int(self.rows.variant[row]), int(self.rows.start[row]) + int(own.nonzero()[0]))
 
     def _within_memory(self, items: Any, work: Callable[[Any], object]) -> None:
-        """Do the work; when memory runs out, do it in parts, and make all tiles smaller from now on."""
+        """Do the work; if memory runs out, do it in parts, and make all later tiles smaller."""
         parts = in_halves(items, work)
         self.tile_tokens = max(1, self.tile_tokens // len(parts))
 
@@ -743,7 +743,7 @@ class Walk:
             expected = alone[self.variants.which[alone] == number]
             for edit in self.variants.changes[number].edits:
                 for layer in edit.layers[: max(0, self.last_layer + 1 - edit.layers.start)]:
-                    # Hooks of TransformerLens may be listed and never fire: an edit there does nothing, silently.
+                    # A TransformerLens hook may be listed and never fire: an edit there would silently do nothing.
                     made = np.zeros(len(self.variants), dtype=bool)
                     for edited in self._applied.get((id(edit), layer), ()):
                         made[edited] = True
@@ -755,8 +755,8 @@ class Walk:
 
 
 def not_walked(edits: Iterable[Edit]) -> str | None:
-    """Say which edited site the walk does not know, or None when it knows all of them."""
-    # It knows the tensor between the parts of a block, and within them what a hook sees as `row position ...`.
+    """Return why the walk cannot edit one of these sites, or None if it can edit all of them."""
+    # The walk edits tensors between the parts of a block and, within them, activations shaped `row position ...`.
     for site in {edit.site.name: edit.site for edit in edits if edit.writes}.values():
         inside = site.within is not None and site.stage in (Stage.ATTENTION, Stage.NEURONS) and not site.has_keys
         if site.stage is None or not (inside or site.hook == main_site(site.stage).hook):

@@ -1,22 +1,21 @@
-"""Does a claim hold? The effect of a chosen set, beside what chance, other ablations and other prompts say of it.
+"""Whether a claim holds: the effect of a chosen set, compared with chance, other ablations and other prompts.
 
-Of the effects of a set on prompts, given by the caller with those of everything it is compared with:
+Computed from the effects of a set on prompts, and of everything it is compared with (both from the caller):
 
 1. effect        the mean over prompts, with its bootstrap interval (`low`, `high`)
-2. placebo       the mean size |effect| of sets drawn at random that are like it (`placebo_high`: its 95 % quantile);
+2. placebo       the mean size |effect| of random sets that are like it (`placebo_high`: its 95 % quantile);
                  p = (1 + placebos of at least this size) / (1 + placebos)
 3. other_ablation  the effect under another kind of values
-4. split_half    how the parts that one could have chosen are ranked by two halves of the prompts: the mean over random
-                 halves of Spearman's correlation between the halves' mean effects
-5. held_out      the effect on prompts that the choice has not seen
+4. split_half    how consistently two halves of the prompts rank the parts that could have been chosen: the mean over
+                 random halves of Spearman's correlation between the halves' mean effects
+5. held_out      the effect on prompts that were not used to choose the set
 6. margin        how large an effect has to be to matter; by default `placebo_high`. "Not zero" is not importance
 
-A claim holds where the whole interval lies beyond the margin, p ≤ 0.05, the other ablation (if there is one) has the
-same sign, and the effect on held-out prompts (if there are any) has the same sign and is beyond the margin too. From
-six prompts on, their signs drawn by lot must also reach such a mean in at most 5 % of cases: the bootstrap's interval
-is too narrow where prompts are few, and alone it lets more than that pass. A set that was chosen because it is strong
-beats random ones by the choice alone: only held-out prompts, or a set named before anything was measured, make p a
-p-value.
+A claim holds if the whole interval lies beyond the margin, p ≤ 0.05, the other ablation (if any) has the same sign, and
+the effect on held-out prompts (if any) has the same sign and is beyond the margin too. From six prompts on, random
+signs of the prompts' effects must also give such a mean in at most 5 % of cases: the bootstrap interval is too narrow
+for few prompts, and alone it would let more than that pass. A set that was chosen because it is strong beats random
+sets by selection alone: p is a p-value only with held-out prompts, or for a set that was named before any measurement.
 """
 
 from __future__ import annotations
@@ -47,37 +46,37 @@ SPLITS = 100
 
 @dataclass(frozen=True)
 class ClaimEffects:
-    """The effects that a claim is judged by; NaN where a prompt has none."""
+    """The effects that decide a claim; NaN where a prompt has none."""
 
     effects: Float[ndarray, " example"]
-    """Of the set, by prompt."""
+    """Effects of the set, by prompt."""
     placebos: Float[ndarray, "draw example"]
-    """Of sets drawn at random that are like it, on the same prompts."""
+    """Effects of random sets that are like it, on the same prompts."""
     other_ablation: Float[ndarray, " _"] | None = None
-    """Of the set under another kind of values."""
+    """Effects of the set under another kind of values."""
     parts: Float[ndarray, "example _"] | None = None
-    """Of everything that could have been chosen, by prompt."""
+    """Effects of everything that could have been chosen, by prompt."""
     held_out: Float[ndarray, " _"] | None = None
-    """Of the set on other prompts."""
+    """Effects of the set on other prompts."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was found of a claim."""
+    """The result of judging a claim."""
 
     what: str
     """The set, in words."""
     table: pd.DataFrame
     """One row: `effect, low, high, placebo, placebo_high, p_value, other_ablation, split_half, held_out, margin,
-    holds`; NaN where nothing was given to measure it by."""
+    holds`; NaN where the effects needed to compute it are missing."""
     measured: str
     """The numbers, as a sentence."""
     verdict: str
-    """Whether the claim holds, as a sentence, with what it does not hold by and what weakens it."""
+    """Whether the claim holds, as a sentence, with the criteria that fail and the notes."""
     level: float
-    """Of the interval."""
+    """Level of the interval."""
     notes: tuple[str, ...]
-    """What weakens the claim, such as prompts that discovery and test share; the verdict ends with them."""
+    """Facts that weaken the claim, such as prompts that discovery and test share; the verdict ends with them."""
 
     @property
     def holds(self) -> bool:
@@ -99,15 +98,15 @@ def claim_of(
     seed: int = 0,
     notes: Sequence[str] = (),
 ) -> Judgement:
-    """Judge a claim by effects that were measured.
+    """Judge a claim from measured effects.
 
     The sentence begins with `what`, the set in words. The margin is by default the 95 % quantile of the placebos'
-    sizes; the seed is that of the bootstrap and of random halves; notes are what else is to be said.
+    sizes; the seed is for the bootstrap and the random halves; notes are appended to the verdict.
     """
     effects = _known(evidence.effects)
     if not len(effects):
         raise InputError(f"{what} has no effect that can be given: no prompt has all of its cells.")
-    # The size of each one's mean effect; those that no prompt has fall out.
+    # The size of each placebo's mean effect; placebos that no prompt has are dropped.
     placebos = _known(np.abs(means_of(evidence.placebos.T))) if evidence.placebos.size else np.zeros(0)
     if not len(placebos) and margin is None:
         raise InputError("No comparable random set exists: give margin=, or sample from more cells.")
@@ -138,12 +137,12 @@ def claim_of(
 
 
 def notes_of_few(sets: int, are: str = "random sets are like it", advice: str = "") -> list[str]:
-    """Say that random sets are too few for a small p; nothing where there are enough, or none."""
+    """Return a note that random sets are too few for a small p; none if there are enough, or no sets at all."""
     return [f"only {sets} {are}, so p is at least {1 / (1 + sets):.2g}{advice}"] if 0 < sets < TOO_FEW else []
 
 
 def notes_of_seen(seen: Sequence[int], what: str) -> list[str]:
-    """Say which prompts, by number, chose what is claimed, and so are not held out; nothing where none did."""
+    """Return a note on the prompts, by number, that were used to choose the claimed set; none if there are none."""
     some = ", ".join(map(str, seen[:8]))
     what = f"prompt{'s' * (len(seen) != 1)} used to select the {what}, and so not held out"
     return [f"{len(seen)} {what} ({some})"] if len(seen) else []
@@ -161,7 +160,7 @@ def split_half(parts: Float[ndarray, "example part"], seed: int) -> float:
     orders = [rng.permutation(n) for _ in range(SPLITS)]
     halves = np.array([[means_of(parts[order[: n // 2]]), means_of(parts[order[n // 2 :]])] for order in orders])
     in_both = ~np.isnan(halves).any(1)
-    from scipy.stats import rankdata  # half a second: not when headwater is imported
+    from scipy.stats import rankdata  # takes half a second: not when headwater is imported
 
     ranks = rankdata(np.where(in_both[:, None], halves, np.nan), axis=-1, nan_policy="omit")
     # The mean of `spearman(first, second)` over splits, all at once: one by one costs as much as the rest of a claim.
@@ -173,13 +172,13 @@ def split_half(parts: Float[ndarray, "example part"], seed: int) -> float:
 
 
 def means_of(parts: Float[ndarray, " example *part"]) -> Float[ndarray, " *part"]:
-    """The mean of each part over the prompts that have it; NaN where none has."""
+    """Return the mean of each part over the prompts that have it; NaN if none has."""
     counts = (~np.isnan(parts)).sum(0)
     return np.where(counts > 0, np.nansum(parts, 0) / np.maximum(counts, 1), np.nan)
 
 
 def _failures(row: dict[str, Any], evidence: ClaimEffects) -> list[str]:
-    """Say what a claim does not hold by."""
+    """Return the criteria that a claim fails."""
     sign = 1.0 if row["effect"] >= 0 else -1.0
     near = row["low"] if sign > 0 else -row["high"]
     failed = []
@@ -197,7 +196,7 @@ def _failures(row: dict[str, Any], evidence: ClaimEffects) -> list[str]:
 
 
 def _measured(what: str, row: dict[str, Any], counts: tuple[int, int, int], level: float) -> str:
-    """Say in one sentence what was measured."""
+    """Describe the measurements in one sentence."""
     n, n_placebos, n_held_out = counts
     sentence = f"{what}: effect {row['effect']:.3g}"
     if not np.isnan(row["low"]):

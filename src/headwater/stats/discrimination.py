@@ -1,6 +1,6 @@
-"""How well numbers tell two kinds of example apart, and how two numbers of the same examples go together.
+"""How well numbers separate two kinds of examples, and how two numbers of the same examples correlate.
 
-An example counts as often as `counts` says, so that a row of counts per resample gives the number in every resample.
+An example counts as often as `counts` says, so that a row of counts per resample gives the statistic in every resample.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from numpy import ndarray
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtri
 
-# How well numbers tell two kinds of example apart: the area under the ROC curve, and true positives at a rate.
+# How well numbers separate two kinds of examples: the area under the ROC curve, and true positives at a rate.
 #
-# AUC             the share of pairs of a positive and another example in which the positive has the higher value
-# within strata   of the pairs of one stratum only, over all strata together
-# true positives  the largest share of positives above a threshold that at most a given share of the others is above
+# AUC             the fraction of pairs of a positive and another example in which the positive has the higher value
+# within strata   only over pairs within one stratum, over all strata together
+# true positives  the largest fraction of positives above a threshold that at most a given fraction of others exceed
 #
 # Ties count half in an AUC; a threshold takes all examples of one value or none.
 
@@ -31,16 +31,16 @@ def auc(
     counts: Counts | None = None,
     strata: Int[ndarray, " example"] | None = None,
 ) -> Float[ndarray, "*draw"]:
-    """Return the area under the ROC curve of values that should be high where examples are positive.
+    """Return the area under the ROC curve of values that should be high for positive examples.
 
     Args:
-        values: of the examples.
-        positive: true (or 1) for those of the kind that is looked for.
+        values: the values of the examples.
+        positive: true (or 1) for examples of the kind to detect.
         counts: how often each example counts, in every draw; default: once, and one number is returned.
-        strata: a number per example; only pairs of equal ones count.
+        strata: a number per example; only pairs with equal numbers count.
 
     Returns:
-        One number per draw; NaN where it has no pair to compare, or a value is NaN.
+        One number per draw; NaN if it has no pair to compare, or a value is NaN.
     """
     drawn = np.ones(len(values)) if counts is None else counts
     if not len(values) or np.isnan(values).any():
@@ -55,7 +55,7 @@ def auc(
     np.cumsum(np.take(drawn, others, axis=-1), axis=-1, out=before[..., 1:])
     counted = np.take(drawn, np.flatnonzero(is_positive), axis=-1)
     left, right = (np.searchsorted(place[others], place[is_positive], side) for side in ("left", "right"))
-    # How many others lie below each, those as high as it counted half.
+    # How many others lie below each positive; ties count half.
     below = np.take(before, left, axis=-1)
     if not np.array_equal(left, right):
         below = (below + np.take(before, right, axis=-1)) / 2
@@ -78,16 +78,16 @@ CHANCE, BELOW = "indistinguishable from chance", "below chance"
 
 
 def against_chance(low: float, high: float) -> str:
-    """Say of the interval of an AUC what it means: `CHANCE` where it holds 0.5, `BELOW`, or "" above it."""
+    """Interpret the interval of an AUC: `CHANCE` if it contains 0.5, `BELOW` if it is below, or "" if above."""
     return "" if low > 0.5 else BELOW if high < 0.5 else CHANCE
 
 
 def true_positives(
     values: Values, positive: Values, at: float, *, counts: Counts | None = None
 ) -> Float[ndarray, "*draw"]:
-    """Return the largest true positive rate at a false positive rate of at most `at`, 0 to 1; else as `auc`.
+    """Return the largest true positive rate at a false positive rate of at most `at`, 0 to 1; otherwise like `auc`.
 
-    NaN where a kind is missing, or a value is NaN.
+    NaN if a kind is missing, or a value is NaN.
     """
     drawn = np.ones(len(values)) if counts is None else counts
     if not len(values) or np.isnan(values).any():
@@ -104,33 +104,33 @@ def true_positives(
 
 
 def _begins(sorted_values: Shaped[ndarray, " example"]) -> Bool[ndarray, " example"]:
-    """Say where a sorted row has a new value."""
+    """Return where a sorted row has a new value."""
     return np.append(True, sorted_values[1:] != sorted_values[:-1])
 
 
 def _or_nan(total: ArrayLike) -> NDArray[np.float64]:
-    """Return a divisor that is NaN instead of 0."""
+    """Return a divisor with NaN instead of 0."""
     return np.where(np.greater(total, 0), total, np.nan)
 
 
-# How two numbers of the same examples go together: Pearson's and Spearman's correlation, and an interval of it.
+# How two numbers of the same examples correlate: Pearson's and Spearman's correlation, and an interval of it.
 #
 # Pearson   cov(x, y) / (sd(x) sd(y)), over the pairs that have both numbers
-# Spearman  the same of their ranks, equal numbers sharing their mean rank
+# Spearman  the same for their ranks; equal numbers share their mean rank
 #
-# Ranks are those in the data: a draw repeats examples, it does not rank them anew.
+# Ranks are computed on the data: a draw repeats examples, it does not rank them again.
 
 
 FEWEST = 3
 """Two pairs always lie on a line."""
 VARIES = 1e-12
-"""Spreads below this share of the numbers are rounding."""
+"""Spreads below this fraction of the numbers are rounding."""
 
 
 def pearson(x: Values, y: Values, *, counts: Counts | None = None) -> Float[ndarray, "*draw"]:
-    """Return the correlation of two numbers of examples, in every draw of `counts`, or of all.
+    """Return the correlation of two numbers of examples, in every draw of `counts`, or over all examples.
 
-    NaN for fewer than three pairs, and where one of the numbers does not vary.
+    NaN for fewer than three pairs, and if one of the numbers does not vary.
     """
     x, y, drawn = _pairs(x, y, counts)
     if len(x) < FEWEST or not all(one.std() > VARIES * np.abs(one).max() for one in (x, y)):
@@ -147,7 +147,7 @@ def pearson(x: Values, y: Values, *, counts: Counts | None = None) -> Float[ndar
 
 def spearman(x: Values, y: Values, *, counts: Counts | None = None) -> Float[ndarray, "*draw"]:
     """Return the rank correlation of two numbers; see `pearson`."""
-    from scipy.stats import rankdata  # half a second: not when headwater is imported
+    from scipy.stats import rankdata  # takes half a second: not when headwater is imported
 
     x, y, drawn = _pairs(x, y, counts)
     return pearson(rankdata(x), rankdata(y), counts=drawn)

@@ -1,12 +1,12 @@
 """The bootstrap: units are drawn with replacement, each with all of its examples.
 
-What is not independent is drawn together: all answers, layers and seeds of a question; all nodes of a graph.
+Dependent examples are drawn together: all answers, layers and seeds of a question; all nodes of a graph.
 
-1. A draw is a row of counts: how often each unit comes. As many are drawn as there are, of each stratum as many as it
-   has. The first row is all ones: the data themselves.
-2. A statistic is computed for all draws at once, that of the data first. Means and ratios are one matrix product of
-   counts and sums by unit; what takes counts of examples (`discrimination.auc`) is given those.
-3. `interval` puts the statistic of the data and the percentiles over the draws together.
+1. A draw is a row of counts: how often each unit is drawn. As many are drawn as there are units, in each stratum as
+   many as it has. The first row is all ones: the data themselves.
+2. A statistic is computed for all draws at once, with the data first. Means and ratios are one matrix product of counts
+   and sums by unit; statistics that take counts of examples (`discrimination.auc`) receive those.
+3. `interval` combines the statistic of the data with the percentiles over the draws.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from headwater.errors import InputError
 DRAWS = 1000
 LEVEL = 0.95
 AT_ONCE = 50
-"""How many draws a statistic of many examples is given at a time."""
+"""Draws passed at a time to a statistic of many examples."""
 NOTHING_LEFT = 1e-9
-"""A divisor nearer to 0 is rounding: there is no ratio."""
+"""A divisor closer to 0 than this is rounding: the ratio is undefined."""
 
 
 class Interval(NamedTuple):
@@ -45,12 +45,12 @@ NOTHING = Interval(math.nan, math.nan, math.nan)
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """The unit that each example belongs to, and how often each unit comes in each draw."""
+    """The unit of each example, and how often each unit is drawn in each draw."""
 
     of_example: Int[ndarray, " example"]
-    """The number of each example's unit."""
+    """The index of each example's unit."""
     stratum: Int[ndarray, " unit"]
-    """Units are drawn among those of their stratum."""
+    """By unit: its stratum; units are drawn within their stratum."""
     draws: int
     seed: int
 
@@ -63,10 +63,10 @@ class Bootstrap:
         seed: int = 0,
         within: Iterable[Hashable] | None = None,
     ) -> Bootstrap:
-        """Number the units (of each example, such as its question) in the order of their first example.
+        """Number the units (one per example, such as its question) in the order of their first example.
 
-        `within` is of each example the stratum that its unit is drawn in; default: one of all. There are no draws where
-        no stratum has two units, since each would be the data again.
+        `within` is the stratum of each example, in which its unit is drawn; default: one stratum. If no stratum has two
+        units there are no draws, since each would equal the data.
         """
         of_example, names = _numbered(units)
         stratum = np.zeros(len(names), dtype=np.int64)
@@ -79,7 +79,7 @@ class Bootstrap:
         return cls(of_example, stratum, draws if len(np.unique(stratum)) < len(names) else 0, seed)
 
     def blocks(self, size: int = AT_ONCE) -> Iterator[Float[ndarray, "draw unit"]]:
-        """Yield the counts of the data, and of the draws some at a time: the same ones whatever the size."""
+        """Yield the counts of the data, then of some draws at a time: the same draws whatever the size."""
         yield np.ones((1, len(self.stratum)))
         order = np.argsort(self.stratum, kind="stable")
         sizes, n_units = np.bincount(self.stratum)[self.stratum[order]], len(order)
@@ -93,43 +93,43 @@ class Bootstrap:
 
     @cached_property
     def counts(self) -> Float[ndarray, "draw unit"]:
-        """How often each unit comes in each draw; the first row is the data."""
+        """How often each unit is drawn in each draw; the first row is the data."""
         return np.concatenate(list(self.blocks()))
 
     def per_example(self, examples: Shaped[ndarray, " _"] | None = None) -> Float[ndarray, "draw example"]:
-        """Return how often each example comes in each draw: of all, or of those chosen (a mask or places)."""
+        """Return how often each example is drawn in each draw: all examples, or those chosen (a mask or indices)."""
         return np.take(self.counts, self.of_example if examples is None else self.of_example[examples], axis=1)
 
     def apply(
         self, statistic: Callable[[Float[ndarray, "draw example"]], Float[ndarray, " draw *column"]]
     ) -> Float[ndarray, " draw *column"]:
-        """Return a statistic of every draw, computed some draws at a time from how often each example comes."""
+        """Return a statistic of every draw, computed from the counts of examples for some draws at a time."""
         return np.concatenate([statistic(np.take(counts, self.of_example, axis=1)) for counts in self.blocks()])
 
     def sums(self, values: Shaped[ndarray, " example *column"]) -> Float[ndarray, " unit *column"]:
-        """Add up the values of each unit's examples."""
+        """Sum the values of each unit's examples."""
         found = np.zeros((len(self.stratum), *values.shape[1:]))
         np.add.at(found, self.of_example, values)
         return found
 
     def mean(self, values: Shaped[ndarray, " example *column"]) -> Float[ndarray, " draw *column"]:
-        """Return the mean over the examples that have a value, in every draw; NaN where none has."""
+        """Return the mean over the examples that have a value, in every draw; NaN if none has."""
         has = ~np.isnan(values)
         return self.ratio(np.where(has, values, 0.0), has)
 
     def ratio(
         self, top: Shaped[ndarray, " example *column"], bottom: Shaped[ndarray, " example *column"]
     ) -> Float[ndarray, " draw *column"]:
-        """Return sum(top) / sum(bottom) over the examples of every draw; NaN where the divisor is 0."""
+        """Return sum(top) / sum(bottom) over the examples of every draw; NaN if the divisor is 0."""
         return self.ratio_of_units(self.sums(top), self.sums(bottom))
 
     def ratio_of_units(
         self, top: Float[ndarray, " unit *column"], bottom: Float[ndarray, " unit *column"]
     ) -> Float[ndarray, " draw *column"]:
-        """Return the same of values that each unit has itself."""
+        """Return sum(top) / sum(bottom) in every draw for values given per unit."""
         tops, bottoms = self.counts @ top, self.counts @ bottom
         shares = tops / np.where(np.abs(bottoms) > NOTHING_LEFT, bottoms, np.nan)
-        return shares + 0.0  # 0 of something negative is 0, not -0
+        return shares + 0.0  # turns -0 into 0
 
     def difference_within(
         self,
@@ -138,9 +138,9 @@ class Bootstrap:
         first: Bool[ndarray, " example"],
         second: Bool[ndarray, " example"],
     ) -> Float[ndarray, " draw"]:
-        """Return the mean value of the second group less the first's within strata, in every draw.
+        """Return the mean value of the second group minus that of the first within strata, in every draw.
 
-        Strata are weighted by the smaller number of examples; NaN where none has both groups.
+        Strata are weighted by the smaller number of examples; NaN if none has both groups.
         """
         shared = np.intersect1d(strata[first], strata[second])
         sums, counts = [], []
@@ -148,7 +148,7 @@ class Bootstrap:
             cells = group[:, None] & (strata[:, None] == shared)
             sums.append(self.counts @ self.sums(np.where(cells, values[:, None], 0.0)))
             counts.append(self.counts @ self.sums(cells.astype(float)))
-        # The smaller count: a stratum that one group hardly has would be mostly the other's noise.
+        # The smaller count: in a stratum with few examples of one group the difference is mostly that group's noise.
         weight = np.minimum(*counts)
         apart = sums[1] / np.maximum(counts[1], 1) - sums[0] / np.maximum(counts[0], 1)
         total = weight.sum(axis=1)
@@ -166,12 +166,12 @@ def percentile_interval(
 
 
 def interval(estimates: Float[ndarray, " draw"], level: float = LEVEL) -> Interval:
-    """Return a statistic, given in every draw and of the data first, with its `percentile_interval`."""
+    """Return the statistic of the data, the first of `estimates`, with the `percentile_interval` over all draws."""
     low, high = percentile_interval(estimates, level)
     return Interval(float(estimates[0]), float(low), float(high))
 
 
 def _numbered(names: Iterable[Hashable]) -> tuple[Int[ndarray, " example"], ndarray]:
-    """Number names in the order in which they come first."""
+    """Number names in the order of their first appearance."""
     codes, found = pd.factorize(pd.Series(list(names), dtype=object), use_na_sentinel=False)
     return codes.astype(np.int64), np.asarray(found)

@@ -1,33 +1,33 @@
-"""What chance alone would give: shuffled targets, flipped signs, false discoveries, and the interval of a share.
+"""Results under chance alone: shuffled targets, flipped signs, false discoveries, and the interval of a proportion.
 
 **Shuffled targets** (`permutation_moments`, `permutation_p_values`): how often would a head hit if the relation's
-targets were shuffled? For a relation with n sources let H_ij say how many targets of source j the head hits, given
-source i: 0 or 1 where each source has one item. Its hits are S = sum_i H_ii. Were the targets permuted at random, those
-of one source together, S would be S_pi = sum_i H_i,pi(i). With d the doubly centred H (Hoeffding 1951):
+targets were shuffled? For a relation with n sources let H_ij be how many targets of source j the head hits, given
+source i: 0 or 1 if each source has one item. Its hits are S = sum_i H_ii. If the targets were permuted at random, all
+targets of a source together, S would be S_pi = sum_i H_i,pi(i). With d the doubly centred H (Hoeffding 1951):
 
     mean S_pi      = n mean(H)
     variance S_pi  = sum_ij d_ij^2 / (n - 1)
     third moment   = n sum_ij d_ij^3 / ((n - 1)(n - 2))
 
-A head that ignores its source has equal rows, so no variance and p = 1, whatever its score. For the others the tail
+A head that ignores its source has equal rows, so no variance and p = 1, whatever its score. For other heads the tail
 P(S_pi >= S) comes from the shifted Skellam law with these three moments, c + Poisson(a) - Poisson(b):
 
     a = (variance + third) / 2        b = (variance - third) / 2        c = mean - a + b
 
-Hits of sources with several items come several at a time. Then S_pi is counted in steps of h, and the law is that of
+Sources with several items are hit several items at a time. Then S_pi is counted in steps of h, and the law is that of
 S_pi / h: h = sqrt(sum_ij d_ij^4 / sum_ij d_ij^2), the size of the jumps in a sum of rare ones with these powers, or 1
-where that is less, and where each source has one item.
+if that is less, and if each source has one item.
 
-S_pi counts whole hits, most of them rare, so the normal law is far too short in the upper tail: for 3 hits where 0.1
+S_pi counts whole hits, most of them rare, so the upper tail of the normal law is far too short: for 3 hits where 0.1
 are expected by a factor of 10^10. The Skellam law is the Poisson for a sparse H, the shifted Poisson for a head with
 favourite targets and some rare hits, and near normal for a dense H. Against exact distributions its tail is nowhere
-below 0.6 of the true one where that is above 1e-4, mostly within 10 % of it, and further out too long: the safe side.
+below 0.6 of the true tail where that is above 1e-4, mostly within 10 % of it, and further out too long: the safe side.
 
-**Flipped signs** (`sign_flip_p`): were effects as likely to have the other sign, how often would their mean be this far
-from 0? **Items gained and lost** (`mcnemar_p`): were a changed item as likely to be lost as gained, how often would the
-two numbers be this far apart? **Above what chance expects** (`excess_p`): over independent units, how often would the
-mean be this far above it? **Several tests**: the share of false discoveries among them (`q_values`, Benjamini and
-Hochberg), and one p of all (`combined_p`, Fisher). **A share** of items: Wilson's interval (`wilson_interval`).
+**Flipped signs** (`sign_flip_p`): if effects were as likely to have the other sign, how often would their mean be this
+far from 0? **Items gained and lost** (`mcnemar_p`): if a changed item were as likely to be lost as gained, how often
+would the two numbers differ this much? **Above chance** (`excess_p`): over independent units, how often would the mean
+be this far above its expectation? **Several tests**: the fraction of false discoveries (`q_values`, Benjamini and
+Hochberg), and one p of all (`combined_p`, Fisher). **Proportion** of items: Wilson's interval (`wilson_interval`).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from torch import Tensor
 
 Numbers = NDArray[np.float64]
 NUMBERS_AT_ONCE = 2**20
-"""How many entries of hit matrices are made float64 at a time (8 MB)."""
+"""Entries of hit matrices that are converted to float64 at a time (8 MB)."""
 FLIPS = 10_000
 
 
 def permutation_moments(hits: Bool[Tensor, "head source source"]) -> Float[Tensor, "head moment"]:
     """Return mean, variance, third central moment and step of the number of hits under permuted targets, in float64.
 
-    For sources of one item each, where the step is 1; `count_moments` is the plain formula, for any number of items.
+    For sources with one item each, where the step is 1; `count_moments` is the plain formula, for any number of items.
     The centred matrix is never formed: with the row and column means of H centred to r and k, their mean g, and
     C = sum_ij H_ij r_i k_j, its sums of powers follow from n, g, sum r^2, sum k^2, sum r^3, sum k^3 and C.
     """
@@ -67,15 +67,15 @@ def permutation_moments(hits: Bool[Tensor, "head source source"]) -> Float[Tenso
     squares = n * (r.square() + k.square()).sum(-1)
     cubes = n * (r**3 + k**3).sum(-1) + 3 * g * squares + n**2 * g**3
     d2 = n**2 * g * (1 - g) - squares
-    d2 = torch.where(d2 < 0.5 / n**2, 0, d2)  # n^2 d2 is a whole number: what is below one is rounding
+    d2 = torch.where(d2 < 0.5 / n**2, 0, d2)  # n^2 d2 is a whole number: anything below one is rounding
     d3 = n**2 * g * (1 - 3 * g) - 3 * squares + 2 * cubes + 6 * C
     return torch.stack([*_of_powers(n, g, d2, d3), torch.ones_like(g)], dim=-1)
 
 
 def count_moments(counts: Int[Tensor, "head source source"]) -> Float[Tensor, "head moment"]:
-    """Return what `permutation_moments` does for sources of several items, whose targets are permuted together.
+    """Return the moments of `permutation_moments` for sources of several items, whose targets are permuted together.
 
-    `counts` says how many of the targets of the second source each head hits, given the first.
+    `counts` is how many of the targets of the second source each head hits, given the first.
     """
     n = counts.shape[-1]
     H = counts.double()
@@ -89,12 +89,12 @@ def count_moments(counts: Int[Tensor, "head source source"]) -> Float[Tensor, "h
 def _of_powers(
     n: int, mean: Float[Tensor, " head"], d2: Float[Tensor, " head"], d3: Float[Tensor, " head"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean, variance and third moment of n hits, given the mean of H and the sums of d^2 and d^3."""
+    """Return the mean, variance and third moment of n hits, given the mean of H and the sums of d^2 and d^3."""
     return n * mean, d2 / max(n - 1, 1), n * d3 / max((n - 1) * (n - 2), 1)
 
 
 def permutation_p_values(hits: Numbers, moments: Numbers) -> Numbers:
-    """Return P(at least as many hits) under permuted targets; 1 where the variance is 0.
+    """Return P(at least as many hits) under permuted targets; 1 if the variance is 0.
 
     The `permutation_moments` of each number of hits lie along a last axis of four.
     """
@@ -112,8 +112,8 @@ def permutation_p_values(hits: Numbers, moments: Numbers) -> Numbers:
 def chance_corrected(share: Numbers, expected: Numbers) -> Numbers:
     """Return kappa = (share - expected) / (1 - expected): how far from the expected share to perfection (Cohen 1960).
 
-    0 is not better than habit, 1 is perfect; where nothing is expected by habit it is the share itself. Where habit is
-    perfect by itself there is nothing left to show, and kappa is 0. NaN where the expected share is.
+    0 is no better than the expected share, 1 is perfect; if the expected share is 0, kappa is the share itself. If the
+    expected share is 1 nothing can be gained, and kappa is 0. NaN if the expected share is NaN.
     """
     room = 1 - expected
     perfect = room < 1e-12
@@ -121,9 +121,9 @@ def chance_corrected(share: Numbers, expected: Numbers) -> Numbers:
 
 
 def sign_flip_p(effects: Float[np.ndarray, " example"], seed: int) -> float:
-    """Two-sided p of a mean this far from 0 when each example's effect could as well have had the other sign.
+    """Return the two-sided p of a mean this far from 0 if each effect could as well have had the other sign.
 
-    All sign patterns are counted up to 12 examples, 10,000 random ones beyond (the observed one among them). NaN for
+    All sign patterns are counted up to 12 examples, 10,000 random ones beyond (including the observed one). NaN for
     fewer than two examples.
     """
     n = len(effects)
@@ -139,7 +139,7 @@ def sign_flip_p(effects: Float[np.ndarray, " example"], seed: int) -> float:
 
 
 def mcnemar_p(gained: Numbers, lost: Numbers) -> Numbers:
-    """Two-sided exact p of McNemar's test (1947) on paired yes and no: 1 where nothing was gained or lost.
+    """Return the two-sided exact p of McNemar's test (1947) on paired yes and no: 1 if nothing was gained or lost.
 
     `gained` are the numbers of items that are yes now and were no before, of any shape.
     """
@@ -153,13 +153,13 @@ def excess_p(
     variance: Float[np.ndarray, "unit column"],
     weights: Float[np.ndarray, " unit"],
 ) -> Numbers:
-    """One-sided p of a mean difference this far above 0, by Student's law over units; NaN for fewer than two.
+    """Return the one-sided p of a mean difference this far above 0, by Student's law over units; NaN for fewer than 2.
 
-    The mean is the sum of differences over the sum of weights. Its variance is the larger of two: that between units,
-    n / (n - 1) times the sum of squared distances from weight times mean, which holds what the parts of one unit have
-    in common; and that which the null itself gives, which holds where units happen to be alike. p is 1 where both are
-    0. A difference is the sum, over the parts of a unit, of what was observed less what the null expects; its variance
-    is that under the null; weights are how many parts each unit has.
+    The mean is the sum of differences over the sum of weights. Its variance is the larger of two: the variance between
+    units, n / (n - 1) times the sum of squared distances from weight times mean, which includes what the parts of one
+    unit have in common; and the variance under the null itself, which is valid when units happen to be alike. p is 1 if
+    both are 0. A difference is the sum, over the parts of a unit, of the observed value minus its expectation under the
+    null; its variance is the variance under the null; a weight is the number of parts of a unit.
     """
     n = len(differences)
     if n < 2:
@@ -172,8 +172,8 @@ def excess_p(
 
 
 def q_values(p_values: Numbers) -> Numbers:
-    """Return Benjamini and Hochberg's adjusted p-values over everything given; NaN stays NaN and is not counted."""
-    from scipy.stats import false_discovery_control  # half a second: not when headwater is imported
+    """Return Benjamini and Hochberg's adjusted p-values over the whole array; NaN stays NaN and is not counted."""
+    from scipy.stats import false_discovery_control  # takes half a second: not when headwater is imported
 
     q = np.full_like(p_values, np.nan)
     known = ~np.isnan(p_values)
@@ -183,14 +183,14 @@ def q_values(p_values: Numbers) -> Numbers:
 
 
 def combined_p(p_values: Sequence[float]) -> float:
-    """Return one p-value of several independent ones, by Fisher's method."""
+    """Combine several independent p-values into one, by Fisher's method."""
     from scipy.stats import combine_pvalues
 
     return float(combine_pvalues(p_values, method="fisher").pvalue)
 
 
 def wilson_interval(hits: Numbers, pairs: Numbers) -> tuple[Numbers, Numbers]:
-    """Return Wilson's 95 % score interval (low, high) of a share, given its hits out of pairs."""
+    """Return Wilson's 95 % score interval (low, high) of a proportion, given its hits out of pairs."""
     z = ndtri(0.975)
     share = hits / pairs
     center = (share + z**2 / (2 * pairs)) / (1 + z**2 / pairs)
@@ -199,22 +199,22 @@ def wilson_interval(hits: Numbers, pairs: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def most_of_a_share(hits: int, drawn: int) -> float:
-    """Return the one-sided 95 % bound of a share of which `hits` were met in a sample (Clopper and Pearson)."""
+    """Return the one-sided 95 % upper bound of a proportion, given `hits` among `drawn` (Clopper and Pearson)."""
     return 1.0 if hits >= drawn else float(betaincinv(hits + 1, drawn - hits, 0.95))
 
 
-# The dip: how far a sample's distribution function is from the nearest one with a single peak.
+# The dip: the distance of a sample's distribution function from the nearest one with a single peak.
 #
 # Hartigan & Hartigan, "The dip test of unimodality", Annals of Statistics 13, 1985. A distribution function with one
 # peak is convex before it and concave after it. With F(x−) and F(x) the limits of the step function at a value:
 #
 # 1. Between two values, fit the greatest convex function below F(x−) and the least concave one above F(x).
-# 2. Where they are farthest apart, the peak must lie between the neighbouring corners of the two: go on between these.
-#    Outside, the distance of F from its convex and concave fits is what one peak costs.
-# 3. End when the two are nowhere farther apart than that cost; the dip is half of it.
+# 2. Where they are farthest apart, the peak must lie between the neighbouring corners of the two: continue between
+#    these. Outside, the distance of F from its convex and concave fits is the cost of one peak.
+# 3. Stop when the two are nowhere farther apart than that cost; the dip is half of it.
 #
 # The test compares with samples of the uniform distribution, the one-peaked distribution with the largest dips. The
-# package `diptest` is under the GPL and this one under MIT, so it is written here.
+# package `diptest` is under the GPL and this one under MIT, so it is implemented here.
 
 
 Values = Float[np.ndarray, " value"]
@@ -228,8 +228,8 @@ UNIFORM = {
     1000: (0.241, 0.288, 0.334, 0.373, 0.420, 0.451, 0.494, 0.533, 0.583, 0.624, 0.645, 0.683, 0.713),
     3000: (0.243, 0.291, 0.334, 0.373, 0.420, 0.451, 0.494, 0.535, 0.583, 0.624, 0.645, 0.684, 0.713),
 }
-"""By n, what √n · dip of n uniform numbers exceeds with each of the probabilities `LEVELS`: 4,000 to 20,000 simulated
-samples for each n up to 1,000, from where on it hardly changes."""
+"""By n: the value that √n · dip of n uniform numbers exceeds with each of the probabilities `LEVELS`, from 4,000 to
+20,000 simulated samples for each n up to 1,000; beyond that it hardly changes."""
 
 
 def dip(sample: NDArray[np.float64]) -> float:
@@ -265,8 +265,8 @@ def critical_dip(n: int) -> float:
 def dip_p(sample: NDArray[np.float64]) -> float:
     """Return how often a uniform sample of this size has at least this dip: the p-value of "one peak".
 
-    At most 1 and at least 0.001, the smallest that the table holds. Samples of fewer than 20 are compared with the dips
-    of 20, which are larger: p is then too large, never too small.
+    At most 1 and at least 0.001, the smallest in the table. Samples of fewer than 20 are compared with the dips of 20,
+    which are larger: p is then too large, never too small.
     """
     scaled = dip(sample) * np.sqrt(len(sample))
     return float(np.exp(np.interp(scaled, _uniform(len(sample)), np.log(LEVELS), left=0.0)))
