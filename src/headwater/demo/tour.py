@@ -1,8 +1,8 @@
-"""The tour: every analysis of its tables on a real model and on the embedded one, and a page that shows them.
+"""The tour: every step of `demo.steps` on a real model and on the embedded one, and a page that shows the results.
 
-`Tour` runs the analyses. `write` puts a result's figure and tables into files, `write_report` what results report of
-themselves into Markdown. `write_index` lays sections out on one self-contained HTML page that holds its figures itself:
-it can be moved and mailed, and reaches for nothing outside.
+`Tour` runs the analyses. `write` writes a result's figure and tables to files, `write_report` the reports of several
+results as Markdown. `write_index` lays out sections on one self-contained HTML page with its figures embedded: it can
+be moved and mailed, and loads nothing from outside.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class Section:
     question: str
     """What the analysis asks, and how, in a sentence or two."""
     lead: Sequence[str] = ()
-    """What is seen, as the paragraph on the page."""
+    """The main findings, as a paragraph on the page."""
     further: Sequence[str] = ()
-    """What else was found; it unfolds."""
+    """Further findings, which unfold."""
     figures: Sequence[tuple[Path, str]] = ()
     """PNG files and their captions."""
     table: pd.DataFrame | None = None
     failure: str | None = None
-    """Why there is nothing to see."""
+    """Reason for a failure (if any)."""
     folder: Path | None = None
-    """Where the whole result lies."""
+    """Folder of the whole result."""
     number: Number | None = None
     is_on_top: bool = True
-    """Whether what was found is among the first lines of the page, or is folded below them."""
+    """Whether its number is among the first lines of the page, or folded below them."""
     view: View | None = None
-    """What can be looked into, shown in place of the first figure."""
+    """Interactive view, shown instead of the first figure."""
     beside: tuple[str, View] | None = None
-    """What else can be looked into, with its title."""
+    """Another interactive view, with its title."""
 
 
 LEGEND = (
@@ -73,14 +73,14 @@ LEGEND = (
 
 
 def leading(sentences: Sequence[str], beginnings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split sentences into the first with each beginning, and the rest; all lead where none has one of them."""
+    """Split sentences into the first with each beginning, and the rest; all lead if none has one of the beginnings."""
     first = [next((i for i, one in enumerate(sentences) if one.startswith(start)), None) for start in beginnings]
     lead = [sentences[i] for i in first if i is not None]
     return (lead, [one for i, one in enumerate(sentences) if i not in first]) if lead else (list(sentences), [])
 
 
 def write_report(results: Mapping[str, Result], file: Path) -> Path:
-    """Write what several results show as Markdown, with the figures beside it."""
+    """Write the reports of several results as Markdown, with the figures beside it."""
     lines = []
     for name, result in results.items():
         title = STEPS[name].title if name in STEPS else name.capitalize()
@@ -99,13 +99,13 @@ def write_index(
 ) -> Path:
     """Write the page; paths of folders are shown relative to its file.
 
-    `run`, of any of the results, is for the line at its end; `models` says what was looked into, and what is weak.
+    `run`, of any of the results, is for the last line of the page; `models` is a note on the models and their limits.
     """
     first = others = body = ""
     for number, one in enumerate(sections):
         failed = " (failed)" if one.failure else ""
         entry = f'<li><a href="#part{number}">{escape(one.title)}</a>{failed}{_found(one)}</li>'
-        if one.is_on_top or one.failure is not None:  # what failed is never folded
+        if one.is_on_top or one.failure is not None:  # failures are never folded
             first += entry
         else:
             others += entry
@@ -120,7 +120,7 @@ def write_index(
 
 
 def _found(section: Section) -> str:
-    """Return the number and, beside it, its control, with a word where it is indistinguishable."""
+    """Return the number and its control as HTML, marked as weak if they are indistinguishable."""
     if section.number is None:
         return ""
     found, compared, is_weak = section.number
@@ -156,12 +156,12 @@ def _section(number: int, section: Section, folder: Path) -> str:
 
 
 def _folded(name: str, inside: str) -> str:
-    """Return HTML that unfolds under a name, which is text."""
+    """Return HTML that unfolds under a plain-text name."""
     return f"<details><summary>{escape(name)}</summary>{inside}</details>"
 
 
 def _files(path: Path, folder: Path) -> str:
-    """Return links to the tables and figures of a result that lies beside the page; else the name of its folder."""
+    """Return links to the tables and figures of a result in a folder beside the page; else the name of its folder."""
     if not path.is_relative_to(folder):
         return f"<code>{escape(str(path))}</code>"
     files = sorted(file for file in path.glob("*") if file.suffix in (".csv", ".pdf"))
@@ -170,7 +170,7 @@ def _files(path: Path, folder: Path) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Text as it is, where Markdown would read marks of its own or HTML."""
+    """Escape a text so that Markdown does not read markup or HTML in it."""
     return "".join(f"\\{c}" if c in "\\`*_[]<>#|!" else c for c in " ".join(text.split()))
 
 
@@ -179,9 +179,9 @@ CSV_ROWS = 200_000
 
 
 def write(result: Result, out: Path, figure: str) -> list[str]:
-    """Write a result's figure and, beside the parquet tables that are there already, the same tables as CSV.
+    """Write a result's figure and, beside its existing parquet tables, the same tables as CSV.
 
-    Tables that are too long to be read stay parquet alone. Of several processes the main one writes.
+    Tables too long for reading stay parquet only. Of several processes only the main one writes.
     """
     if not processes().is_main:
         return []
@@ -200,7 +200,7 @@ def write(result: Result, out: Path, figure: str) -> list[str]:
 
 
 def write_figure(drawn: Figure | Axes, stem: Path) -> list[str]:
-    """Write a figure for the page and for print; of several processes the main one does."""
+    """Write a figure for the page and for print; of several processes only the main one writes."""
     if not processes().is_main:
         return []
     return [str(file) for file in save_figure(drawn, stem, ("png", "svg", "pdf"))]
@@ -213,26 +213,26 @@ MODELS = (
     "may give other numbers. From “What the model answers” on it is the embedded model, a toy whose training texts are "
     "known."
 )
-"""What the page says of its two models."""
+"""Note on the page about its two models."""
 
 
 class HelperProcess:
-    """Analyses of the embedded model in a process beside this one; the tour then reads what they wrote.
+    """Runs analyses of the embedded model in another process; the tour then reads their files.
 
-    Their matrices are too small for a second thread. As long as they take, one thread less works here.
+    Their matrices are too small for a second thread. While they run, this process uses one thread less.
     """
 
     def __init__(self, names: Sequence[str], questions: int, out: Path):
         self.names, self.threads = names, torch.get_num_threads()
         torch.set_num_threads(max(1, self.threads - 1))
         self.process = get_context("spawn").Process(target=_run, args=(names, questions, out), daemon=True)
-        # Ctrl-C ends the tour, and the tour this process, which ignores from its first import on what is ignored here.
+        # The process ignores SIGINT from its first import on, as here: Ctrl-C ends the tour, which ends the process.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.process.start()
         signal.signal(signal.SIGINT, handler)
 
     def before(self, name: str) -> None:
-        """Wait, if the next analysis is one of these; where all have ended, every thread works here again."""
+        """Wait if the next analysis is run by the process; once the process has ended, use every thread here again."""
         if name in self.names:
             self.process.join()
         if not self.process.is_alive():
@@ -241,17 +241,17 @@ class HelperProcess:
 
 def _run(names: Sequence[str], questions: int, out: Path) -> None:
     """Run analyses of the embedded model, each into its folder."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an exit leaves nothing to warn of
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # exits cleanly, without warnings
     torch.set_num_threads(1)
     demo = Demo(load(), questions)
-    with suppress(Exception):  # the tour runs what is missing once more, and says why it fails
+    with suppress(Exception):  # the tour runs missing analyses again, and reports their failures
         for name in names:
             demo.found[name] = STEPS[name].run(demo, {"progress": False, "out": out / name})
 
 
 @dataclass
 class Tour:
-    """The results so far, and what of them was written."""
+    """The results so far, with their failures and files."""
 
     demo: Demo
     steps: Mapping[str, Step]
@@ -261,7 +261,7 @@ class Tour:
     files: list[str] = field(default_factory=list)
 
     def take(self, name: str, step: Step) -> None:
-        """Run one analysis, or read it if it is done; what goes wrong is kept as its failure."""
+        """Run one analysis, or load it if it is done; record an error as its failure."""
         missing = next((needed for needed in step.needs if needed not in self.demo.found), None)
         if missing is not None:
             self.failed[name] = f"It needs the analysis {missing!r}, which failed."
@@ -274,7 +274,7 @@ class Tour:
             self.demo.found[name] = result
         except RunFolderError:
             raise
-        except Exception as error:  # one analysis must not take the others with it
+        except Exception as error:  # one failed analysis must not end the others
             self.failed[name] = str(error) if isinstance(error, HeadwaterError) else f"{type(error).__name__}: {error}"
 
     def summaries(self) -> dict[str, object]:

@@ -1,16 +1,16 @@
-"""Hallucination detection: how well do scores of an answer tell wrong answers from right ones?
+"""Hallucination detection: how well do scores of an answer separate wrong answers from right ones?
 
 Luo et al., "Two Pathways to Truthfulness", ACL 2026, §5 and Table 3. For every question set and seed:
 
 1. Half of the answers train, half test; a question text is never on both sides (published: 2,000 and 2,000).
 2. Probes are fitted on the training half, and l* is the layer that does best on a fifth of it.
-3. Modes of the training answers: E_Q is knocked out, and the answer is Q-anchored where the probe's prediction at l*
-   flips. By default the probe that says so was fitted on other answers (`cross_fit`; published: on the same).
+3. Modes of the training answers: E_Q is knocked out, and the answer is Q-anchored if the probe's prediction at l*
+   flips. By default the probe that decides this was fitted on other answers (`cross_fit`; published: on the same).
 4. The gate predicts the mode from the ordinary state at l*; the experts are probes trained on the answers of one mode.
-   All of them are logistic regressions on the standardized state. `reweighting` trains PR, on training answers weighed
-   by a gate that, too, was fitted on other answers.
-5. AUC on the test half, averaged over seeds; intervals by resampling questions, each with all of its answers and seeds.
-   `gain` is the AUC minus that of the single probe on the same resamples.
+   All are logistic regressions on the standardized state. `reweighting` trains PR on training answers weighted by a
+   gate that was also fitted on other answers.
+5. AUC on the test half, averaged over seeds; intervals resample questions, each with all its answers and seeds. `gain`
+   is the AUC minus the AUC of the single probe on the same resamples.
 
 The methods are described in `methods`.
 """
@@ -73,16 +73,16 @@ class Detection(HasDatasets, Result):
     """A row per test answer and seed: `dataset, seed, example` (the row of the answers' table), `z`, and a column of
     scores per method, higher = more likely wrong."""
     fits: pd.DataFrame
-    """A row per question set and seed: `dataset, seed, layer` (l*); of the training half `train` (answers), and by mode
-    and label `q_right, q_wrong, a_right, a_wrong`; `gate_auc, gate_low, gate_high`, of the gate for the modes of the
-    test half, with the 95 % interval over its questions."""
+    """A row per question set and seed: `dataset, seed, layer` (l*); answers of the training half, `train` in all and by
+    mode and label `q_right, q_wrong, a_right, a_wrong`; `gate_auc, gate_low, gate_high`, of the gate for the modes of
+    the test half, with the 95 % interval over its questions."""
     weight: Float[Tensor, "dataset classifier d_model"]
     bias: Float[Tensor, "dataset classifier"]
     alpha: Float[Tensor, "dataset pathway layer head"]
-    """Of PR; NaN beyond l*, and where it was not trained."""
+    """α of PR; NaN beyond l*, and where PR was not trained."""
     question_weight: Float[Tensor, "dataset feature"]
     relations: list[str]
-    """Those that `question` knows."""
+    """Relations that `question` knows."""
     dropped: pd.DataFrame
     """`dataset, cause, answers`: question sets that have too few right or wrong answers."""
     run: RunRecord
@@ -91,10 +91,10 @@ class Detection(HasDatasets, Result):
         """Return the detector fitted on a question set (with the first seed): it can be saved, and scores new answers.
 
         Args:
-            dataset: the question set; may be left out when there is one.
+            dataset: the question set; optional if there is only one.
 
         Raises:
-            InputError: there is no such set.
+            InputError: the set is unknown, or there are several and none was chosen.
         """
         names = self.datasets
         name = names[0] if dataset is None and len(names) == 1 else str(dataset)
@@ -143,12 +143,12 @@ class Detection(HasDatasets, Result):
         return {"model": self.run.model, "site": options["site"], "token": options["token"], "datasets": sets}
 
     def report(self) -> list[str]:
-        """Say in plain sentences, a paragraph per question set, what the numbers show on this model."""
+        """Return one paragraph per question set, in plain sentences computed from the numbers."""
         left_out = [f"{row['dataset']} was left out: {row['cause']}" for row in self.dropped.to_dict("records")]
         return left_out + [paragraph(str(name), part) for name, part in self.table.groupby("dataset", sort=False)]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw the AUC of every method with its interval, a mark per question set."""
+        """Draw the AUC of every method with its interval, a marker per question set."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
@@ -171,22 +171,21 @@ def detect(
 ) -> Detection:
     """Fit detectors of wrong answers on half of each question set, and measure them on the other half.
 
-    A higher score says that an answer is more likely wrong; detectors are compared by AUC (Luo et al., ACL 2026,
-    §5).
+    Higher scores mean that an answer is more likely wrong; detectors are compared by AUC (Luo et al., ACL 2026, §5).
 
     Args:
         model: the model that answered.
-        answered: what `hw.answer` returned; every question set is fitted and measured by itself.
+        answered: what `hw.answer` returned; every question set is fitted and measured separately.
         methods: which detectors, by default all: `question, p_true, logit_mean, logit_min, probe, random_gate,
             vanilla_experts, mop, pr` (`headwater.detection.methods`).
         site: what probes read: `mlp_out`, `attn_out` or `resid_post`.
         token: where probes read; see `headwater.pathways.trace_pathways`.
         layer: l*; default: the layer whose probe does best on a fifth of the training half.
-        variant: the knockout that tells the modes, `mask` (before the softmax) or `zero` (after it).
-        cross_fit: whether a training answer's mode, and the gate by which PR is trained on it, come from probes that
-            were fitted on other answers.
+        variant: the knockout that determines the modes, `mask` (before the softmax) or `zero` (after it).
+        cross_fit: whether the mode of a training answer, and the gate used to train PR on it, come from probes fitted
+            on other answers.
         reweighting: how PR is trained.
-        seeds: how many splits into halves, at most 1,000.
+        seeds: number of splits into halves, at most 1,000.
         batch_size: answers in one run.
         progress: show a bar.
         out: a folder to write to; an interrupted run goes on where it stopped.
@@ -231,7 +230,7 @@ def detect(
 
 
 def _one_after_another(sets: Sequence[AnswerSet], seeds: int) -> Iterator[tuple[AnswerSet, int]]:
-    """Yield each question set with each seed, and drop the states of a set when it is done."""
+    """Yield each question set with each seed, and drop the states of a set after its last seed."""
     for one in sets:
         yield from ((one, seed) for seed in range(seeds))
         one.forget()
@@ -240,13 +239,13 @@ def _one_after_another(sets: Sequence[AnswerSet], seeds: int) -> Iterator[tuple[
 def _usable(
     model: HookedModel, answered: AnsweredQuestions, recipe: DetectorSetup, seeds: int
 ) -> tuple[list[AnswerSet], pd.DataFrame]:
-    """Return the question sets that can be split and fitted, and why the others cannot."""
+    """Return the question sets that can be split and fitted, and the causes for the others."""
     sets: list[AnswerSet] = []
     dropped: list[dict[str, Any]] = []
     for name in answered.datasets:
         answer_set = AnswerSet.of(model, answered, name, recipe)
         try:
-            # All splits now: an error in the last one would come after all other fits.
+            # Check all splits now: an error in the last one would come after all other fits.
             for seed in range(seeds):
                 answer_set.check(seed)
             sets.append(answer_set)
@@ -263,7 +262,7 @@ def _result(
     dropped: pd.DataFrame,
     run: RunRecord,
 ) -> Detection:
-    """Put together what `AnswerSet.fit` returned of every question set, by seed."""
+    """Combine the results of `AnswerSet.fit` of every question set and seed."""
     methods = list(run.options["methods"])
     tables, scores, fits = [], [], []
     for answer_set, by_seed in fitted:
@@ -303,12 +302,12 @@ def _result(
 
 
 def _span_note(answer_set: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> dict[str, str]:
-    """Say of the probe if length and place of the exact answer, fitted on the same halves, tell no less than it."""
+    """Return a note on the probe if length and place of the exact answer alone are not clearly worse than it."""
     if "probe" not in scored:
         return {}
     places, seeds = np.searchsorted(answer_set.rows, scored["example"]), scored["seed"].to_numpy()
     half = np.zeros((seeds.max() + 1, len(answer_set.rows)), dtype=np.int64)
-    # The halves of the detectors, so that spans are fitted on the very answers that the probe was.
+    # The halves of the detectors, so that spans are fitted on the same answers as the probe.
     half[seeds, places] = 1
     alone = span_logits(span_shapes(answer_set.answered.table), answer_set.answered.z, half)[seeds, places]
     row = evaluate(scored.assign(spans=alone), questions, ["probe", "spans"], {}).iloc[1]
@@ -320,7 +319,7 @@ def _span_note(answer_set: AnswerSet, scored: pd.DataFrame, questions: pd.Series
     }
 
 
-# How well scores tell wrong answers from right ones: AUCs with intervals over questions, and a paragraph on them.
+# How well scores separate wrong answers from right ones: AUCs with intervals over questions, and a paragraph on them.
 
 
 NAMES = {
@@ -334,7 +333,7 @@ NAMES = {
     "mop": "mixture of probes (MoP)",
     "pr": "pathway reweighting (PR)",
 }
-"""What a reader is shown of each method."""
+"""Display name of each method."""
 
 
 def evaluate(
@@ -342,15 +341,15 @@ def evaluate(
 ) -> pd.DataFrame:
     """Return rows of `Detection.table`: the AUC of every method on one question set, with intervals over questions.
 
-    `scores` are rows of `Detection.scores`, whose `example` is the index of `questions`, the texts of all questions of
-    the set.
+    `scores` are rows of `Detection.scores`; their `example` is an index label of `questions`, the texts of all
+    questions of the set.
     """
     draws = Bootstrap.of(questions)
     places = pd.Series(np.arange(len(questions)), index=questions.index)
     seeds = [part for _, part in scores.groupby("seed")]
 
     def aucs(method: str) -> NDArray[np.float64]:
-        """The AUC in every resample, averaged over seeds."""
+        """Return the AUC in every resample, averaged over seeds."""
         per_seed = [
             auc(
                 part[method].to_numpy(),
@@ -373,7 +372,7 @@ def evaluate(
 
 
 def paragraph(dataset: str, table: pd.DataFrame) -> str:
-    """Say of one question set which method does best, and what the modes add to a single probe."""
+    """Say which method is best on one question set, and what the modes add to a single probe."""
     measured = table[table["auc"].notna()].sort_values("auc", ascending=False)
     if measured.empty:
         return f"{dataset}: no method could be measured."
@@ -385,7 +384,7 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
         f"{NAMES[best['method']]} has the highest AUC ({_interval(best)}{f'; {chance}' if chance else ''})."
     ]
     rows: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
-    # What is short for a method keeps its letters as the first word of a sentence.
+    # Only the first letter changes case, so that abbreviations at the start of a sentence stay in capitals.
     sentences += [
         f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(rows[name])} the single probe ({_signed(rows[name])})."
         for name in ("mop", "pr")

@@ -1,19 +1,19 @@
-"""Hallucination detectors: what can be computed of an answer to tell a wrong one from a right one.
+"""Hallucination detectors: scores of an answer that separate wrong answers from right ones.
 
-Luo et al., "Two Pathways to Truthfulness", ACL 2026, §5; Kadavath et al. 2022 for P(True); Orgad et al., ICLR 2025. Of
-every method a higher score says that the answer is more likely wrong.
+Luo et al., "Two Pathways to Truthfulness", ACL 2026, §5; Kadavath et al. 2022 for P(True); Orgad et al., ICLR 2025.
+For every method, a higher score means that the answer is more likely wrong.
 
-    p_true           1 − P(True) / (P(True) + P(False)), asked of the model itself
+    p_true           1 − P(True) / (P(True) + P(False)) when the model itself is asked
     logit_mean       minus the mean log-probability of the answer's tokens
-    logit_min        minus the lowest of them
+    logit_min        minus the lowest log-probability of the answer's tokens
     probe            P(z = 1) of the linear probe at l*
-    mop              π p_Q + (1 − π) p_A: a probe trained on the answers of either mode, π the gate's P(Q-anchored)
+    mop              π p_Q + (1 − π) p_A: one probe trained on the answers of each mode, π the gate's P(Q-anchored)
     vanilla_experts  the same gate over two probes trained on random halves, whatever the mode
-    random_gate      the same two experts under a random π
+    random_gate      the two experts of mop under a random π
     pr               the probe of the reweighted state (`reweighting`)
     question         relation, popularity and depth of the question alone: no model, the score to beat
 
-All but `p_true` and `pr`, which need a run each, come from one ordinary run of the prompt with its answer.
+All except `p_true` and `pr`, which need another run each, come from one ordinary run of the prompt with its answer.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ METHODS = (
     "question", "p_true", "logit_mean", "logit_min", "probe", "random_gate", "vanilla_experts", "mop", "pr",
 )  # fmt: skip
 CLASSIFIERS = ("probe", "gate", "question_expert", "answer_expert", "first_half", "second_half", "pr")
-"""The linear readings of the state at l*, in the order of `Detector.weight`."""
+"""The linear classifiers of the state at l*, in the order of `Detector.weight`."""
 ASK = "Question: {question}\nProposed answer: {answer}\nIs the proposed answer true or false? It is"
 WORDS = (("True", "False"), ("true", "false"))
 QUESTION_NUMBERS = ("popularity", "depth")
@@ -71,27 +71,27 @@ TENSORS, DESCRIPTION = "detector.safetensors", "detector.json"
 @checked_calls
 @dataclass(frozen=True, eq=False)
 class Detector:
-    """What was fitted on the answers to one question set; scores new answers of the same model."""
+    """Classifiers fitted on the answers to one question set; they score new answers of the same model."""
 
     dataset: str
     fingerprint: str
-    """Of the model whose states it reads."""
+    """Fingerprint of the model whose states it reads."""
     site: str
     token: str
     layer: int
     """l*."""
     weight: Float[Tensor, "classifier d_model"]
-    """Of `CLASSIFIERS`, float64."""
+    """Weights of `CLASSIFIERS`, float64."""
     bias: Float[Tensor, " classifier"]
     alpha: Strength
-    """Of `pr`; nothing where it was not trained."""
+    """α of `pr`; NaN where it was not trained."""
     question_weight: Float[Tensor, " feature"]
-    """Of `question`: the numbers, each relation, and the bias."""
+    """Weights of `question`: of the numbers, of each relation, and the bias."""
     relations: tuple[str, ...] = ()
     methods: tuple[str, ...] = METHODS
 
     def probe(self, name: str = "probe") -> Probe:
-        """Return one of the linear readings as a probe."""
+        """Return one of the linear classifiers as a probe."""
         if name not in CLASSIFIERS:
             raise InputError(f"A detector has no classifier {name!r}.{did_you_mean(name, CLASSIFIERS)}")
         place = CLASSIFIERS.index(name)
@@ -111,7 +111,7 @@ class Detector:
         Args:
             model: the model that answered, and that the detector was fitted on.
             answered: what `hw.answer` returned.
-            methods: of those fitted; default all but `p_true`, which asks the model a further question.
+            methods: some of the fitted methods; default: all except `p_true`, which asks the model another question.
             batch_size: rows in one run.
             progress: show a bar.
         """
@@ -134,11 +134,11 @@ class Detector:
         return pd.DataFrame(named | {method: scores[method] for method in names})
 
     def from_states(self, states: Float[Tensor, "example d_model"], table: pd.DataFrame) -> dict[str, NDArray[Any]]:
-        """Return the scores that the states at l* and the table of answers give."""
+        """Return the scores computed from the states at l* and the table of answers."""
         read = zip(CLASSIFIERS, self.weight, self.bias, strict=True)
         p = {name: torch.sigmoid(linear_logits(states, weight, bias)) for name, weight, bias in read}
         gate = p["gate"]
-        # Seeded here: the scores of a detector do not depend on what was drawn before.
+        # Seeded here, so that the scores of a detector do not depend on earlier draws.
         random = torch.from_numpy(np.random.default_rng(0).random(len(gate)))
         scores = {
             "probe": p["probe"],
@@ -157,17 +157,17 @@ class Detector:
     def reweighted_scores(
         self, model: HookedModel, answered: AnsweredQuestions, states: Float[Tensor, "example d_model"], batch_size: int
     ) -> NDArray[np.float64]:
-        """Return the scores of `pr`: a second run, its edges reweighted by the gate."""
+        """Return the scores of `pr`, from a second run with edges reweighted by the gate."""
         reads = self.probe("pr")
         gate = torch.sigmoid(self.probe("gate").logits(states))
-        inputs = Reweighted.of(model, answered, reads, gate).begin(batch_size)  # the prompt that all begin with, once
+        inputs = Reweighted.of(model, answered, reads, gate).begin(batch_size)  # runs the shared prompt once
         scores = torch.empty(len(states), dtype=torch.float64)
         for rows in inputs.batches(range(len(states)), batch_size):
             scores[rows] = torch.sigmoid(reads.logits(inputs.states(rows, self.alpha).cpu()))
         return scores.numpy()
 
     def save(self, folder: str | Path) -> Path:
-        """Write the detector: numbers as safetensors, the rest as JSON."""
+        """Write the detector: tensors as safetensors, the rest as JSON."""
         path = checked_path("folder", folder)
         refuse_foreign(path, DESCRIPTION, [TENSORS])
         make_folder(path)
@@ -191,11 +191,11 @@ class Detector:
 
 
 def question_features(table: pd.DataFrame, relations: Sequence[str]) -> NDArray[np.float64]:
-    """Return what is known of a question without a model: log popularity, depth, and its relation, one column each."""
+    """Return features of a question that need no model: log popularity, depth, and an indicator per relation."""
     columns = []
     for name in QUESTION_NUMBERS:
         values = pd.to_numeric(table[name], errors="coerce") if name in table else pd.Series(0.0, index=table.index)
-        # Page views span orders of magnitude.
+        # Page views span orders of magnitude, hence the log.
         columns.append(np.log1p(values.fillna(0).clip(lower=0).to_numpy(dtype=np.float64)))
     named = table["relation"].astype(str).to_numpy() if "relation" in table else np.full(len(table), "")
     return np.stack([*columns, *((named == relation).astype(np.float64) for relation in relations)], axis=1)
@@ -211,8 +211,8 @@ def p_true(
 ) -> NDArray[np.float64]:
     """Ask the model whether each of its answers is true, and return P(True) / (P(True) + P(False)).
 
-    `ask` is put to it as the user's message where there is a chat template; of the pairs of `words` (true, false), in
-    order of preference, the first of single tokens is read.
+    `ask` is sent as the user's message if the model has a chat template; `words` are pairs (true, false) in order of
+    preference, of which the first pair of single tokens is used.
     """
     if "{question}" not in ask or "{answer}" not in ask:
         raise InputError(f"ask={shown(ask)} must hold {{question}} and {{answer}}.")
@@ -227,13 +227,13 @@ def p_true(
     odds = np.empty(len(prompts))
     for rows in by_length([len(prompt) for prompt in prompts], batch_size):
         logits = next_logits(model, model.tokenize([prompts[row] for row in rows])).double().cpu()
-        # P(True) / (P(True) + P(False)) is the sigmoid of the difference, and needs no sum over the vocabulary.
+        # P(True) / (P(True) + P(False)) is the sigmoid of the difference, so no sum over the vocabulary is needed.
         odds[rows] = (logits[:, true] - logits[:, false]).numpy()
     return sigmoid(odds)
 
 
 def truth_tokens(model: HookedModel, words: Sequence[tuple[str, str]] = WORDS) -> tuple[int, int]:
-    """Return the ids of the first pair of words that are one token each; after a space, unless in a chat."""
+    """Return the ids of the first pair of words that are one token each: after a space, except in a chat."""
     tokenizer: Any = model.tokenizer
     space = "" if getattr(tokenizer, "chat_template", None) else " "
     for pair in words:
@@ -245,7 +245,7 @@ def truth_tokens(model: HookedModel, words: Sequence[tuple[str, str]] = WORDS) -
 
 
 def check_methods(methods: Sequence[str], allowed: Sequence[str] = METHODS) -> tuple[str, ...]:
-    """Refuse methods that there are not."""
+    """Raise on unknown methods."""
     listed: list[Any] = list(methods) if isinstance(methods, list | tuple) else [methods]
     if not listed:
         raise InputError("No detection method was requested.")
@@ -260,8 +260,7 @@ def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return 0.5 * (1 + np.tanh(0.5 * logits))
 
 
-# Detectors are fitted on half of a question set: probe, gate, experts and reweighted edges (`detection` says how and
-# why).
+# Fit detectors on half of a question set: probe, gate, experts and reweighted edges (`detection` explains how and why).
 
 
 Reading: TypeAlias = tuple[Float[np.ndarray, " feature"], float]
@@ -285,31 +284,31 @@ class DetectorSetup:
 
 @dataclass(frozen=True, eq=False)
 class AnswerSet:
-    """The answers to one question set, and what is computed of them once for all seeds."""
+    """The answers to one question set, and the quantities computed once for all seeds."""
 
     model: HookedModel
     answered: AnsweredQuestions
-    """Of this set alone."""
+    """Answers of this set alone."""
     dataset: str
     rows: NDArray[np.int64]
-    """Their places in the table of all answers."""
+    """Row numbers of these answers in the table of all answers."""
     relations: tuple[str, ...]
     recipe: DetectorSetup
 
     @classmethod
     def of(cls, model: HookedModel, answered: AnsweredQuestions, dataset: str, recipe: DetectorSetup) -> AnswerSet:
-        """Pick one of the question sets."""
+        """Select one question set."""
         rows = np.flatnonzero(answered.table["dataset"] == dataset)
         return cls(model, answered.select(dataset), dataset, rows, relations_of(answered.table), recipe)
 
     @cached_property
     def states(self) -> States:
-        """Of every layer, where the probe reads."""
+        """States of every layer at the token that the probe reads."""
         return after_states(self.model, untouched(self.answered, self._setup), self._setup)
 
     @cached_property
     def severed(self) -> States:
-        """The same after the knockout of E_Q; as before where nothing comes between E_Q and the token read."""
+        """The same states after the knockout of E_Q; unchanged if no edge from E_Q can be severed."""
         knockout = block_exact_tokens(self.answered, self._setup)
         states = self.states.clone()
         states[:, torch.from_numpy(knockout.examples)] = after_states(self.model, knockout, self._setup)
@@ -322,17 +321,17 @@ class AnswerSet:
 
     @cached_property
     def self_reports(self) -> NDArray[np.float64]:
-        """P(False) of every answer, as the model says."""
+        """P(False) of every answer, according to the model."""
         return 1 - p_true(self.model, self.answered, batch_size=self.recipe.batch_size)
 
     def forget(self) -> None:
-        """Let go of the states, gigabytes per set of a large model; what is needed again is made again."""
+        """Drop the states, which take gigabytes per set for a large model; they are recomputed if needed again."""
         for name in ("states", "severed"):
             self.__dict__.pop(name, None)
 
     @cached_property
     def groups(self) -> list[str]:
-        """What stays on one side of every split."""
+        """Question of each answer; all answers to one question stay on one side of every split."""
         return self.answered.table["question"].tolist()
 
     def notes(self) -> dict[str, str]:
@@ -348,11 +347,11 @@ class AnswerSet:
         return {method: note for method, note in notes.items() if method in self.recipe.methods}
 
     def halves(self, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Split the answers into those that train and those that test."""
+        """Split the answers into training and test rows."""
         return grouped_folds(self.answered.z, self.groups, 2, seed)[0]
 
     def check(self, seed: int) -> None:
-        """Raise what `fit` would raise."""
+        """Raise the errors that `fit` would raise on too few answers."""
         train, _ = self.halves(seed)
         for folds in (FOLDS, 2):
             grouped_folds(self.answered.z[train], [self.groups[i] for i in train], folds, seed)
@@ -361,7 +360,7 @@ class AnswerSet:
         """Fit on one half and score the other.
 
         Returns:
-            `layer`; the tensors of a `Detector`; `test`, rows of the table of all answers; `scores` of these by method;
+            `layer`; the tensors of a `Detector`; `test`, rows of the table of all answers; their `scores` by method;
             `counts` (`COUNTS`) of the training half; `gate_auc`, with the 95 % interval over questions.
         """
         train, test = self.halves(seed)
@@ -417,7 +416,7 @@ class AnswerSet:
     def _modes(
         self, states: NDArray[np.float64], severed: NDArray[np.float64], train: NDArray[np.int64], seed: int
     ) -> NDArray[np.bool_]:
-        """Say which training answers are Q-anchored."""
+        """Return which training answers are Q-anchored."""
         z, anchored = self.answered.z[train], np.zeros(len(train), dtype=bool)
         for fitted, predicted in self._folds(train, seed):
             reading = fit_linear(states[train[fitted]], z[fitted])
@@ -425,7 +424,7 @@ class AnswerSet:
         return anchored
 
     def _folds(self, train: NDArray[np.int64], seed: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return which training answers are fitted on, and which are predicted by that: the other half, or the same."""
+        """Return pairs of training answers to fit on and to predict: swapped halves, or all without `cross_fit`."""
         if not self.recipe.cross_fit:
             return [(np.arange(len(train)), np.arange(len(train)))]
         return grouped_folds(self.answered.z[train], [self.groups[i] for i in train], 2, seed)
@@ -435,7 +434,7 @@ class AnswerSet:
     ) -> Detector:
         part = replace(self.answered, table=self.answered.table.iloc[train])
         states = self.states[detector.layer].double().numpy()[train]
-        # As sure of each answer as the gate is of answers that it has not seen.
+        # Cross-fitted, so that the gate is as confident on each answer as on answers that it has not seen.
         gate = np.empty(len(train))
         for fitted, predicted in self._folds(train, seed):
             gate[predicted] = read_linear(states[predicted], *fit_linear(states[fitted], anchored[fitted]))
@@ -446,7 +445,7 @@ class AnswerSet:
             detector.probe(),
             torch.from_numpy(np.where(spread > 0, spread, 1.0)),
             self.recipe.reweighting,
-            # scikit-learn minimises |w|²/2 + C · Σ losses: divided by C · rows, the mean loss and this penalty.
+            # scikit-learn minimises |w|²/2 + C · Σ losses; divided by C · rows this is the mean loss plus this penalty.
             penalty=1 / (C * len(train)),
             seed=seed,
             batch_size=self.recipe.batch_size,
@@ -469,14 +468,14 @@ class AnswerSet:
 
 
 def relations_of(table: pd.DataFrame) -> tuple[str, ...]:
-    """Return the relations that the questions ask about."""
+    """Return the relations of the questions."""
     return tuple(sorted(table["relation"].dropna().astype(str).unique())) if "relation" in table else ()
 
 
 def _fit_readings(
     states: NDArray[np.float64], z: NDArray[np.int64], anchored: NDArray[np.bool_], seed: int
 ) -> list[Reading]:
-    """Fit the linear readings, in the order of `CLASSIFIERS`; that of `pr` starts as the single probe."""
+    """Fit the linear classifiers, in the order of `CLASSIFIERS`; `pr` starts as the single probe."""
     first = np.zeros(len(z), dtype=bool)
     first[np.random.default_rng(seed).permutation(len(z))[: len(z) // 2]] = True
     probe = fit_linear(states, z)
@@ -485,5 +484,5 @@ def _fit_readings(
 
 
 def _flipped(reading: Reading, before: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Say where the hard prediction changes."""
+    """Return where the hard prediction changes."""
     return (read_linear(before, *reading) > 0) != (read_linear(after, *reading) > 0)

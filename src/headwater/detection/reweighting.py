@@ -1,4 +1,4 @@
-"""Pathway reweighting (PR): amplify the pathway an example takes, and read its state anew.
+"""Pathway reweighting (PR): amplify the pathway that an example takes, then read its state again.
 
 Luo et al., "Two Pathways to Truthfulness", ACL 2026, §5.2, Eq. 4-5. For layers l up to the probe's layer, queries i in
 E_A and keys j in E_Q
@@ -6,15 +6,15 @@ E_A and keys j in E_Q
     Ã_l(i, j) = (1 + s_l) A_l(i, j)        s_l = π_Q α_Q,l − (1 − π_Q) α_A,l        α >= 0, other weights unchanged
 
 π_Q is the gate's probability that the example is Q-anchored, from an ordinary run. The model is frozen; α and the probe
-that reads the reweighted state are trained together.
+of the reweighted state are trained together.
 
-What the publication leaves open, and is a parameter here: one α per layer or per head, and where α and the probe start
-(here at a small α and at the fitted probe). α is kept between 0 and 1, so that no weight turns negative. The probe is
-trained on states standardized as its start was, under the same L2 penalty. A probe at the token before the answer
-cannot see edges into E_A: there the reweighted edges are those into the token that is read.
+Left open by the publication, and parameters here: whether α is per layer or per head, and the initial values of α
+(here small) and of the probe (here the fitted probe). α is kept between 0 and 1, so that no weight turns negative. The
+probe is trained on states standardized as for the fitted probe, under the same L2 penalty. A probe at the token before
+the answer cannot see edges into E_A: there the edges into the token that is read are reweighted.
 
-What comes before a row's first reweighted query is the same whatever α is: training runs it once, and in every epoch
-the rest alone, on top of its keys and values (`Beginnings`). Of an answer of one token that is one token.
+Positions before a row's first reweighted query do not depend on α: training runs them once, and in every epoch only the
+remaining positions, on top of their keys and values (`Beginnings`). For an answer of one token that is one position.
 """
 
 from __future__ import annotations
@@ -45,40 +45,40 @@ from headwater.questions.states import probe_positions
 
 # Beginnings: the keys and values of the first tokens of rows that are run many times and change only later.
 #
-# What a causal model computes at a position depends on no later one. Rows that are edited from some position on are run
-# up to it once, and as often as wanted from there on. Beginnings of several lengths go together in one run, each up
-# against the end of the longest; the run's mask says what is before a shorter one.
+# A causal model's activations at a position do not depend on later positions. Rows that are edited from some position
+# on are run up to it once, and from there on as often as needed. Beginnings of different lengths run together,
+# left-padded to the longest; the attention mask marks the padding before a shorter one.
 
 
 KEPT_SHARE = 1 / 4
-"""What the keys and values may take of the free memory; rows beyond are not begun, and run whole every time."""
+"""Share of free memory for keys and values; rows beyond it get no beginning, and run whole every time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Beginnings:
-    """The keys and values of some rows' first tokens; those of what all rows begin with are there once."""
+    """The keys and values of the first tokens of some rows; the prefix shared by all rows is stored once."""
 
     places: Mapping[int, Int[Tensor, " position"]] = field(default_factory=dict)
-    """By row, where in `keys_values` its tokens are."""
+    """By row, the indices of its tokens in `keys_values`."""
     keys_values: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By layer, `token kv_head d_head`."""
 
     @property
     def bytes_per_row(self) -> int:
-        """What the keys and values of the row of most tokens take in a run."""
+        """Bytes that the keys and values of the row with the longest beginning take in a run."""
         pairs = self.keys_values.values()
         return self.longest(list(self.places)) * sum(o[0].numel() * o.element_size() for pair in pairs for o in pair)
 
     def length(self, row: int) -> int:
-        """Return how many tokens of a row were run."""
+        """Return the number of tokens in the beginning of a row."""
         return len(self.places.get(row, ()))
 
     def longest(self, rows: Sequence[int]) -> int:
-        """Return how many tokens the longest beginning of some rows has."""
+        """Return the number of tokens in the longest beginning of some rows."""
         return max(map(self.length, rows), default=0)
 
     def of(self, rows: Sequence[int]) -> tuple[KeysValues, Bool[Tensor, "row position"]]:
-        """Return the keys and values of some rows, as many as the longest has, and which of them are real."""
+        """Return the keys and values of some rows, left-padded to the longest, and a mask of the real ones."""
         longest = self.longest(rows)
         places, real = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest).bool()
         for number, row in enumerate(rows):
@@ -95,16 +95,16 @@ class Beginnings:
 def beginnings(
     model: HookedModel, tokens: Sequence[Sequence[int]], lengths: Sequence[int], n_layers: int, batch_size: int
 ) -> Beginnings:
-    """Run the first tokens of rows through the first layers, longest rows first, as far as they may be kept.
+    """Run the first tokens of rows through the first layers, longest rows first, while memory for them lasts.
 
-    What all rows begin with, such as a prompt's examples, is run once.
+    The prefix shared by all rows, such as a prompt's examples, is run once.
     """
     room = available_memory(model.device) * KEPT_SHARE
     shared = common_start(torch.tensor([list(row[: min(lengths)]) for row in tokens], dtype=torch.long))
     start = keys_values(model, torch.tensor([list(tokens[0][:shared])]), {}, n_layers)
     places: dict[int, Tensor] = {}
     parts, n_tokens = [_by_token(start, 0)] if shared else [], shared
-    # longest=float: a batch has one length, so that no padding is kept. The longest spare most, and come first.
+    # longest=float: each batch has one length, so no padding is kept. The longest rows save most, and come first.
     for rows in reversed(by_length(lengths, batch_size, longest=float)):
         if not (first := lengths[rows[0]]):
             break
@@ -117,7 +117,7 @@ def beginnings(
         for row in rows:
             places[row] = torch.cat([torch.arange(shared), torch.arange(n_tokens, n_tokens + first - shared)])
             n_tokens += first - shared
-    # pop: a layer's parts go as soon as they are joined, or all of it would be in memory twice.
+    # pop: each layer's parts are freed once joined; otherwise all would be in memory twice.
     joined = {}
     for layer in list(parts[0]) if parts else []:
         keys, values = zip(*(part.pop(layer) for part in parts), strict=True)
@@ -126,7 +126,7 @@ def beginnings(
 
 
 def _by_token(made: KeysValues, first: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """Put the keys and values of all rows from a token on one after another."""
+    """Concatenate the keys and values of all rows, from token `first` on, along one token axis."""
     shape = "row kv_head token d_head -> (row token) kv_head d_head"
     return {
         layer: (rearrange(keys[:, :, first:], shape), rearrange(values[:, :, first:], shape))
@@ -135,30 +135,30 @@ def _by_token(made: KeysValues, first: int) -> dict[int, tuple[Tensor, Tensor]]:
 
 
 Strength = Float[Tensor, "pathway layer head"]
-"""α of the two pathways, question first; one head where all heads of a layer share it."""
+"""α of the two pathways, question first; a single head if all heads of a layer share it."""
 MOST_BEGUN = 8
-"""Rows that were begun run together as so many times whole ones at most."""
+"""Rows with a beginning run together in batches of at most this many times `batch_size`."""
 MOST_BYTES = 1 << 29
-"""And with so many keys and values: slopes keep them once for each query head that reads them."""
+"""Most bytes of keys and values per batch: autograd keeps a copy for each query head that reads them."""
 CHECKED = 8
-"""Rows that are run whole too, before what was begun is relied on."""
+"""Rows that are also run whole, to check the beginnings before they are used."""
 
 
 @dataclass(frozen=True)
 class Reweighting:
-    """How pathway reweighting is trained; the defaults are the published ones where there are any."""
+    """Training options of pathway reweighting; defaults are the published values if there are any."""
 
     learning_rate: float = 1e-2
-    """Of Adam, with betas 0.9 and 0.999."""
+    """Learning rate of Adam, with betas 0.9 and 0.999."""
     examples_per_step: int = 512
     epochs: int = 10
     start: float = 0.1
-    """Every α at the start (not published)."""
+    """Initial value of every α (not published)."""
     per_head: bool = False
-    """An α for every head instead of every layer."""
+    """Whether every head has its own α, instead of every layer."""
 
     def check(self) -> None:
-        """Refuse values that cannot be trained with."""
+        """Raise on values that cannot be trained with."""
         checked_number("learning_rate", self.learning_rate, above=0.0)
         checked_count("examples_per_step", self.examples_per_step)
         checked_count("epochs", self.epochs, least=0)
@@ -168,11 +168,11 @@ class Reweighting:
 
 @dataclass(frozen=True, eq=False)
 class Reweighted:
-    """The states that a probe reads once the edges from E_Q are reweighted."""
+    """The states that a probe reads after the edges from E_Q are reweighted."""
 
     model: HookedModel
     tokens: tuple[tuple[int, ...], ...]
-    """Up to the token that is read: what comes after it cannot change it."""
+    """Up to the token that is read, which later tokens cannot change."""
     queries: tuple[tuple[int, ...], ...]
     keys: tuple[tuple[int, ...], ...]
     site: str
@@ -180,7 +180,7 @@ class Reweighted:
     gate: Float[Tensor, " example"]
     """π_Q."""
     begun: Beginnings = field(default_factory=Beginnings)
-    """What was run of rows already."""
+    """The positions of each row that were already run."""
 
     @classmethod
     def of(cls, model: HookedModel, answered: AnsweredQuestions, probe: Probe, gate: Tensor) -> Reweighted:
@@ -193,7 +193,7 @@ class Reweighted:
         return cls(model, tokens, queries, answered.exact_question_tokens(), probe.site, probe.layer, gate)
 
     def states(self, rows: Sequence[int], alpha: Strength, *, grad: bool = False) -> Float[Tensor, "example d_model"]:
-        """Run some rows, those begun from there on, and return the states read; with `grad`, slopes reach `alpha`."""
+        """Run some rows, each from the end of its beginning, and return the states; `grad` gives `alpha` a gradient."""
         batch = self.model.tokenize([list(self.tokens[row][self.begun.length(row) :]) for row in rows])
         before = self.begun.longest(rows)
         options: dict[str, Any] = {}
@@ -217,7 +217,7 @@ class Reweighted:
     def batches(self, rows: Sequence[int], batch_size: int) -> list[list[int]]:
         """Deal rows out in batches of about equal length.
 
-        Rows that were begun go together in larger ones, of no more tokens than so many whole rows.
+        Batches of rows with beginnings are larger, but have no more tokens than `batch_size` whole rows.
         """
         most_begun = min(MOST_BEGUN * batch_size, MOST_BYTES / max(self.begun.bytes_per_row, 1))
         rest = {row: len(self.tokens[row]) - self.begun.length(row) for row in rows}
@@ -236,10 +236,10 @@ class Reweighted:
         return batches
 
     def begin(self, batch_size: int) -> Reweighted:
-        """Run what comes before the first query of each row, as far as it may be kept.
+        """Run the positions before the first query of each row, while memory for them lasts.
 
-        Nothing is begun of a model that takes no keys and values of earlier tokens, or that gives another state of a
-        row in two runs than in one.
+        Without effect on a model that accepts no keys and values of earlier tokens, or whose states differ between a
+        run in two parts and a single run.
         """
         model = self.model
         if not takes_cache(model.raw):
@@ -247,7 +247,7 @@ class Reweighted:
         firsts = [min(queries) for queries in self.queries]
         try:
             begun = replace(self, begun=beginnings(model, self.tokens, firsts, self.layer + 1, batch_size))
-            # Rows of all lengths, their edges reweighted by a half.
+            # Rows of all lengths, with α = 0.5.
             ordered = sorted(range(len(self.tokens)), key=lambda row: firsts[row])
             rows = ordered[:: -(-len(ordered) // CHECKED)]
             half = torch.full((2, self.layer + 1, 1), 0.5, dtype=torch.float64)
@@ -271,15 +271,15 @@ def train_reweighting(
     seed: int,
     batch_size: int,
 ) -> tuple[Strength, Probe]:
-    """Train α and the probe, which starts as it is given, on all rows; return α and the probe of reweighted states.
+    """Train α and the probe, starting from the given probe, on all rows; return α and the probe of reweighted states.
 
-    `spread` is the standard deviation of every dimension of the states that the probe was fitted on; `penalty` the
-    weight of |w|²/2 in standardized units, beside the mean cross-entropy. The seed orders the rows.
+    `spread` is the standard deviation of every dimension of the states that the probe was fitted on; `penalty` is the
+    weight of |w|²/2 in standardized units, added to the mean cross-entropy. The seed orders the rows.
     """
     inputs = inputs.begin(batch_size)
     n_heads = inputs.model.shape.n_heads if options.per_head else 1
     alpha = torch.full((2, inputs.layer + 1, n_heads), options.start, dtype=torch.float64, requires_grad=True)
-    # In standardized units, in which Adam's steps and the penalty mean the same for every coordinate.
+    # In standardized units, so that Adam's steps and the penalty mean the same for every coordinate.
     weight = (probe.weight * spread).clone().requires_grad_()
     bias = torch.tensor(probe.bias, dtype=torch.float64, requires_grad=True)
     learned = [alpha, weight, bias]
@@ -292,10 +292,10 @@ def train_reweighting(
                 states = inputs.states(rows, alpha, grad=True).cpu().double()
                 logits = states @ (weight / spread) + bias
                 losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, z[rows], reduction="sum")
-                # Batch by batch: the graph of one is gone before the next runs.
+                # Batch by batch, so that the graph of one batch is freed before the next runs.
                 parts = torch.autograd.grad(losses / len(step), learned, allow_unused=True)
                 slopes = [s if part is None else s + part for s, part in zip(slopes, parts, strict=True)]
-            # Once a step and not once a batch; biases and α have no penalty, as in the probe's own fit.
+            # The penalty is added once per step, not per batch; biases and α have none, as in the probe's original fit.
             slopes[1] = slopes[1] + penalty * weight.detach()
             for tensor, slope in zip(learned, slopes, strict=True):
                 tensor.grad = slope

@@ -1,10 +1,10 @@
-"""What a cache keeps: how large activations are by layer, on a logarithmic scale; of attention alone, its patterns.
+"""The contents of a cache: size of activations by layer on a logarithmic scale; attention patterns if nothing else.
 
-What grows through the layers (a residual stream), what differs (a layer whose numbers are a hundred times its
-neighbours'), and what is nil is seen before anything is fitted on it. What is in no layer is a dashed line. The
-size is the root mean square of a site's numbers. Patterns are those of one text, query by key, a panel for each head
-chosen, or of each layer; of many heads their mean, a panel for each layer. Many chosen heads are tiles of one image,
-by layer and head: hundreds of axes take half a minute, and a page of a metre.
+Before anything is fitted, the figure shows which sites grow through the layers (a residual stream), which layer differs
+(with values a hundred times its neighbours'), and which sites are zero. Sites outside the layers are dashed lines. The
+size is the root mean square of a site's values. Patterns are of one text, query by key, one panel per selected head or
+layer; with many heads, their mean in one panel per layer. Many selected heads are tiles of one image, by layer and
+head: hundreds of axes would take half a minute, and a page a metre long.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from headwater.runs.result import DRAWINGS, whole_summary
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, FAINT)
 MARKS = ("o", "s", "^", "D", "v")
 MOST_ROWS, MOST_COLUMNS, MOST_TOKENS = 6, 8, 20
-"""Of patterns: layers and heads that have panels of their own, and tokens that are written at the axes."""
+"""For patterns: most layers and heads with separate panels, and most tokens written along the axes."""
 TILE, WIDEST, HIGHEST, GAP = 0.3, 7.7, 8.0, "#c8c8c8"
-"""Of tiles: inches of one, inches of all at most, and the colour between them and where a head was not chosen."""
+"""For tiles: inches of one, most inches of all, and the colour between them and of heads that were not selected."""
 
 
 @DRAWINGS.add(Cache)
 def plot_cache(
     cache: Cache, ax: Axes | None = None, *, heads: Sequence[tuple[int, int]] | None = None, example: int = 0
 ) -> Axes | Figure:
-    """Draw the size of each activation by layer, or patterns: what `Cache.plot` says."""
+    """Draw the size of each activation by layer, or patterns, as described in `Cache.plot`."""
     chosen = None if heads is None else _chosen(cache, heads)
     example = checked_count("example", example, least=0, most=len(cache.texts) - 1)
     with style(ax):
@@ -67,7 +67,7 @@ def plot_cache(
                 ordered = rows.sort_values("layer")
                 layers = ordered["layer"].astype(int)
                 ax.plot(layers, ordered["rms"], color=colour, marker=mark, markersize=3.5, label=label(str(site)))
-        # A logarithmic axis cannot show zero, the RMS of a site that is zero everywhere.
+        # A logarithmic axis cannot show the RMS of a site that is zero everywhere.
         if (sizes["rms"] > 0).all():
             ax.set_yscale("log")
         whole_numbers(ax.xaxis)
@@ -78,7 +78,7 @@ def plot_cache(
 
 
 def _chosen(cache: Cache, heads: Any) -> list[tuple[int, int]]:
-    """Return heads as pairs, each of them in the cache."""
+    """Return heads as pairs (layer, head); raise if the cache does not contain one."""
     wanted = "pairs (layer, head), as heads=[(0, 3)]"
     chosen = [tuple(checked_several("heads", one, wanted)) for one in checked_several("heads", heads, wanted)]
     kept = {*product(cache.kept["pattern"].layers if "pattern" in cache.kept else (), cache.heads)}
@@ -158,7 +158,7 @@ def _panel(ax: Axes, weights: Tensor, tokens: list[str], left: bool, below: bool
     named = len(tokens) <= MOST_TOKENS and weights.shape == (len(tokens), len(tokens))
     for axis, is_outer, what in ((ax.xaxis, below, "Key"), (ax.yaxis, left, "Query")):
         if not is_outer:
-            axis.set_visible(False)  # to lay out ticks takes longer than everything else
+            axis.set_visible(False)  # laying out ticks takes longer than everything else
             continue
         if named:
             look = {"rotation": 90} if what == "Key" else {}

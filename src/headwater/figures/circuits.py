@@ -1,11 +1,11 @@
-"""Circuits, claims and edges: a circuit as a graph, and how much each does beside what it is compared with.
+"""Circuits, claims and edges: a circuit as a graph, and effects beside what they are compared with.
 
 A circuit is drawn by layers, from the embedding on the left to the logits on the right. MLPs are on one line with the
-embedding and the logits, the heads of a layer above it, those that many low nodes feed at the bottom. A line is an
-edge: red where its effect is above 0, blue below, grey where none is known; its width goes with the square root of the
-effect's size. What of a head it feeds is told by the line: q drawn through, k dashed, v dotted. Where several query
-heads read one key or value, it leads to those of them that take part. Up to `FEW` edges have their effects written
-beside them.
+embedding and the logits; the heads of a layer are above it, those fed by many low nodes at the bottom. A line is an
+edge: red if its effect is above 0, blue below, grey if unknown; its width grows with the square root of the effect's
+size. The line style shows which input of a head it feeds: solid for q, dashed for k, dotted for v. If several query
+heads share one key or value, the line leads to those of them in the circuit. Up to `FEW` edges are labelled with their
+effects.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from headwater.options import checked_name
 from headwater.runs.result import DRAWINGS, Claim, Result, whole_summary
 
 ABOVE, BELOW = "#b2182b", "#2166ac"
-"""The ends of the scale in which a map of edges is drawn."""
+"""The end colours of the scale of edge maps."""
 LINES: Mapping[str, Any] = {"q": "-", "k": DASHED, "v": (0, (1, 1.2)), "mlp": "-", "logits": "-"}
 FED = {"q": "query", "k": "key", "v": "value"}
 FEW = 24
-"""Edges whose effects are written beside them."""
+"""Most edges that are labelled with their effects."""
 WIDTHS = (0.4, 3.2)
 COLUMN, ROW = 0.62, 0.34
-"""Inches between columns, and between the heads of a layer, where there is room for them."""
+"""Inches between columns, and between the heads of a layer, if there is room."""
 LEAST, LARGEST = (6.8, 2.2), (10.0, 7.0)
-"""Inches of the smallest and largest figure: few columns are further apart, many closer, with smaller names."""
+"""Inches of the smallest and largest figure: few columns are spread out, many are closer, with smaller names."""
 NAME = 6.5
-"""Points of the names of nodes, at most; where less, the MLP of layer 3 is m3."""
+"""Largest font size of node names, in points; in crowded figures, the MLP of layer 3 is m3."""
 BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white", "linewidth": 0.6}
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
 MINUS = "\N{MINUS SIGN}"
@@ -68,12 +68,12 @@ Place: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class Drawn:
-    """One line: an edge, or its part to one of several heads that read the same key or value."""
+    """One line: an edge, or its part that leads to one of several heads sharing the same key or value."""
 
     edge: int
-    """Which of the circuit's."""
+    """Index of the edge in the circuit."""
     source: int
-    """Nodes are senders by number; the logits come after the last."""
+    """Nodes are sender numbers; the logits come after the last sender."""
     target: int
     kind: str
 
@@ -86,7 +86,7 @@ def title_of(circuit: Circuit) -> str:
 
 @DRAWINGS.add(Circuit)
 def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
-    """Draw a circuit: what `Circuit.plot` says."""
+    """Draw a circuit, as described in `Circuit.plot`."""
     lines = lines_of(circuit)
     places = layout(circuit.graph, lines)
     far = max((x for x, _ in places.values()), default=1.0)
@@ -136,7 +136,7 @@ def lines_of(circuit: Circuit) -> list[Drawn]:
 
 
 def layout(graph: Graph, lines: list[Drawn]) -> dict[int, Place]:
-    """Return where each node is: a column for the heads of a layer and one for its MLP, where they take part."""
+    """Return the place of each node: a column for the heads of a layer and one for its MLP, if they take part."""
     nodes = sorted({node for line in lines for node in (line.source, line.target)})
     logits = len(graph.senders)
     columns: dict[tuple[int, int], list[int]] = {}
@@ -157,7 +157,7 @@ def layout(graph: Graph, lines: list[Drawn]) -> dict[int, Place]:
 
 def _curve(places: Mapping[int, Place], line: Drawn) -> Path:
     (x0, y0), (x1, y1) = places[line.source], places[line.target]
-    if y0 == y1 == 0:  # between nodes that are on one line, those between them are in the way
+    if y0 == y1 == 0:  # both nodes are on the base line: curve below the nodes between them
         depth = -0.28 - 0.2 * (x1 - x0)
         middle = [(x0 + 0.25 * (x1 - x0), depth), (x1 - 0.25 * (x1 - x0), depth)]
     else:
@@ -177,7 +177,7 @@ def _draw(ax: Axes, curve: Path, line: Drawn, effect: float, top: float, rank: f
 def _write_effects(
     ax: Axes, circuit: Circuit, lines: list[Drawn], curves: Mapping[Drawn, Path], places: Mapping[int, Place]
 ) -> None:
-    """Write the effects on their lines, the largest first, each where there is room; else it is left out."""
+    """Write the effects on their lines, the largest first; leave out those without room."""
     written: set[int] = set()
     occupied = [(x, y, 0.35, 0.27) for x, y in places.values()]
     for line in lines:
@@ -202,14 +202,14 @@ def _write_effects(
 
 
 def _point(curve: Path, t: float) -> Place:
-    """A point of a cubic Bézier curve."""
+    """Return the point at parameter `t` of a cubic Bézier curve."""
     a, b, c, d = np.asarray(curve.vertices)
     x, y = (1 - t) ** 3 * a + 3 * t * (1 - t) ** 2 * b + 3 * t**2 * (1 - t) * c + t**3 * d
     return float(x), float(y)
 
 
 def _legend(ax: Axes, circuit: Circuit, lines: list[Drawn], top: float) -> None:
-    """Say above the axes what lines mean."""
+    """Draw the legend of the lines above the axes."""
     effects: Any = circuit.effects
     signs = {"above 0": (effects > 0, ABOVE), "below 0": (effects < 0, BELOW), "not known": (np.isnan(effects), FAINT)}
     entries: list[tuple[str, dict[str, Any]]] = [
@@ -225,17 +225,17 @@ def _legend(ax: Axes, circuit: Circuit, lines: list[Drawn], top: float) -> None:
     legend_above(ax, min(7, len(entries)) or 1, label(title_of(circuit)))
 
 
-# Circuits run alone: the faithfulness of each beside its placebos, and the curve over sizes with theirs as a band.
+# Circuits run alone: the faithfulness of each with its placebos, and the curve over sizes with the placebos as a band.
 #
-# Both axes of faithfulness show 0 (the empty circuit) and 1 (the model). The band of placebos reaches from their 5 % to
-# their 95 % quantile, that of the circuits is the bootstrap interval over prompts.
+# Both axes of faithfulness show 0 (the empty circuit) and 1 (the model). The placebo band reaches from their 5 % to
+# their 95 % quantile; the circuits' band is the bootstrap interval over prompts.
 
 CIRCUIT, PLACEBO, LINE = "#0b5394", "#9a9a9a", "#d0d0d0"
 
 
 @DRAWINGS.add(CircuitRuns)
 def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-    """Draw circuits: what `CircuitRuns.plot` says."""
+    """Draw circuits, as described in `CircuitRuns.plot`."""
     name, table, summary = _of_metric(runs, metric)
     with one_panel(ax, 4.6, 0.8 + 0.4 * len(summary)) as ax:
         for x in (0.0, 1.0):
@@ -256,7 +256,7 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
 
 @DRAWINGS.add(CircuitCurve)
 def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-    """Draw a curve: what `CircuitCurve.plot` says."""
+    """Draw a curve, as described in `CircuitCurve.plot`."""
     name, table, summary = _of_metric(curve, metric)
     summary = summary.sort_values("size")
     with one_panel(ax, 4.6, 3.2) as ax:
@@ -277,7 +277,7 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
 
 @DRAWINGS.add(CircuitSearch)
 def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes | Figure:
-    """Draw a search: what `CircuitSearch.plot` says."""
+    """Draw a search, as described in `CircuitSearch.plot`."""
     begun = search.table[search.table["decision"] != DECISIONS[LEFT_OUT]]
     tried = begun[begun["decision"] != DECISIONS[NOT_TRIED]]
     is_kept = (tried["decision"] == DECISIONS[KEPT]).to_numpy()
@@ -299,7 +299,7 @@ def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes |
 
 
 def _of_metric(result: Result, metric: str | None) -> tuple[str, pd.DataFrame, pd.DataFrame]:
-    """The metric to draw, the first by default, and its rows of a table and of its summary."""
+    """Return the metric to draw, the first by default, and its rows of the table and of the summary."""
     names = tuple(result.table["metric"].unique())
     name = names[0] if metric is None else checked_name("metric", metric, names)
     table, summary = (rows[rows["metric"] == name] for rows in (result.table, whole_summary(result)))
@@ -307,21 +307,21 @@ def _of_metric(result: Result, metric: str | None) -> tuple[str, pd.DataFrame, p
 
 
 def _placebos(part: pd.DataFrame) -> np.ndarray:
-    """The faithfulness of each placebo over prompts, the ratio of the means."""
+    """Return the faithfulness of each placebo over prompts: the ratio of the means."""
     means = part[part["placebo"].notna()].groupby("placebo")[["value", "clean", "corrupted"]].mean()
     gap = (means["clean"] - means["corrupted"]).to_numpy()
     return ((means["value"] - means["corrupted"]).to_numpy() / np.where(gap == 0, np.nan, gap)).astype(float)
 
 
-# A claim: the effect of the set with its interval, above what it is compared with, from top to bottom.
+# A claim: the effect of the set with its interval, above its comparisons, from top to bottom.
 #
-# Of random sets the line ends at the 95 % quantile of their sizes, on the side of the effect, and the mark is their
-# mean size. The dashed line is the margin, beyond which the whole interval must lie.
+# For random sets, the line ends at the 95 % quantile of their sizes, on the side of the effect, and the marker is their
+# mean size. The dashed line is the margin; the whole interval must lie beyond it.
 
 
 @DRAWINGS.add(Claim)
 def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
-    """Draw a claim: what `Claim.plot` says."""
+    """Draw a claim, as described in `Claim.plot`."""
     row = claim.table.iloc[0]
     side = 1.0 if row["effect"] >= 0 else -1.0
     level = 100 * float(claim.run.options["claim"]["level"])
@@ -352,18 +352,18 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
     return ax
 
 
-# Edges, or paths, as a map: senders across, receivers down; what is not an edge, or where no path leads, is left blank.
+# Maps of edges or paths: senders across, receivers down; pairs without an edge, or without a path, are blank.
 #
-# The colour scale diverges from 0 and reaches equally far both ways; it is of the square root of the size, because a
-# few edges carry far more than all others. Edges are in the order of the layers, which are parted by thin lines; paths
-# in the order they were named.
+# The colour scale diverges symmetrically from 0; it shows the square root of the size, because a few edges have far
+# larger effects than all others. Edges are in the order of the layers, separated by thin lines; paths are in the order
+# in which they were named.
 
 DIVERGING = "RdBu_r"
 
 
 @DRAWINGS.add(EdgeEffects)
 def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-    """Draw edges: what `EdgeEffects.plot` says."""
+    """Draw edges, as described in `EdgeEffects.plot`."""
     matrix, graph = edges.matrix(metric), edges.graph
     down = ~np.isnan(matrix).all(1)
     across = ~np.isnan(matrix).all(0)
@@ -386,23 +386,23 @@ def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str
 
 
 def root(x: np.ndarray) -> np.ndarray:
-    """Return the square root of sizes, signs kept."""
+    """Return the square root of the absolute values, with their signs."""
     return np.sign(x) * np.sqrt(np.abs(x))
 
 
 def square(x: np.ndarray) -> np.ndarray:
-    """Return the squares, signs kept."""
+    """Return the squares, with the signs of the values."""
     return np.sign(x) * np.square(x)
 
 
 def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
-    """Name every node where there are few; otherwise the middle of each layer, as far as there is room."""
+    """Name every node if there are few; otherwise name the middle of each layer, where there is room."""
     names = [nodes.name(int(index)) for index in present]
     layers = nodes.layer[present]
     begins = [i for i in range(len(present)) if i == 0 or layers[i] != layers[i - 1]]
     is_x = axis == "x"
     line = ax.axvline if is_x else ax.axhline
-    # Of many layers as thin as leaves the cells between them to be seen.
+    # Thinner lines for many layers, so that the cells between them remain visible.
     width = min(0.4, 2.4 * inches(ax)[0 if is_x else 1] / len(begins))
     for i in begins[1:]:
         line(i - 0.5, color=LINE, linewidth=width)
@@ -416,7 +416,7 @@ def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
 
 @DRAWINGS.add(PathEffects)
 def plot_path_effects(paths: PathEffects, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-    """Draw paths: what `PathEffects.plot` says."""
+    """Draw paths, as described in `PathEffects.plot`."""
     matrix = paths.matrix(metric)
     top = float(np.nanmax(np.abs(matrix.to_numpy()))) or 1.0
     with one_panel(ax, 4.6, 3.6) as ax:

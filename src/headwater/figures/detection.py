@@ -1,4 +1,4 @@
-"""Right and wrong answers: how many, how well detectors tell them apart, and what probes read by layer."""
+"""Right and wrong answers: how many, how well detectors separate them, and the AUC of probes by layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from headwater.runs.result import DRAWINGS
 
 @DRAWINGS.add(Detection)
 def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
-    """Draw a row per method, a mark and interval per question set; chance is the dashed line."""
+    """Draw a row per method, a marker and interval per question set; the dashed line is chance."""
     table = detection.table[detection.table["auc"].notna()]
     if table.empty:
         raise InputError("No method of this detection could be measured: there is nothing to draw.")
@@ -67,7 +67,7 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
 
 
 COLORS = {"right": (BLUE, "white"), "wrong": (ORANGE, INK), "cut off": (FAINT, "white"), "dropped": ("#d0d0d0", INK)}
-"""Of bars, and of the numbers in them."""
+"""Colours of bars, and of the numbers in them."""
 
 
 @DRAWINGS.add(AnsweredQuestions)
@@ -87,7 +87,7 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
             if not any(shares):
                 continue
             bars = ax.barh(range(len(names)), shares, left=starts, height=0.6, color=color, label=name)
-            # A narrower bar has no room for its number.
+            # Narrower bars have no room for their number.
             fitting = [f"{share:.0%}" if share >= 0.06 else "" for share in shares]
             ax.bar_label(bars, fitting, label_type="center", color=ink, fontsize=7)
             starts = [start + share for start, share in zip(starts, shares, strict=True)]
@@ -111,9 +111,9 @@ TOKEN_NAMES = {
 
 @DRAWINGS.add(ProbeMap)
 def plot_probe_map(result: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
-    """Draw a row per token and a column per layer; darker is a higher AUC, from 0.5 to 1; the best pair is framed.
+    """Draw a row per token and a column per layer; darker is a higher AUC, from 0.5 to 1; the best cell is framed.
 
-    A panel for each question set; on a given `ax`, the first one's.
+    One panel per question set; on a given `ax`, only the first set's.
     """
     sets = result.datasets
     with style(ax):

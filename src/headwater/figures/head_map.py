@@ -1,10 +1,10 @@
-"""The head map: layer by head, a mark per head in the colour of its category (Elhelo & Geva, ACL 2025).
+"""The head map: layer by head, a marker per head in the colour of its category (Elhelo & Geva, ACL 2025).
 
-Grey, blue, orange, green and red are unclassified, algorithmic, knowledge, linguistic and translation; ever darker
-purples are two, three and four categories. Shapes say the same as colours. A mark's area grows with the head's best
-excess, the chance-corrected score of the relation it is best at; in a map without a null model, which has no excess,
-every mark is as large as one of excess 1. A ring around a mark says that the running model uses the head for a relation
-that it is called for (`HeadMap.validate`). The legend counts the heads.
+Grey, blue, orange, green and red are unclassified, algorithmic, knowledge, linguistic and translation; increasingly
+dark purples are two, three and four categories. Shapes encode the same as colours. A marker's area grows with the
+head's best excess: the chance-corrected score of its best relation. In a map without a null model, which has no excess,
+every marker has the size of excess 1. A ring around a marker means that the running model uses the head for one of its
+relations (`HeadMap.validate`). The legend counts the heads.
 """
 
 from collections.abc import Sequence
@@ -33,24 +33,24 @@ from headwater.runs.result import DRAWINGS, Size, apply_title_and_size
 
 NONE = ("#d4d4d4", "o")
 SEVERAL = (("#b08fd8", "p"), (PURPLE, "h"), ("#45156e", "*"), ("#1f0833", "P"))
-"""The colour and shape of two, three, four and more categories."""
+"""Colour and shape of two, three, four, and five or more categories."""
 AREAS = {"o": 1.0, "s": 0.82, "^": 1.0, "D": 0.62, "p": 1.1, "h": 1.1, "*": 1.6}
-"""Areas, relative to a disc, at which the shapes look equally large."""
+"""Areas, relative to a disc, at which the shapes appear equally large."""
 PUBLISHED_SEVERAL = ("2 categories", "3 categories", "4 categories")
 UNCLASSIFIED_AREA = 0.25
 NO_EXCESS_AREA = 0.3
-"""The area of a mark whose excess is 0, beside one whose excess is 1."""
+"""Area of a marker of excess 0, relative to one of excess 1."""
 SIZES_ARE = "area: excess over chance"
 USED = "used"
 RING = 0.96
-"""The diameter of a ring, in distances between heads."""
+"""Diameter of a ring, in distances between heads."""
 RING_LINE = 0.7
 LARGEST_MARK = 0.8
-"""The width of a mark of excess 1, in cells."""
+"""Width of a marker of excess 1, in cells."""
 SMALLEST = 0.7
-"""Square points of a mark that can be seen."""
+"""Smallest visible area of a marker, in square points."""
 TELLABLE = 3.0
-"""Points of a cell in which shapes can be told from one another."""
+"""Smallest size of a cell, in points, at which shapes are distinguishable."""
 
 # Inches.
 CELL = 0.2
@@ -59,14 +59,14 @@ PANEL_HEIGHT = 2.2
 LEFT, BOTTOM, TOP, GAP, LEGEND, LINE = 0.5, 0.45, 0.35, 0.25, 1.6, 0.165
 LABEL_COLUMN, COUNT_COLUMN, LETTER = 1.2, 0.6, 0.085
 LEGEND_ROW = 4.6
-"""The width of the published legend in two rows."""
+"""Width of the published legend in two rows."""
 HEADING = 0.3
 SEEN = "heads by category"
 
 
 @DRAWINGS.add(HeadMap)
 def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
-    """Draw one head map on a new figure of fitting size, its legend to the right; or on `ax`, its legend below."""
+    """Draw one head map on a new figure of fitting size, with its legend at the right; or on `ax`, with it below."""
     with shared_look(ax):
         lines, is_alone = _lines([head_map]), ax is None
         if ax is None:
@@ -93,19 +93,19 @@ def head_maps(
     title: str | None = None,
     figsize: Size | None = None,
 ) -> Axes | Figure:
-    """Draw several head maps in one figure, each with its own ranges of layers and heads, with one legend for all.
+    """Draw several head maps in one figure, each with its ranges of layers and heads, and one legend for all.
 
     Args:
         maps: results of `classify_heads`.
-        columns: maps in a row; up to four by default, in the published style two.
-        style: "headwater" or "published": panels and marks of one size, and a legend of the published words without
+        columns: maps in a row; by default up to four, or two in the published style.
+        style: "headwater" or "published": panels and markers of one size, and a legend with the published words and no
             counts.
-        ax: where to draw a single map, with its legend below it; default: a new figure.
-        title: above all maps, in place of the figure's own; of a single one on `ax`, in place of its own.
+        ax: axes for a single map, with its legend below; default: a new figure.
+        title: above all maps, replaces the figure's title; for a single map on `ax`, replaces its title.
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: there are no maps, or what is given are none; or `ax` was given for several.
+        InputError: there are no maps, an argument is not a map, or `ax` was passed for several maps.
     """
     maps = list(maps) if isinstance(maps, Sequence) else []
     if not maps or not all(hasattr(head_map, "categories") for head_map in maps):
@@ -154,12 +154,12 @@ def head_maps(
 
 
 def title_of(maps: Sequence[HeadMap]) -> str:
-    """Return the title above maps as plain text: the model of a single one, and what is shown."""
+    """Return the title above maps as plain text: the model of a single map, and the subject."""
     return f"{maps[0].title}: {SEEN}" if len(maps) == 1 else SEEN.capitalize()
 
 
 def names_of(maps: Sequence[HeadMap]) -> list[str]:
-    """Return what to call each map: its model; where several are of one, with the rule, else with their number, too."""
+    """Return a name for each map: its model; if several maps share it, with the rule, else with their number."""
     for more in ("", "rule"):
         names = [f"{one.title}, {one.run.options.get(more)}" if more else one.title for one in maps]
         if len(set(names)) == len(names):
@@ -168,13 +168,13 @@ def names_of(maps: Sequence[HeadMap]) -> list[str]:
 
 
 def _axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Axes at a place and of a size in inches."""
+    """Add axes at a place and of a size in inches."""
     x, y = figure.get_size_inches()
     return figure.add_axes((left / x, bottom / y, width / x, height / y))
 
 
 def _panel_width(head_map: HeadMap) -> float:
-    """The width that spaces layers as heads are spaced, within reason."""
+    """Return the panel width with equal spacing of layers and heads, within limits."""
     n_layers, n_heads = extent(head_map.categories)
     return PANEL_HEIGHT * min(max(n_layers / n_heads, 0.4), 2.5)
 
@@ -184,19 +184,19 @@ def _count_column(name: str) -> float:
 
 
 def extent(heads: pd.DataFrame) -> tuple[int, int]:
-    """Return how many layers and heads a map of these heads has."""
+    """Return the number of layers and heads of a map of these heads."""
     return int(heads["layer"].max()) + 1, int(heads["head"].max()) + 1
 
 
 def frame(ax: Axes, heads: pd.DataFrame) -> None:
-    """Give axes a place for each layer and head."""
+    """Set the limits of axes so that each layer and head has a place."""
     n_layers, n_heads = extent(heads)
     ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
     whole_numbers(ax.xaxis, ax.yaxis)
 
 
 def _shown(maps: Sequence[HeadMap]) -> list[str]:
-    """The labels in the legend: the single categories always, several categories where there is such a head."""
+    """Return the labels in the legend: always the single categories, several categories only if such a head exists."""
     present = {label for head_map in maps for label in head_map.categories["label"]}
     return [label for label in labels() if label in present or label == UNCLASSIFIED or label in CATEGORIES]
 
@@ -225,20 +225,20 @@ def _draw(head_map: HeadMap, ax: Axes, sized: bool = True) -> None:
 
 
 class Marks(PathCollection):
-    """Marks of heads, as large as the cells of the map are wherever they are drawn; in tiny cells, the cells filled."""
+    """Markers of heads, scaled to the cells of the map whenever they are drawn; in tiny cells, they fill the cells."""
 
     areas: np.ndarray
     shape: Path
     shares: np.ndarray
-    """Of a cell that is filled."""
+    """Filled share of each cell."""
 
     def draw(self, renderer: Any) -> None:
-        """Draw the marks in the size that the axes now give them."""
+        """Draw the markers in the size for the current axes."""
         self.fit()
         super().draw(renderer)
 
     def fit(self) -> None:
-        """Take the size of a cell."""
+        """Set the marker sizes from the current size of a cell."""
         ax: Any = self.axes
         box, across, up = ax.get_window_extent(), np.ptp(ax.get_xlim()), np.ptp(ax.get_ylim())
         wide, high = 72 / ax.figure.dpi * box.width / across, 72 / ax.figure.dpi * box.height / up
@@ -251,22 +251,22 @@ class Marks(PathCollection):
 
 
 def mark_area(area: float, excess: pd.Series) -> np.ndarray:
-    """Return the areas of marks, relative to a cell's, that grow with the excess; where there is none, as of 1."""
+    """Return marker areas relative to a cell's, which grow with the excess; a missing excess counts as 1."""
     grown: pd.Series = NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * excess.clip(0, 1).fillna(1)
     return area * LARGEST_MARK**2 * grown.to_numpy()
 
 
 def mark_heads(ax: Axes, heads: pd.DataFrame, areas: np.ndarray, **look: Any) -> None:
-    """Draw a mark at each layer and head, of areas relative to a cell's."""
+    """Draw a marker at each layer and head, with areas relative to a cell's."""
     marks: Any = ax.scatter(heads["layer"], heads["head"], **look)
-    # scatter makes a PathCollection and takes no class; as Marks it follows the size of the axes.
+    # scatter returns a PathCollection and accepts no class; as Marks, it follows the size of the axes.
     marks.__class__, marks.areas, marks.shape = Marks, np.asarray(areas, dtype=float), marks.get_paths()[0]
     marks.shares = marks.areas / (LARGEST_MARK**2 * AREAS.get(look.get("marker", "o"), 1.0))
     marks.fit()
 
 
 def _used(head_map: HeadMap) -> pd.DataFrame:
-    """The heads that the running model uses for some relation: `layer, head`."""
+    """Return the heads that the running model uses for some relation: `layer, head`."""
     table = head_map.table
     rows = table[table["used"].fillna(False).astype(bool)] if head_map.is_validated else table.head(0)
     return rows[["layer", "head"]].drop_duplicates()
@@ -281,7 +281,7 @@ def _area(label: str) -> float:
 
 
 def legend_mark(color: str, shape: str, area: float, name: str = "") -> Line2D:
-    """Return a mark as a legend shows it, of an area relative to a disc's."""
+    """Return a legend marker with an area relative to a disc's."""
     look: dict[str, Any] = {"linestyle": "none", "markersize": 6.5 * area**0.5, "markeredgewidth": 0}
     return Line2D([], [], marker=shape, color=color, label=name, **look)
 
@@ -291,7 +291,7 @@ def _mark(label: str) -> Line2D:
 
 
 def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]]:
-    """The lines of a legend: a name, its mark, and how many heads of each map have it; None where nobody looked."""
+    """Return the lines of a legend: a name, its marker, and its number of heads per map; None if not validated."""
     counts = [label_counts(head_map.categories) for head_map in maps]
     lines: list[tuple[str, Line2D, list[int | None]]] = [
         (label, _mark(label), [of_map[label] for of_map in counts]) for label in _shown(maps)
@@ -304,20 +304,20 @@ def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]
 
 
 def _published_words(maps: Sequence[HeadMap]) -> tuple[list[Line2D], list[str]]:
-    """The published words and their marks, also those of categories that no head has."""
+    """Return the published words and their markers, including categories that no head has."""
     shown = [label for label in labels() if label in _shown(maps) or label in PUBLISHED_SEVERAL]
     return [_mark(label) for label in shown], [label.capitalize() for label in shown]
 
 
 def rule_note(maps: Sequence[HeadMap]) -> str:
-    """Say by which rule heads were classified where it is not the published one; else nothing."""
+    """Return a note on the rule of classification if it is not the published one; else an empty string."""
     rules = {str(one.run.options.get("rule")) for one in maps}
     listed = " and ".join(sorted(rules))
     return "" if rules == {"published"} else f"Heads classified by the {listed} rule; published maps use the published."
 
 
 def _published_legend(figure: Figure, maps: Sequence[HeadMap], note: str) -> None:
-    """The published words, below all maps, and a note below these."""
+    """Draw the published words below all maps, and a note below them."""
     handles, words = _published_words(maps)
     columns = -(-len(words) // (1 if figure.get_size_inches()[0] > len(words) else 2))
     at = 0.5, LINE * bool(note) / figure.get_size_inches()[1]
@@ -327,7 +327,7 @@ def _published_legend(figure: Figure, maps: Sequence[HeadMap], note: str) -> Non
 
 
 def _legend_table(figure: Figure, maps: Sequence[HeadMap], names: Sequence[str], width: float, height: float) -> None:
-    """One legend for all maps: a line per label, a column of head counts per map."""
+    """Draw one legend for all maps: a line per label, a column of head counts per map."""
     lines = _lines(maps)
     ax = _axes(figure, (figure.get_size_inches()[0] - width) / 2, 0.0, width, height)
     ax.set(xlim=(0, width), ylim=(len(lines) + 1, -1))

@@ -1,7 +1,7 @@
-"""Heads beside one another: what they attend to, which of them compose, the singular vectors of one; and maps compared.
+"""Attention heads: what they attend to, which compose, singular vectors of one; and comparisons of head maps.
 
-Maps are compared from model to model, against the threshold, and with what heads do when they run. Last, from weights
-to a cause: whether the head that a relation's weights name carries the answer.
+Maps are compared between models, against the threshold, and with dynamic scores of running heads. Last, from weights to
+a cause: does the head that a relation's weights name carry the answer?
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ from headwater.runs.result import DRAWINGS, whole_summary
 
 # What heads attend to, on random tokens and on text, and what their parameters say: maps of layer by head.
 #
-# The colour and shape of a mark say the behaviour that names the head there; its area grows with the excess. Heads that
-# are called by none are small grey discs. The legend counts heads, on random tokens and on text. Below: the share of OV
-# eigenvalues, from brown (suppresses) to violet (copies), with a dot where it lies beyond 95 % of random heads; and how
-# much of the scores before the softmax the positions decide. What has no value is grey.
+# A marker's colour and shape are the behaviour that names the head there; its area grows with the excess. Heads named
+# by no behaviour are small grey discs. The legend counts heads, on random tokens and on text. Below: the copying share
+# of OV eigenvalues, from brown (suppresses) to violet (copies), with a dot if it is beyond 95 % of random heads; and
+# the share of the scores before the softmax that positions determine. Missing values are grey.
 
 
 SEEN = {"random": "random tokens", "text": "text"}
@@ -80,15 +80,15 @@ SHADES: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "copying": ("Σλ / Σ|λ|, eigenvalues of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
     "position": ("its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
 }
-"""By column of `AttentionBehaviour.heads`: what its bar says, its colours, and the ticks of the bar."""
+"""By column of `AttentionBehaviour.heads`: label of the colour bar, colour map, and ticks of the bar."""
 UNCALLED_AREA = 0.12
 LEFT, BOTTOM, TITLE, LEGEND, LINES = 1.0, 0.75, 0.8, 1.6, 1.7
-"""Inches: beside a map and below it, above and below all of them, beside a single one, the least height of a map."""
+"""Inches: left of a map, below it, above and below all maps, beside a single map, and the least height of a map."""
 
 
 @DRAWINGS.add(AttentionBehaviour)
 def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: str | None = None) -> Axes | Figure:
-    """Draw the maps: what `AttentionBehaviour.plot` says."""
+    """Draw the maps, as described in `AttentionBehaviour.plot`."""
     run_on = list(result.table["on"].unique())
     present = [*run_on, *(name for name in SHADES if result.heads[name].notna().any())]
     shown = present if on is None else [checked_name("on", on, present)]
@@ -113,7 +113,7 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
 
 
 def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: bool) -> None:
-    """Say beside a map or below several what marks mean, and how many heads each names, map by map."""
+    """Draw the legend beside one map or below several: the behaviours, with the heads each names per map."""
     counts = [one["label"].value_counts() for one in labelled.values()]
     texts = {name: " / ".join(f"{count.get(name, 0):,}" for count in counts) for name in (*BEHAVIOURS, NOT_CALLED)}
     maps = f"heads ({' / '.join(labelled)}), " if len(labelled) > 1 else ""
@@ -126,7 +126,7 @@ def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: b
 
 
 def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
-    """Make a figure of fitting size with axes for each map, those with marks above, and room for the legend."""
+    """Make a figure of fitting size with axes for each map, maps with markers first, and room for the legend."""
     (n_layers, n_heads), maps = extent(result.heads), len(shown)
     rows = [row for row in ([n for n in shown if n in SEEN], [n for n in shown if n in SHADES]) if row]
     cell = min(CELL, LARGEST[0] / n_layers / maps**0.5, LARGEST[1] / n_heads)
@@ -142,7 +142,7 @@ def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
 
 
 def _mark_heads(table: pd.DataFrame, ax: Axes) -> pd.DataFrame:
-    """Mark each head; return a row per head: what names it, and the excess of that."""
+    """Mark each head; return a row per head: the behaviour that names it, and its excess."""
     excess = table.rename(columns={"behaviour": "label"})[["layer", "head", "label", "excess"]]
     heads = named(table).merge(excess, on=["layer", "head", "label"], how="left")
     for name, rows in heads.groupby("label"):
@@ -152,7 +152,7 @@ def _mark_heads(table: pd.DataFrame, ax: Axes) -> pd.DataFrame:
 
 
 def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
-    """Colour each head by a number of its own, with a bar that says which."""
+    """Colour each head by a quantity, with a labelled colour bar."""
     bar, colors, ticks = SHADES[name]
     values = heads.pivot_table(index="head", columns="layer", values=name, dropna=False)
     ax.set_facecolor(UNSEEN)
@@ -168,7 +168,7 @@ def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
 
 
 def _look(name: str) -> tuple[str, str, float]:
-    """Return the colour, shape and relative area of a behaviour's marks."""
+    """Return the colour, shape and relative area of a behaviour's markers."""
     if name not in BEHAVIOURS:
         return *NONE, UNCALLED_AREA
     row = BEHAVIOURS[name]
@@ -177,13 +177,13 @@ def _look(name: str) -> tuple[str, str, float]:
 
 # Composition of heads: earlier heads upwards, later heads to the right, a map for the queries, keys and values.
 #
-# The colour is the score above what matrices turned at random would have, from white; lines part the layers. Pairs that
-# cannot be (the later head is not later) are left grey.
+# The colour is the score above the expectation for randomly rotated matrices, from white; lines separate the layers.
+# Impossible pairs (the later head is not later) stay grey.
 
 
 @DRAWINGS.add(Composition)
 def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str | None = None) -> Axes | Figure:
-    """Draw the scores: what `Composition.plot` says."""
+    """Draw the scores, as described in `Composition.plot`."""
     present = list(result.table["kind"].unique())
     kinds = present if kind is None else [checked_name("kind", kind, present)]
     if ax is not None and len(kinds) > 1:
@@ -227,9 +227,9 @@ def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
 
 
 TOKENS = 4
-"""Listed of each side and sign, where there is room."""
+"""Most tokens listed per side and sign, if there is room."""
 SIZE = 6
-"""Of their type, in points."""
+"""Font size of the tokens, in points."""
 
 
 @DRAWINGS.add(SingularVectors)
@@ -242,7 +242,7 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
     with one_panel(ax, 7.2, 0.9 + 0.42 * len(vectors)) as ax:
         ax.barh(vectors, values["share"], height=0.55, color=BLUE, label="share of the circuit")
         ax.plot(values["random_share"], vectors, "|", color=INK, markersize=9, label="of random factors")
-        # Beside the bars: two thirds of the width, in letters of their size.
+        # The tokens are beside the bars, in two thirds of the width.
         room = 72 * 0.64 * inches(ax)[0] / (0.55 * SIZE)
         widest = float(max(values["share"].max(), values["random_share"].max()))
         for vector in vectors:
@@ -267,17 +267,17 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
 
 
 def _line(sign: str, sides: Iterable[Iterable[str]], n: int) -> str:
-    """The first tokens of both sides."""
+    """Return the first `n` tokens of both sides as one line."""
     first = (" ".join(map(shown, islice(side, n))) for side in sides)
     return f"{sign.replace('-', '−')}  {'  →  '.join(first)}"
 
 
-# What changed in the heads from one model to another: layer by head, or model by model.
+# Changes of heads from one model to another: layer by head, or model by model.
 #
-# Two models: a mark where a head gained (triangle up), lost (triangle down), strengthened or weakened (plus, minus) a
-# relation, in the colour of the relation's category; the largest change of a head is drawn. Grey discs are heads that
-# are classified in the first model and did not change. More than two: how many heads each category has, model by model,
-# and below, how many heads gained and lost a relation against the first.
+# Two models: a marker where a head gained (triangle up), lost (triangle down), strengthened or weakened (plus, minus) a
+# relation, in the colour of the relation's category; each head shows its largest change. Grey discs are heads that are
+# classified in the first model and did not change. More than two: the number of heads per category, model by model, and
+# below it, the number of heads that gained and lost a relation compared with the first.
 
 
 MARKS = {"gained": "^", "lost": "v", "stronger": "+", "weaker": "_"}
@@ -288,9 +288,9 @@ APART = 0.24
 
 @DRAWINGS.add(HeadComparison)
 def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes | Figure:
-    """Draw the changes of heads, or of more than two models the curves over models.
+    """Draw the changes of heads, or for more than two models the curves over models.
 
-    A given `ax` takes the changes from the first model to one other.
+    With `ax`, only two models can be compared.
     """
     if ax is not None and len(comparison.models) != 2:
         raise InputError("The figure of more than two models has two panels: leave ax= out, or compare two models.")
@@ -354,20 +354,20 @@ def _named_mark(shape: str, color: str, name: str) -> Line2D:
     return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=5, label=name)
 
 
-# How many heads are classified, against the threshold: a line per category, a panel per rule.
+# Number of classified heads against the threshold: a line per category, a panel per rule.
 #
-# The black line counts heads in any category; a head of several counts in the line of each. The dashed upright line is
-# the threshold of the head map itself, in the panel of its rule. Where other settings were scored, a last panel has the
-# heads that each calls, and how many of them the map calls alike.
+# The black line counts heads in any category; a head with several categories counts in each of their lines. The dashed
+# vertical line is the threshold of the head map, in the panel of its rule. If other settings were scored, a last panel
+# shows the number of heads classified under each, and how many of these the map classifies alike.
 
 PANEL = (2.7, 2.8)
 
 
 @DRAWINGS.add(Sensitivity)
 def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes | Figure:
-    """Draw what `HeadMap.sensitivity` returns.
+    """Draw the result of `HeadMap.sensitivity`.
 
-    A given `ax` takes that of a map without a null model, which has one panel.
+    `ax` is supported only for a map without a null model, which has one panel.
     """
     rules = list(dict.fromkeys(sensitivity.table["rule"]))
     n_settings = sensitivity.table["setting"].nunique()
@@ -475,10 +475,10 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
     return ax
 
 
-# From weights to a cause: of one relation five panels, of several a line each.
+# From weights to a cause: five panels for one relation, a line per relation for several.
 #
-# The maps of one relation share their layers and heads, and a ring marks the head that weights and attention name. A
-# share of 1 is the largest effect of a head there; lines are 95 % intervals over sources.
+# The maps of one relation share their layers and heads; a ring marks the head that weights and attention name. A share
+# of 1 is the largest effect of a head; lines are 95 % intervals over sources.
 
 WAY_LOOKS: dict[str, tuple[str, str]] = {
     NAMED: (BLUE, "o"),
@@ -500,7 +500,7 @@ OURS = "named", "named together"
 
 @DRAWINGS.add(EvidenceSuite)
 def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
-    """Draw relation by relation the named head's share of the largest effect, the baselines beside it."""
+    """Draw the named head's share of the largest effect per relation, with the baselines beside it."""
     order = suite.measured.sort_values(["family", "share"], ascending=[True, True])["relation"].tolist()
     if not order:
         raise InputError(f"{suite.run.model} can do none of these relations: there is nothing to draw.")
@@ -520,7 +520,7 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
 
 @DRAWINGS.add(Evidence)
 def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
-    """Draw five panels; on axes of one's own the last: the share of the head that each way names."""
+    """Draw five panels; on a given `ax`, only the last: the share of the head that each method names."""
     if not result.is_measured:
         raise InputError(result.verdict)
     with style(ax):
@@ -533,14 +533,14 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
             ax.set(xlabel=f"Share of the largest effect ({LINES_ARE})", title=model_title(result.run, result.relation))
             return ax
         figure = new_figure(10.0, 5.2)
-        # Each row is laid out by itself: the names of costs are long.
+        # Each row has its own layout, because the names of costs are long.
         above, below = figure.subfigures(2, 1)  # type: ignore[misc]
         axes = [*above.subplots(1, 3), *below.subplots(1, 2)]
         named = result.way(NAMED)
         for (column, title), place in zip(MAPS.items(), axes, strict=False):
             _evidence_map(result.table, column, place)
             place.set_title(title)
-            for color, width in (("white", 2.6), (INK, 1.2)):  # seen on dark cells and on light ones
+            for color, width in (("white", 2.6), (INK, 1.2)):  # visible on dark and on light cells
                 place.plot(named["layer"], named["head"], "o", ms=9, mfc="none", mec=color, mew=width)
         when, cost = axes[3:]
         for role, rows in result.when.groupby("role", sort=False):
@@ -552,7 +552,7 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
         when.legend()
         rows, y = result.cost.iloc[::-1], range(len(result.cost))
         both = list(zip(rows["what"], rows["heads"], strict=True))
-        # Heads ablated together are named line by line above.
+        # Heads that are ablated together are listed one by one in the rows above.
         names = [what if not heads or "," in heads else f"{what} {heads}" for what, heads in both]
         colors = [FAINT if what.startswith("random") else BLUE if what in OURS else ORANGE for what, _ in both]
         cost.hlines(y, rows["low"], rows["high"], color=colors, lw=1.2)
@@ -565,7 +565,7 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
 
 
 def evidence_title(found: Evidence) -> str:
-    """Return the title of figure and view."""
+    """Return the title of the figure and of the view."""
     return model_title(found.run, f"{found.relation}, from weights to a cause")
 
 
@@ -573,7 +573,7 @@ def _shares(ax: Axes, y: Any, rows: pd.DataFrame, way: str, *, with_lines: bool)
     color, mark = WAY_LOOKS[way]
     if with_lines:
         ax.hlines(y, rows["low"], rows["high"], color=color, lw=1.0)
-    # Baselines are larger and hollow: one that is level is seen around the mark of what is compared with it.
+    # Baselines are larger and hollow, so that they stay visible around a marker at the same place.
     size, edge = (6.5, 1.1) if way in BASELINES else (4.0, 1.2 if mark in "|x" else 0)
     face = "none" if way in BASELINES else color
     ax.plot(rows["share"], y, mark, color=color, mfc=face, ms=size, mew=edge, label=way, ls="none")

@@ -1,4 +1,4 @@
-"""What layers would predict, and what parts write straight into a logit difference."""
+"""Predictions of each layer (logit lens), and direct contributions of components to a logit difference."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from headwater.options import shown as said
 from headwater.options import whole_number
 from headwater.runs.result import DRAWINGS, requested_size
 
-# What each layer would predict: layers upwards, positions to the right, the top token in every cell.
+# Prediction of each layer: layers upwards, positions to the right, the top token in every cell.
 #
-# The colour is the probability of that token, from white (none) to dark (certain). Of long prompts the last positions
-# are drawn, of deep models every second layer or fewer: the last always; of both as many as can be read at the figure's
+# The colour is the probability of that token, from white (none) to dark (certain). Long prompts show only their last
+# positions, deep models only every second layer or fewer, always with the last: as many as are readable at the figure's
 # size.
 
 
 MOST_POSITIONS, MOST_LAYERS = 14, 30
 WIDTH, HEIGHT = 0.58, 0.22
-"""Inches of a cell."""
+"""Inches of a cell, by default."""
 LEAST_WIDTH, LEAST_HEIGHT = 0.36, 0.1
-"""Inches of a cell whose token can be read."""
+"""Inches of the smallest cell whose token is readable."""
 AROUND = (1.5, 1.1)
-"""Inches of what is written around the cells."""
+"""Inches for the labels around the cells."""
 LETTERS = 9
-"""Of a token in a cell; a longer one is cut."""
+"""Most characters of a token in a cell; longer tokens are cut."""
 
 
 @DRAWINGS.add(LayerPredictions)
 def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, example: int = 0) -> Axes:
-    """Draw one prompt: what `LayerPredictions.plot` says."""
+    """Draw one prompt, as described in `LayerPredictions.plot`."""
     table = result.table
     try:
         table = table[(table["example"] == whole_number(example)) & (table["top"] == 1)]
@@ -67,7 +67,7 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
     most_positions, most_layers = min(MOST_POSITIONS, wide / LEAST_WIDTH), min(MOST_LAYERS, high / LEAST_HEIGHT)
     left_out = max(0, len(positions) - max(1, int(most_positions)))
     positions, step = positions[left_out:], -(-len(layers) // max(1, int(most_layers)))
-    # Counted from the last layer down, so that the last layer is always drawn.
+    # Counted down from the last layer, so that it is always drawn.
     layers = layers[::-1][::step][::-1]
     drawn = table[table["position"].isin(positions) & table["layer"].isin(layers)]
     probability = drawn.pivot(index="layer", columns="position", values="probability").to_numpy(dtype=float)
@@ -91,7 +91,7 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
 
 
 def _write(ax: Axes, tokens: np.ndarray, probability: np.ndarray) -> None:
-    """Write the tokens into their cells, as large as the cells allow."""
+    """Write the tokens into their cells, in the largest size that fits."""
     across, down = np.divide(inches(ax), tokens.shape[::-1])
     size = min(6.0, 72 * down * 0.8, 72 * across / (0.58 * LETTERS))
     if size < 2:
@@ -106,10 +106,10 @@ def _write(ax: Axes, tokens: np.ndarray, probability: np.ndarray) -> None:
         )  # fmt: skip
 
 
-# Direct logit attribution: heads and MLPs of every layer, or what heads attend to, as a map; else bars.
+# Direct logit attribution: a map of the heads and MLPs of every layer, or of the positions heads attend to; else bars.
 #
-# The colour scale of the map diverges from 0 and reaches equally far both ways; its last column, set apart, is the
-# MLPs. What has no layer, the embedding and the bias, is in the title. Several prompts are averaged.
+# The colour scale of the map diverges symmetrically from 0; its last column, set apart, shows the MLPs. Components
+# without a layer, the embedding and the bias, are in the label of the x axis. Several prompts are averaged.
 
 LABEL = "Contribution to the logit difference"
 NAMES = {"embed": "Embedding", "head": "Heads", "mixer": "Layers without heads", "mlp": "MLPs", "bias": "Biases"}
@@ -118,13 +118,13 @@ COLOURS = {"embed": PURPLE, "head": BLUE, "mixer": GREEN, "mlp": ORANGE, "bias":
 
 @DRAWINGS.add(DirectAttribution)
 def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -> Axes | Figure:
-    """Draw what each part contributes, the mean over prompts."""
+    """Draw the contribution of each component, averaged over prompts."""
     roles = result.totals["role"].unique().tolist() if "role" in result.table.columns else [None]
     if ax is not None and len(roles) > 1:
         raise InputError(f"This attribution has {len(roles)} roles, each a panel; pass no ax.")
     with style(ax):
         if ax is None:
-            # The inches of a panel are those of its cells, within limits, and of what is written around them.
+            # A panel's inches: of its cells, within limits, plus the labels around them.
             across, down = (result.table[name].fillna(0).max() + 1 for name in ("head", "layer"))
             width, height = float(np.clip(1.7 + 0.14 * across, 3.6, 7)), float(np.clip(1.0 + 0.11 * down, 2.6, 6))
             figure = new_figure(width * len(roles), height)
@@ -139,7 +139,7 @@ def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -
 
 
 def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.DataFrame, what: str) -> None:
-    """Draw the attribution of some rows."""
+    """Draw the attribution in some rows, in one panel."""
     n = len(totals)
     each = table.groupby(["component", "layer", "head"], dropna=False)["contribution"].sum() / n
     means, pad = each.reset_index(), 6.0
@@ -180,7 +180,7 @@ def _map(ax: Axes, means: pd.DataFrame) -> None:
 
 
 def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
-    """The heads of each layer together, by the position that they attend to: the mean over prompts that have it."""
+    """Draw the heads of each layer summed, by attended position: the mean over prompts that have the position."""
     heads = table[table["component"] == "head"]
     sums = heads.groupby(["layer", "position"])["contribution"].sum()
     drawn = (sums / heads.groupby(["layer", "position"])["example"].nunique()).unstack()
@@ -197,7 +197,7 @@ def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
 
 
 def _written(means: pd.DataFrame) -> str:
-    """What is not drawn, in words: the embedding and the biases."""
+    """Return the components that are not drawn, in words: the embedding and the biases."""
     sums = means.groupby("component")["contribution"].sum().to_dict()
     words = [f"{NAMES[str(name)].lower()} {value:+.2f}".replace("-", "−") for name, value in sums.items()]
     return f" ({', '.join(words)})" if words else ""

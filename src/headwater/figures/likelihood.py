@@ -3,7 +3,7 @@
 Memorization by question depth has boxes of Min-K% by depth, and densities of the score gap by quarter. The published
 form (Ko et al., EMNLP 2024): a panel of boxes per model, blue, orange and green for depth 1, 2 and 3, and below it the
 densities of the score gap of the deepest questions, green for those whose Min-K% is in the lowest quarter, orange for
-the highest. Min-K% is drawn as published, minus the score of the tables: higher = less likely seen.
+the highest. Min-K% is drawn with the published sign, opposite to the tables: higher = less likely seen.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ BOTH = "Min-K% by depth, score gap by quarter of Min-K%"
 GAP_RANGE = 1.5
 COLUMNS = 4
 ALONE, PANEL_WIDTH, PANEL_HEIGHT = (5.6, 2.8), 1.9, 2.2
-"""Inches: of the figure of a single model, and of a panel beside others."""
+"""Inches of the figure of a single model, and of a panel among several."""
 AVERAGE = "Depthwise Average\nMIN-K% (nats)"
 LONG, LONG_TITLE, TITLE_WIDTH = 16, 6.5, 175.0
-"""Characters from which on a title is long, beside other panels, and its font size; characters times font size that fit
-above a panel."""
+"""Length in characters above which a title among several panels is long, its font size, and the largest product of
+length and font size that fits above a panel."""
 
 
 @DRAWINGS.add(DepthProfile)
 def plot_depth_profile(profile: DepthProfile, ax: Axes | None = None) -> Axes | Figure:
-    """Draw one profile: boxes and densities, or on a given `ax` the boxes alone."""
+    """Draw one profile: boxes and densities, or on a given `ax` only the boxes."""
     return depth_profiles([profile], ax=ax)
 
 
@@ -92,19 +92,19 @@ def depth_profiles(
     title: str | None = None,
     figsize: Size | None = None,
 ) -> Axes | Figure:
-    """Draw boxes and densities of several models side by side; of one, next to each other.
+    """Draw boxes above densities for several models side by side; for one model, boxes beside densities.
 
     Args:
         profiles: results of `memorization`.
-        labels: a title per model. Default: the models' names, without the folders in front.
-        style: "headwater", or "published": lettered panels, those of the score gap in rows of their own and for models
-            that have scores alone; models and axes by their published names, without counts. On `ax` without a letter.
-        ax: where to draw the boxes of a single profile, without the densities; default: a new figure.
-        title: above all panels; of the boxes on `ax`, in place of the model's name.
+        labels: a title per model. Default: the models' names, without parent folders.
+        style: "headwater", or "published": lettered panels, with the score gaps in separate rows, only for models that
+            have scores; models and axes by their published names, without counts. No letter on `ax`.
+        ax: axes for the boxes of a single profile, without the densities; default: a new figure.
+        title: above all panels; for boxes on `ax`, replaces the model's name.
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: there are no profiles, or not as many labels, or no such style; or `ax` was given for several.
+        InputError: there are no profiles, or not as many labels; an unknown style; or `ax` was passed for several.
     """
     size, as_published = checked_place(ax, len(profiles), figsize), is_published(style)
     if labels is None:
@@ -130,7 +130,7 @@ def title_of(profile: DepthProfile) -> str:
 
 
 def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
-    """Boxes of each model, and below them its densities; of a single model, beside them."""
+    """Draw boxes of each model, and its densities below; for a single model, beside them."""
     across = min(len(profiles), COLUMNS)
     bands = math.ceil(len(profiles) / across)
     if len(profiles) == 1:
@@ -158,7 +158,7 @@ def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
 
 
 def _published_panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
-    """Lettered boxes of all models, then in rows of their own lettered densities of those that have scores."""
+    """Draw lettered boxes of all models, then in separate rows lettered densities of the models that have scores."""
     named = list(zip(profiles, labels, strict=True))
     scored = [one for one in named if any(len(_gaps(one[0], quartile)) for quartile in QUARTERS)]
     is_alone = len(named) == 1
@@ -194,7 +194,7 @@ def _published_gaps(profile: DepthProfile, ax: Axes) -> None:
 
 
 def answers_note(profiles: Sequence[DepthProfile]) -> str:
-    """Name the models whose gap panel judges answers that lay in the data; "" without one."""
+    """Name the models whose score gap is of answers from the data, not the model's; "" if there is none."""
     given = [one for one in profiles if any(len(_gaps(one, quartile)) for quartile in QUARTERS)]
     named = ", ".join(short_name(one.run.model) for one in given if one.run.options["answers"] == DATA)
     hint = "judges the answers in the data, whichever model wrote them; answers='model' lets the model answer itself"
@@ -202,13 +202,13 @@ def answers_note(profiles: Sequence[DepthProfile]) -> str:
 
 
 def _title_look(titles: Sequence[str]) -> dict[str, Any]:
-    """What titles need to end before the next panel's begins, one size for all; nothing where all are short."""
+    """Return the font size at which every title ends before the next panel; empty if all titles are short."""
     longest = max(map(len, titles))
     return {"fontsize": min(LONG_TITLE, TITLE_WIDTH / longest)} if longest > LONG and len(titles) > 1 else {}
 
 
 def looks_of_depths(profile: DepthProfile) -> dict[int, tuple[str, str]]:
-    """Return the colour and mark of each depth."""
+    """Return the colour and marker of each depth."""
     n = len(DEPTH_COLORS)
     return {depth: (DEPTH_COLORS[i % n], DEPTH_MARKS[i % n]) for i, depth in enumerate(profile.depths)}
 
@@ -264,17 +264,17 @@ def layer_curves(
     title: str | None = None,
     figsize: Size | None = None,
 ) -> Axes | Figure:
-    """Draw a score against the layer it is read at, a line per depth with its 95 % interval.
+    """Draw a score against the layer it is computed at, a line per depth with its 95 % interval.
 
     Args:
         profile: a result of `memorization` with several layers.
         score: a column of scores, such as "min_k++_0.2". Default: the figure's Min-K%. Drawn with the figure's sign.
-        ax: where to draw; default: a new figure.
-        title: in place of the figure's own.
+        ax: axes to draw on; default: a new figure.
+        title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: there is no such score.
+        InputError: the score is unknown.
     """
     size = checked_place(ax, 1, figsize)
     score = score or profile.main
@@ -294,13 +294,13 @@ def layer_curves(
 
 
 def _gaps(profile: DepthProfile, quartile: int) -> Float[ndarray, " node"]:
-    """The score gaps of the deepest questions in one quarter of Min-K%."""
+    """Return the score gaps of the deepest questions in one quarter of Min-K%."""
     rows = profile.table[(profile.table["depth"] == profile.depths[-1]) & (profile.table["quartile"] == quartile)]
     return rows["gap"].dropna().to_numpy(float)
 
 
 def _density(ax: Axes, gaps: Float[ndarray, " node"], quartile: int) -> int:
-    """Draw a density, or a line where all values are the same; return whether there was anything to draw."""
+    """Draw a density, or a line if all values are equal; return 1, or 0 if there is nothing to draw."""
     if not len(gaps):
         return 0
     color, dash, hatch, named = QUARTERS[quartile]
@@ -322,7 +322,7 @@ QUARTILES = np.array([0.25, 0.5, 0.75])
 
 @DRAWINGS.add(TextStatistics)
 def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
-    """Draw how the log-probabilities of tokens are distributed; with several layers, their quartiles by layer."""
+    """Draw the distribution of the tokens' log-probabilities; with several layers, their quartiles by layer."""
     table = stats.table
     with one_panel(ax, 3.6, 2.4) as ax:
         if "layer" in table and table["layer"].nunique() > 1:
@@ -344,7 +344,7 @@ def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
 
 @DRAWINGS.add(MemorizationScores)
 def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
-    """Draw the median over texts, and the quartiles, of Min-K%, Min-K%++ and Gap-K% against K, at the last layer."""
+    """Draw the median and quartiles over texts of Min-K%, Min-K%++ and Gap-K% against K, at the last layer."""
     table = scores.table
     if "layer" in table:
         table = table[table["layer"] == table["layer"].max()]
@@ -363,9 +363,9 @@ def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
 
 @DRAWINGS.add(Membership)
 def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
-    """Draw the AUC of each score, at its K, with its interval, beside the baseline that never sees the model.
+    """Draw the AUC of each score, at its K, with its interval, beside the baseline that does not use the model.
 
-    Of several layers the last is drawn.
+    With several layers, the last is drawn.
     """
     table = membership.table
     if "layer" in table:
@@ -393,7 +393,7 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
 
 @DRAWINGS.add(ScoredTexts)
 def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
-    """Draw how the texts of a file are distributed over Min-K% (its K nearest 20 %), as a histogram."""
+    """Draw a histogram of the texts of a file over Min-K% (with K closest to 20 %)."""
     shares = [float(str(name).removeprefix("min_k_")) for name in scored.table if str(name).startswith("min_k_")]
     share = min(shares, key=lambda one: abs(one - 0.2))
     values = scored.table[f"min_k_{share:g}"].dropna()
@@ -405,23 +405,23 @@ def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
     return ax
 
 
-# A heat map of the tokens of texts: which are likely, and which are the lowest K % that Min-K% is made of.
+# A heat map of the tokens of texts: their likelihood, and the lowest K % that Min-K% averages.
 #
-# As a figure, and as HTML for notebooks, where a token shows its numbers under the pointer. A token's colour is its
+# As a figure, and as HTML for notebooks, where hovering over a token shows its numbers. A token's colour is its
 # log-probability, from white (certain) to dark (unlikely); the lowest K % are framed.
 
 COLORS = "YlOrBr"
 UNLIKELY = -10.0
-"""The log-probability, in nats, from which on the colour is the darkest."""
+"""The log-probability, in nats, at and below which the colour is the darkest."""
 FRAME = "#2b6cb8"
 WIDTH = 88
-"""Characters in a line."""
+"""Characters per line."""
 SHOWN = 6
 SEEN = "how likely each token is"
 
 
 class Placed(NamedTuple):
-    """A token and where it is."""
+    """A token and its place."""
 
     text: str
     line: int
@@ -439,13 +439,13 @@ def token_heat_map(
     title: str | None = None,
     figsize: Size | None = None,
 ) -> Axes | Figure:
-    """Draw the scored tokens of questions, a block of lines each.
+    """Draw the scored tokens of questions, a block of lines per question.
 
     Args:
         profile: a result of `memorization`.
         nodes: ids of questions. Default: the first of the first graphs.
-        ax: where to draw; default: a new figure, whose size fits the type of the tokens.
-        title: in place of the figure's own.
+        ax: axes to draw on; default: a new figure, sized for the tokens' font.
+        title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
 
     Raises:
@@ -484,7 +484,7 @@ def token_heat_map(
 
 @checked_call
 def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str:
-    """Return the same as HTML, for `IPython.display.HTML`; every text in it is escaped."""
+    """Return the token heat map as HTML, for `IPython.display.HTML`; all text in it is escaped."""
     blocks = []
     for name, rows in _tokens_of(profile, nodes).items():
         spans = ""
@@ -501,7 +501,7 @@ def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str
 
 
 def _tokens_of(profile: DepthProfile, nodes: Sequence[str] | None) -> dict[str, pd.DataFrame]:
-    """Find the tokens of each node; nodes with the same text share those of the first."""
+    """Find the tokens of each node; nodes with the same text share the tokens of the first."""
     if not hasattr(profile, "tokens"):
         raise InputError(f"profile must be what hw.memorization returns, found a {type(profile).__name__}.")
     by_id = dict(list(profile.tokens.groupby("id", sort=False)))
@@ -536,7 +536,7 @@ def _draw(ax: Axes, token: Placed) -> None:
         frame.set(fill=False, edgecolor=FRAME, linewidth=1.1, in_layout=False)
     middle = token.column + wide / 2
     text = ax.text(middle, token.line + 0.52, drawable(token.text, "monospace"), ha="center", va="center", size=6.2)
-    # parse_math=False: a token may hold "$".
+    # parse_math=False, since a token may contain "$".
     text.set(color=_ink(token.log_probability), family=["monospace", *others()], parse_math=False, in_layout=False)
 
 

@@ -1,11 +1,11 @@
-"""Pathways: what becomes of a truthfulness probe when its answers may not look at the question's words, and controls.
+"""Pathways: how a truthfulness probe changes when answers cannot attend to the question's exact words, and controls.
 
-ΔP against the layer: a panel per model; ΔP in percentage points against the layer whose probe is read. A question set
-has its colour and mark; Q-anchored examples are drawn solid, A-anchored ones dashed with open marks. 95 % bands over
-examples; one legend below all panels, with the number of examples in each mode at l*, and a dagger where the probe is
-not above chance. The published form (Luo et al., ACL 2026, Figure 2) has no marks, and A-anchored examples in colours
-of their own: orange, red, brown and grey; how many examples there are and what the probe tells is said below its
-legend. A curve of fewer than ten examples is thin, with open marks.
+ΔP against the layer: a panel per model; ΔP in percentage points against the layer of the probe. Each question set has a
+colour and marker; Q-anchored examples are solid, A-anchored ones dashed with open markers. 95 % bands over examples;
+one legend below all panels, with the number of examples in each mode at l*, and a dagger if the probe is not above
+chance. The published form (Luo et al., ACL 2026, Figure 2) has no markers, and draws A-anchored examples in separate
+colours: orange, red, brown and grey; the number of examples and the probe's AUC are below its legend. A curve of fewer
+than ten examples is thin, with open markers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SPLIT_BY = {
     CROSSED: "modes by another probe",
     RANDOM_SPLIT: "modes by random tokens (control)",
 }
-"""What a title says of how the modes are distinguished."""
+"""How modes are distinguished, as in titles."""
 COUNTED = "examples in this mode at l*, the probe's best layer"
 SPELLED = f"ΔP: the question's exact words severed; {BANDS_ARE}"
 MOST_SETS = 4
@@ -100,12 +100,12 @@ def delta_p(
         titles: of the panels; by default the models' names.
         columns: panels in a row; up to three by default.
         style: "headwater", or "published": models, series and axes by their published names, without counts.
-        ax: where to draw a single model's, with the legend below it; default: a new figure.
-        title: above all panels; of a single one, in place of its own.
+        ax: axes for a single model, with the legend below; default: a new figure.
+        title: above all panels; for a single panel, replaces its title.
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: there is nothing to draw, or no such split, value or style; or `ax` was given for several.
+        InputError: there is nothing to draw, an option has an unknown value, or `ax` was passed for several models.
     """
     shown, as_published = list(pathways), is_published(style)
     size = checked_place(ax, len(shown), figsize)
@@ -151,7 +151,7 @@ def delta_p(
 
 
 def _titles(shown: Sequence[Pathways], splits: Sequence[str], value: str, as_published: bool) -> list[str]:
-    """The titles of panels that were given none."""
+    """Return the default titles of the panels."""
     if as_published:
         return [model_name(short_name(result.run.model)) for result in shown]
     if len(shown) == 1:
@@ -163,12 +163,12 @@ def _titles(shown: Sequence[Pathways], splits: Sequence[str], value: str, as_pub
 def plot_delta_p(
     pathways: Pathways, ax: Axes | None = None, *, split_by: SplitName | None = None, value: str = "delta_p"
 ) -> Axes | Figure:
-    """Draw one model's ΔP against the layer: on `ax` with a small legend below, or as a figure of its own."""
+    """Draw one model's ΔP against the layer: on `ax` with a small legend below, or as a separate figure."""
     return delta_p([pathways], split_by=split_by, value=value, ax=ax)
 
 
 def default_split(pathways: Pathways) -> str:
-    """Return how modes are distinguished where nobody chose: as published where that was traced, else at l*."""
+    """Return the default way to distinguish modes: as published if the trace has it, else at l*."""
     return PER_LAYER if (pathways.curves["split_by"] == PER_LAYER).any() else BEST_LAYER
 
 
@@ -182,7 +182,7 @@ def _split(pathways: Pathways, split_by: str | None) -> str:
 
 
 def _names(shown: Sequence[Pathways]) -> list[str]:
-    """The question sets of all panels, in order; each has its colours."""
+    """Return the question sets of all panels, in order; raise if there are more than `MOST_SETS`."""
     names = list(dict.fromkeys(name for one in shown for name in one.datasets))
     if len(names) > MOST_SETS:
         raise InputError(f"A figure shows at most {MOST_SETS} question sets; these results hold {len(names)}.")
@@ -190,7 +190,7 @@ def _names(shown: Sequence[Pathways]) -> list[str]:
 
 
 def title_of(pathways: Pathways, split_by: str, value: str = "delta_p") -> str:
-    """Return the title of one model's curves as plain text: what is drawn, and what split the examples."""
+    """Return the title of one model's curves as plain text: the value drawn and how the examples were split."""
     return plain_title(pathways.run.model, f"{SHORT[value]}, {SPLIT_BY[split_by]}")
 
 
@@ -212,7 +212,7 @@ def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, val
 
 
 def look_of(name: str, mode: str, names: Sequence[str], as_published: bool = False) -> dict[str, Any]:
-    """Return how the line of a question set and mode is drawn beside those of other sets."""
+    """Return the line style of a question set and mode in a figure with the sets `names`."""
     place = places_of_sets(names)[name]
     color, mark = SETS[place]
     mark = "" if as_published else mark
@@ -223,7 +223,7 @@ def look_of(name: str, mode: str, names: Sequence[str], as_published: bool = Fal
 
 
 def _legend(shown: Sequence[Pathways], names: Sequence[str], split_by: str | None) -> tuple[list[Line2D], list[str]]:
-    """A column per mode: its name, then its question sets."""
+    """Return the entries of the legend, a column per mode: its name, then its question sets."""
     handles, labels = [], []
     for mode in MODES:
         handles.append(Line2D([], [], linestyle="none"))
@@ -236,7 +236,7 @@ def _legend(shown: Sequence[Pathways], names: Sequence[str], split_by: str | Non
 
 
 def _published_legend(names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
-    """The published series, a column per mode."""
+    """Return the published legend, a column per mode."""
     found = [(mode, name) for mode in MODES for name in names]
     handles = [Line2D([], [], **look_of(name, mode, names, as_published=True)) for mode, name in found]
     called = set_names(names)
@@ -244,7 +244,7 @@ def _published_legend(names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
 
 
 def _counts_note(shown: Sequence[Pathways]) -> str:
-    """A line per panel and question set: how many examples are in each mode at l*, and what the probe there tells."""
+    """Return a line per panel and question set: the number of examples in each mode at l*, and the probe's AUC."""
     lines = []
     for result in shown:
         for name in result.datasets:
@@ -256,7 +256,7 @@ def _counts_note(shown: Sequence[Pathways]) -> str:
 
 
 def chance_note(shown: Sequence[Pathways]) -> str:
-    """Name the runs and question sets whose probe is not above chance: their curves are about nothing; "" without."""
+    """Name the runs and question sets whose probe is not above chance, so their curves mean nothing; "" if none."""
     found = [f"{short_name(one.run.model)}, {name}" for one in shown for name in one.datasets if _at_chance(one, name)]
     return f"The probe is not above chance, so that its curves say nothing: {'; '.join(found)}." if found else ""
 
@@ -272,7 +272,7 @@ def _counted(shown: Sequence[Pathways]) -> str:
 
 
 def _count(pathways: Pathways, name: str, mode: str, split_by: str | None) -> str:
-    """How many examples of a question set are in a mode at l*, averaged over seeds (crossed modes are as many)."""
+    """Return the mean number over seeds of a set's examples in a mode at l* (the same for crossed modes)."""
     modes = pathways.modes[pathways.modes["dataset"] == name]
     if modes.empty:
         return "–"
@@ -285,10 +285,10 @@ def _count(pathways: Pathways, name: str, mode: str, split_by: str | None) -> st
 
 # The controls: how often predictions flip, by layer and intervention, and ΔP at l* by mode.
 #
-# A knockout of E_Q says something only beside the same knockout of as many random question tokens, on the rows that
-# have as many: these are counted in the titles. A mode says something only where another probe gave it than the one
-# whose ΔP is shown. What would overturn the finding: the probe's AUC beside relation, answer words, span length, and
-# the margin.
+# A knockout of E_Q is informative only beside the same knockout of equally many random question tokens, on the rows
+# that have enough of them: titles count these. A mode is informative only if it comes from another probe than the one
+# whose ΔP is shown. What would overturn the finding: the probe's AUC compared with relation, answer words, span length,
+# and the margin.
 
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},
@@ -311,12 +311,12 @@ def flip_rates(
 
     Args:
         pathways: a result of `hw.trace_pathways`. The dotted line is at the layer chosen most often as l*.
-        ax: where to draw a single question set; default: a new figure.
-        title: in place of the figure's own.
+        ax: axes for a single question set; default: a new figure.
+        title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: `ax` was given for several question sets.
+        InputError: `ax` was passed for several question sets.
     """
     table = pathways.controls[pathways.controls["group"] == ALL]
     with shared_look(ax):
@@ -341,18 +341,18 @@ def flip_rates(
 def controls(
     pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
 ) -> Axes | Figure:
-    """Draw ΔP at l* after every intervention, for examples of either mode: a panel per question set.
+    """Draw ΔP at l* after every intervention, for examples of each mode: a panel per question set.
 
-    Modes are given by another seed's probe, where there is one.
+    Modes come from another seed's probe (if any).
 
     Args:
         pathways: a result of `hw.trace_pathways`.
-        ax: where to draw a single question set; default: a new figure.
-        title: in place of the figure's own.
+        ax: axes for a single question set; default: a new figure.
+        title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: `ax` was given for several question sets.
+        InputError: `ax` was passed for several question sets.
     """
     table = pathways.controls_at_best
     shown = [name for name in LOOKS if (table["intervention"] == name).any()]
@@ -377,7 +377,7 @@ def controls(
 def panels(
     pathways: Pathways, ax: Axes | None, figsize: Size | None, *, sharey: bool = False, names: float = 0.0
 ) -> tuple[Figure | None, list[Axes]]:
-    """Make a figure with a panel per question set, and inches for names at the left; or take `ax` for a single one."""
+    """Make a figure with a panel per question set, and `names` inches for names at the left; or use `ax` for one."""
     n = len(pathways.datasets)
     requested_size = checked_place(ax, n, figsize)
     if ax is not None:
@@ -391,7 +391,7 @@ def panels(
 def entitled(
     figure: Figure | None, axes: list[Axes], pathways: Pathways, subject: str, title: str | None
 ) -> Axes | Figure:
-    """Put the model and what is seen of it above the panels; of a single one, above its title."""
+    """Put the model and the subject above the panels; for a single panel, above its title."""
     if len(axes) == 1:
         axes[0].set_title(f"{model_title(pathways.run, subject)}\n{axes[0].get_title(loc='left')}")
     elif figure is not None:
@@ -406,16 +406,16 @@ def main_layer(pathways: Pathways, dataset: str) -> int:
 
 
 def shared_label(axes: list[Axes], text: str) -> None:
-    """Label the panels at the left."""
+    """Label the y axes of the leftmost panels."""
     for ax in axes:
         if ax.get_subplotspec().is_first_col():  # type: ignore[union-attr]
             ax.set_ylabel(text)
 
 
 def _titled(pathways: Pathways, dataset: str, n_panels: int) -> str:
-    """A question set, how many of its examples were intervened upon, and how many have as many random tokens as E_Q.
+    """Return a title: the question set, its number of examples, and the number with as many random tokens as E_Q.
 
-    On a line of their own where there are several panels, so that their titles do not meet.
+    With several panels, the counts are on a second line, so that the titles do not meet.
     """
     examples = pathways.modes.loc[pathways.modes["dataset"] == dataset, "example"].nunique()
     at_best = pathways.controls_at_best[pathways.controls_at_best["dataset"] == dataset]
@@ -439,7 +439,7 @@ def _legend_below(figure: Figure | None, axes: list[Axes], title: str) -> None:
 
 @DRAWINGS.add(Refusals)
 def plot_refusals(refusals: Refusals, ax: Axes | None = None) -> Axes:
-    """Draw a row per question set and way to tell the modes, a mark and interval per mode."""
+    """Draw a row per question set and way to split the modes, a marker and interval per mode."""
     rows = whole_summary(refusals)
     names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
     with one_panel(ax, 4.2, 0.9 + 0.28 * len(rows)) as ax:
@@ -456,7 +456,7 @@ def plot_refusals(refusals: Refusals, ax: Axes | None = None) -> Axes:
 
 
 SHOWN = {WRONG: (PROBE, RELATION, RELATION_ANSWER, SPANS), ANY_MODE: (AWARE, MARGIN, BY_LOGIT)}
-"""By question: what is measured, and what it is compared with."""
+"""By question: the measured score, then its baselines."""
 
 
 @checked_call
@@ -467,12 +467,12 @@ def baselines(
 
     Args:
         pathways: a result of `hw.trace_pathways` with its controls.
-        ax: refused, as there are two panels for each question set.
-        title: in place of the figure's own.
+        ax: not supported, since there are two panels for each question set.
+        title: replaces the figure's title.
         figsize: width and height, in inches.
 
     Raises:
-        InputError: no baseline was measured, or `ax` was given.
+        InputError: no baseline was measured, or `ax` was passed.
     """
     size = checked_place(ax, 2 * len(pathways.datasets), figsize)
     table = pathways.baselines[~pathways.baselines["difference"] & pathways.baselines["value"].notna()]
@@ -507,14 +507,14 @@ def _baseline_panel(ax: Axes, rows: pd.DataFrame, scores: tuple[str, ...]) -> No
     ax.set(yticks=y, yticklabels=scores, ylim=(len(scores) - 0.5, -0.5))
 
 
-# What sets the modes apart, if anything: the density of logit changes, and accuracy and popularity by mode.
+# Differences between the modes, if any: the density of logit changes, and accuracy and popularity by mode.
 #
-# Two mechanisms would show as two peaks of the logit change, also among the questions of one relation with one
-# prediction: two peaks of all changes may be two relations, or two predictions. What the tests say is written into each
-# panel.
+# Two mechanisms would show as two peaks of the logit change, even among the questions of one relation with one
+# prediction; two peaks over all changes may be two relations, or two predictions. Each panel states the verdicts of the
+# tests.
 
 SIDES: dict[str, tuple[str, Any, str]] = {"predicted right": (GREEN, "-", ""), "predicted wrong": (RED, DASHED, "////")}
-"""Colour, dash and hatch."""
+"""Colour, dashes and hatch."""
 GROUPS = 5
 """Groups of equal size, from the rarest subjects to the most popular."""
 
@@ -523,22 +523,22 @@ GROUPS = 5
 def logit_changes(
     pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
 ) -> Axes | Figure:
-    """Draw the density of the change of the probe's logit at l*, by prediction: its peaks, and the modes in relations.
+    """Draw the density of the change of the probe's logit at l*, by prediction, with the verdicts on peaks and modes.
 
     Args:
         pathways: a result of `hw.trace_pathways`. Changes are in standard deviations of the probe's logit, averaged
             over seeds; negative is away from the original prediction.
-        ax: where to draw a single question set; default: a new figure.
-        title: in place of the figure's own.
+        ax: axes for a single question set; default: a new figure.
+        title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: `ax` was given for several question sets.
+        InputError: `ax` was passed for several question sets.
     """
     with shared_look(ax):
         figure, axes = panels(pathways, ax, figsize)
         for ax, name in zip(axes, pathways.datasets, strict=True):
-            # A row per example: its mean change in standard deviations of the logit, and what was predicted.
+            # A row per example: its mean change in standard deviations of the logit, and the prediction.
             own = pathways.modes[pathways.modes["dataset"] == name]
             spread = own.groupby(["seed", "split"])["logit"].transform(lambda logit: logit.std(ddof=0) or 1.0)
             scaled = own.assign(change=own["delta_logit"] / spread).groupby("example")
@@ -568,16 +568,16 @@ def logit_changes(
 def mode_properties(
     pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
 ) -> Axes | Figure:
-    """Draw how often the answers of either mode are right, and the share that is Q-anchored against popularity.
+    """Draw the share of right answers by mode, and the Q-anchored share against popularity.
 
     Args:
-        pathways: a result of `hw.trace_pathways`; the second panel needs a column popularity in the questions.
-        ax: where to draw what has no second panel; default: a new figure.
-        title: in place of the figure's own.
+        pathways: a result of `hw.trace_pathways`; the second panel needs a column `popularity` of the questions.
+        ax: axes for a result without a second panel; default: a new figure.
+        title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: `ax` was given for two panels.
+        InputError: `ax` was passed for two panels.
     """
     modes = pathways.modes
     has_popularity = "popularity" in modes and bool(modes["popularity"].notna().any())
@@ -592,10 +592,10 @@ def mode_properties(
 
 
 def _density(values: NDArray[np.float64], grid: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A kernel density; a narrow peak where all values are nearly one."""
+    """Return a kernel density; a narrow peak if all values are nearly equal."""
     if len(values) < 2:
         return np.zeros_like(grid)
-    # Scott's rule; narrower than a step of the grid a peak would fall between its points.
+    # Scott's rule, but at least one grid step: a narrower peak would fall between the grid points.
     width = max(float(values.std()) * len(values) ** -0.2, float(grid[1] - grid[0]))
     if values.std() > 1e-9:
         return gaussian_kde(values, bw_method=width / values.std(ddof=1))(grid)
@@ -635,6 +635,6 @@ def _popularity(ax: Axes, pathways: Pathways) -> None:
 
 
 def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
-    """Per cent of rows that are so, with an interval over examples."""
+    """Return the percentage of rows where the column is true, with an interval over examples."""
     by_example = rows.groupby("example")[column].agg(["sum", "size"]).to_numpy(dtype=float)
     return interval(100 * Bootstrap.of(range(len(by_example))).ratio(*by_example.T))

@@ -1,4 +1,4 @@
-"""The published figures: what they call things, and measured numbers beside theirs."""
+"""The published figures: their names for things, and measured numbers beside published ones."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from headwater.options import checked_name
 from headwater.reference.published import Reproduction
 from headwater.runs.result import DRAWINGS
 
-# What the published figures call things: names of models and question sets; and which style a figure is drawn in.
+# Names of models and question sets in the published figures, and the style in which a figure is drawn.
 #
-# `style="headwater"` (default) has intervals, counts and honest labels. `style="published"` has the panels, series,
-# words and axes of the papers, so that the two can be laid side by side; numbers are the same.
+# `style="headwater"` (default) has intervals, counts and accurate labels. `style="published"` has the panels, series,
+# words and axes of the papers, for side-by-side comparison; the numbers are the same.
 
 
 StyleName: TypeAlias = Literal["headwater", "published"]
 STYLES = get_args(StyleName)
 SET_NAMES = {"popqa": "PopQA", "triviaqa": "TriviaQA", "hotpotqa": "HotpotQA", "nq": "NQ", "nq_open": "NQ"}
-"""By the name of a question set, without its case, "-" and spaces: what the literature calls it."""
+"""Literature names by the name of a question set in lower case, without "-" and spaces."""
 MODEL_NAMES = {
     "gpt2-xl": "GPT-2 XL",
     "phi-2": "Phi-2",
@@ -43,7 +43,7 @@ MODEL_NAMES = {
     "llama-3-8b-instruct": "LLaMA-3 8B Instruct",
     "llama-3-70b-instruct": "LLaMA-3 70B Instruct",
 }
-"""By the last part of a model's name on the hub, without its case and "Meta-": what the papers write above a panel."""
+"""Names above the papers' panels, by the last part of a model's hub name in lower case, without "meta-"."""
 
 
 def is_published(style: str) -> bool:
@@ -52,25 +52,25 @@ def is_published(style: str) -> bool:
 
 
 def set_name(name: str) -> str:
-    """Return what the literature calls a question set; of others, their own name."""
+    """Return the literature name of a question set; for unknown sets, their own name."""
     return SET_NAMES.get(name.lower().replace("-", "_").replace(" ", "_"), label(name))
 
 
 def set_names(names: Iterable[str]) -> dict[str, str]:
-    """Return what the literature calls each question set of a figure; two of one name bear their own names too."""
+    """Return the literature name of each question set of a figure; if two share one, with their own names added."""
     published = {name: set_name(name) for name in names}
     shared = [one for one, times in Counter(published.values()).items() if times > 1]
     return {name: f"{one}, {label(name)}" if one in shared else one for name, one in published.items()}
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return question sets in the order of the papers, which is that of their colours."""
+    """Return question sets in the order of the papers, which is also the order of their colours."""
     places = places_of_sets(names)
     return sorted(places, key=places.__getitem__)
 
 
 def model_name(shown: str) -> str:
-    """Return what the papers write above a panel of a published model; of other models, the name as it is shown."""
+    """Return the papers' panel title for a published model; for other models, the name unchanged."""
     return MODEL_NAMES.get(shown.lower().removeprefix("meta-"), shown)
 
 
@@ -80,14 +80,14 @@ def lettered(number: int, name: str) -> str:
     return f"({chr(ord('a') + letter) * (repeated + 1)}) {name}"
 
 
-# Measured against published numbers, a panel per quantity; on the diagonal the two are equal.
+# Measured against published numbers, a panel per quantity; on the diagonal they are equal.
 
 COLUMNS = 3
 
 
 @DRAWINGS.add(Reproduction)
 def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Figure:
-    """Draw every number that was published and measured."""
+    """Draw every number that was both published and measured."""
     table = reproduction.table.dropna(subset=["difference"])
     if ax is not None:
         raise InputError("This figure has several panels and makes its own: call plot() without ax.")

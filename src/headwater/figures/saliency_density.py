@@ -1,11 +1,11 @@
 """Densities of saliency, as published (Luo et al. 2026, Fig. 1): one panel per model, each with its own scales.
 
-A question set has its colour and mark; S(E_Q→E_A) is drawn solid and filled, S(E_Q→*) dashed and hatched: no pair is
-distinguished by colour alone. The published form has neither hatches nor marks, and other colours: light blue and light
-green for S(E_Q→E_A) of the first and the second set, light orange and light red for S(E_Q→*).
-The densities are scipy's `gaussian_kde`, reflected at 0: saliency has no values below it, and a density that leaks
-there would hide the very peak at 0 that the figure is about. An axis ends just beyond the 98th percentile of its widest
-density. Beyond two sets, each further two get a row of panels of their own.
+Each question set has a colour and marker; S(E_Q→E_A) is solid and filled, S(E_Q→*) dashed and hatched: no pair is
+distinguished by colour alone. The published form has neither hatches nor markers, and other colours: light blue and
+light green for S(E_Q→E_A) of the first and the second set, light orange and light red for S(E_Q→*).
+The densities are scipy's `gaussian_kde`, reflected at 0: saliency has no values below 0, and a density that leaks there
+would hide the peak at 0 that the figure is about. An axis ends just beyond the 98th percentile of its widest density.
+With more than two sets, every two further sets get another row of panels.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LINES = {
 DASHES: dict[str, Any] = {"saliency_exact_answer": "-", "saliency_all": DASHED}
 HATCHES = {"saliency_exact_answer": "", "saliency_all": "////"}
 FILLED = {"saliency_exact_answer": 0.3, "saliency_all": 0.12}
-"""How strongly an area is filled."""
+"""Opacity of the filled areas."""
 SEEN = "attention saliency"
 SPELLED = "$E_Q$: the question's exact words\n$E_A$: the answer's; *: all later tokens"
 TARGET_NAMES = {"cross_entropy": "probe cross-entropy", "logit": "probe logit"}
@@ -81,19 +81,19 @@ def saliency(
     """Draw the densities of several runs, a panel per model.
 
     Args:
-        results: what `hw.saliency` gave, for one or more models; runs of one model share its panel.
-        target: `cross_entropy` or `logit`; default: what the first run requested.
+        results: results of `hw.saliency`, for one or more models; runs of one model share a panel.
+        target: `cross_entropy` or `logit`; default: the target of the first run.
         datasets: which question sets; default: all.
-        log_scale: a logarithmic axis (densities of the logarithm; zeros are left out and counted), where the bulk of
-            the values would be crushed against 0.
+        log_scale: a logarithmic axis (densities of the logarithm; zeros are left out and counted), for when most values
+            would be crushed against 0.
         style: "headwater", or "published": models, series and axes by their published names, without counts.
-        ax: where to draw two question sets of one model at most; default: a new figure.
-        title: above all panels; of a single one, in place of its own.
+        ax: axes for at most two question sets of one model; default: a new figure.
+        title: above all panels; for a single panel, replaces its title.
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: nothing was given, or a set has no density: fewer than two examples, or all of one value; there is
-            no such set, some runs have sums over pairs and others means, or `ax` was given for several panels.
+        InputError: there are no results, or a set has no density (fewer than two examples, or all of one value); the
+            set is unknown, some runs have sums over pairs and others means, or `ax` was passed for several panels.
     """
     listed = list(results)
     if not listed:
@@ -163,7 +163,7 @@ def _tables(
 
 @DRAWINGS.add(Saliency)
 def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
-    """Draw one run, on `ax` or on a figure of its own."""
+    """Draw one run, on `ax` or on a new figure."""
     if ax is None:
         return saliency([result])
     with shared_look(ax):
@@ -175,7 +175,7 @@ def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
 def _alone(
     ax: Axes, table: pd.DataFrame, names: list[str], axis: str, log_scale: bool, title: str, as_published: bool = False
 ) -> None:
-    """Draw a panel that is a figure: with its legend and title."""
+    """Draw a single panel with its legend and title."""
     entries = _in_order([_panel(ax, table, names, axis, log_scale, as_published)])
     ax.set(ylabel="Density", title=title)
     marked = DAGGER_IS if _spelled(entries) != SPELLED else None
@@ -183,12 +183,12 @@ def _alone(
 
 
 def _spelled(entries: Iterable[str]) -> str:
-    """Say what a legend's signs mean."""
+    """Return the explanation of the legend's symbols."""
     return f"{SPELLED}\n{DAGGER_IS}" if any(DAGGER in entry for entry in entries) else SPELLED
 
 
 def _in_order(panels: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The entries of a legend by kind of edge, then by question set; each with the counts of all models."""
+    """Return the legend's entries by kind of edge, then by question set; each with the counts of all models."""
     looks: dict[str, Any] = {}
     counts: dict[str, list[str]] = {}
     for entry, (*drawn, counted) in ((entry, look) for panel in panels for entry, look in panel.items()):
@@ -203,7 +203,7 @@ def _in_order(panels: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def _panel(
     ax: Axes, table: pd.DataFrame, names: list[str], axis: str, log_scale: bool, as_published: bool = False
 ) -> dict[str, Any]:
-    """Draw the densities of one model; return the legend's entries, their order and number of examples, by label."""
+    """Draw the densities of one model; return by label the legend's entries, their order and number of examples."""
     drawn = {
         (kind, name): values
         for name in dict.fromkeys(table["dataset"])
@@ -214,7 +214,7 @@ def _panel(
         ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes)
         return {}
     shown = np.log10 if log_scale else np.asarray
-    # The logarithm has no lower bound to start at, so the lowest one per cent lies beyond the edge.
+    # The logarithm has no lower bound, so the axis starts 0.2 decades below the lowest first percentile.
     start = min(float(np.quantile(shown(v), 0.01)) for v in drawn.values()) - 0.2 if log_scale else 0.0
     stop = max(float(np.quantile(shown(v), 0.98)) for v in drawn.values())
     grid = np.linspace(start, stop + 0.08 * (stop - start), 400)
@@ -228,7 +228,7 @@ def _panel(
         ax.fill_between(places, height, **area)
         ax.plot(places, height, markevery=40, **line)
         counted = f"{len(values):,}{DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"
-        # Mathematics, unless that would lose the letters of the question set beside it.
+        # Math text, unless that would lose letters of the question set's name.
         edges = KINDS[kind] if name.isascii() else KINDS[kind].replace("$", "")
         entry = f"{label(name)}, {edges}"
         if as_published:
@@ -250,7 +250,7 @@ def _panel(
 
 
 def _looks(kind: str, name: str, names: list[str], as_published: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How the area and the line of a density are drawn."""
+    """Return the styles of the area and the line of a density."""
     place = names.index(name)
     color, mark = looks_of_sets(names)[name]
     fill, alpha = color, FILLED[kind]
@@ -263,12 +263,12 @@ def _looks(kind: str, name: str, names: list[str], as_published: bool) -> tuple[
 
 
 def _axis(target: str, pairs: object) -> str:
-    """Return what an axis says of the saliency on it."""
+    """Return the description of the saliency on an axis."""
     return ", ".join(filter(None, (PAIRS.get(str(pairs)), TARGET_NAMES[target])))
 
 
 def _published_axis(ax: Axes, axis: str) -> None:
-    """Name the axis as published, where it shows what is published; powers of ten are at the ends of both axes."""
+    """Name the axis as published if it shows the published quantity; put powers of ten at the ends of both axes."""
     power = ax.get_xlabel().partition("{")[2].partition("}")[0]
     means = axis.startswith(PAIRS["mean"])
     ax.set_xlabel(f"Saliency Score ({PAIRS['mean']})" if means else "Saliency Score")
@@ -279,7 +279,7 @@ def _published_axis(ax: Axes, axis: str) -> None:
 
 
 def _values(table: pd.DataFrame, dataset: str, kind: str, log_scale: bool) -> NDArray[np.float64]:
-    """The values of one density; empty when this kind was not measured for the set."""
+    """Return the values of one density; empty if this kind was not measured for the set."""
     values = table.loc[table["dataset"] == dataset, kind].to_numpy(dtype=np.float64)
     values = values[np.isfinite(values)]
     values = values[values > 0] if log_scale else values
@@ -290,14 +290,14 @@ def _values(table: pd.DataFrame, dataset: str, kind: str, log_scale: bool) -> ND
 
 
 def _at_chance(rows: pd.DataFrame) -> Interval | None:
-    """Return the AUC of the probe that a question set's saliency is of, where it is not above chance."""
+    """Return the AUC of the probe behind a question set's saliency if it is not above chance, else None."""
     counts = Bootstrap.of(rows["example"]).counts
     found = interval(auc(rows["logit"].to_numpy(), rows["z"].to_numpy(), counts=counts))
     return None if found.low > 0.5 else found
 
 
 def chance_note(shown: Sequence[Saliency]) -> str:
-    """Name the runs and question sets whose probe is not above chance: their saliency is of nothing; "" without."""
+    """Name the runs and question sets whose probe is not above chance, so their saliency means nothing; "" if none."""
     entries = []
     for result in shown:
         for name, rows in result.of().groupby("dataset", sort=False):

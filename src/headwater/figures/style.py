@@ -1,10 +1,10 @@
-"""The look that all figures share: type, lines, colours, and how a figure is written to disk.
+"""The shared style of all figures: type, lines, colours, and writing figures to disk.
 
-Nothing here is global. `style()` is a context: what is drawn inside it has the look, and the caller's settings come
-back at its end.
+Nothing here is global. `style()` is a context manager: figures drawn inside it have the style, and the caller's
+settings are restored at its end.
 
-Text of any script is drawn in the fonts that this machine has for it, with a mark for what none of them holds:
-matplotlib's own font has no Chinese, Korean, Thai or Hindi, and would draw boxes and warn at each character.
+Text of any script is drawn in the installed fonts that cover it, with a placeholder for characters that none covers:
+matplotlib's default font has no Chinese, Korean, Thai or Hindi, and would draw boxes and warn at each character.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ OTHERS = (
     "Apple SD Gothic Neo", "Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Thai", "Noto Sans Devanagari",
     "Noto Sans Bengali", "Nirmala UI", "Noto Emoji", "Segoe UI Symbol", "Symbola", "Arial Unicode MS",
 )  # fmt: skip
-"""Fonts looked for where the usual one has no glyph, in this order."""
+"""Fonts to try, in this order, where the usual one has no glyph."""
 UNKNOWN = "▯"
 LONGEST = 40
-"""Characters of a name that a tick shows."""
+"""Most characters of a name in a tick."""
 
 
 @cache
 def others() -> tuple[str, ...]:
-    """Return which of the further fonts are installed."""
+    """Return which of the `OTHERS` are installed."""
     installed = {font.name for font in fontManager.ttflist}
     return tuple(name for name in OTHERS if name in installed)
 
 
 def label(text: str) -> str:
-    """Return a text of the data as a title, tick or legend shows it: in one line, nothing in it read as mathematics."""
+    """Return a text from the data as a label for a title, tick or legend: one line, without mathematics markup."""
     return drawable(" ".join(text.split())).replace("$", r"\$")
 
 
 def ticks(names: Iterable[str], most: int = LONGEST) -> list[str]:
-    """Return names of the data as tick labels, each of `most` characters at most.
+    """Return names from the data as tick labels, each of at most `most` characters.
 
-    A longer name keeps its beginning and ends in "…". Names that would then read alike lose their middle instead, so
-    that their different ends can be read.
+    A longer name keeps its beginning and ends in "…". Names that would then look the same lose their middle instead, so
+    that their different ends are visible.
     """
     listed = [" ".join(name.split()) for name in names]
     shortened = [name if len(name) <= most else f"{name[: most - 1].rstrip()}…" for name in listed]
@@ -82,7 +82,7 @@ def ticks(names: Iterable[str], most: int = LONGEST) -> list[str]:
 
 
 def drawable(text: str, family: str = "sans-serif") -> str:
-    """Return a text with a mark for each character that no font here has; joiners without a glyph are left out."""
+    """Return a text with a placeholder for each character that no font has; joiners without a glyph are dropped."""
     if text.isascii() and text.isprintable():
         return text
     fonts = [get_font(findfont(FontProperties(family=[name]))) for name in (family, *others())]  # type: ignore[arg-type]
@@ -93,12 +93,12 @@ def drawable(text: str, family: str = "sans-serif") -> str:
 
 
 def columns(text: str) -> int:
-    """Return how many columns of a monospaced line a text takes: Chinese characters two, combining marks none."""
+    """Return the number of monospaced columns of a text: Chinese characters take two, combining marks none."""
     return sum(0 if _is_joined(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def _is_joined(character: str) -> bool:
-    """Whether a character changes its neighbour instead of standing for itself."""
+    """Whether a character modifies its neighbour instead of having a glyph itself."""
     return unicodedata.category(character) in ("Mn", "Me", "Cf")
 
 
@@ -107,11 +107,11 @@ LINES_ARE = "lines: 95 % intervals"
 BANDS_ARE = "bands: 95 % intervals"
 DAGGER, DAGGER_IS = "†", "† the probe is not above chance"
 WAYS = {"denoise": "clean into corrupted", "noise": "corrupted into clean"}
-"""What is patched into what, by the direction."""
+"""What is patched into what, by direction."""
 MOST_TICKS = 16
-"""Numbers of layers or heads that are written along an axis of a map."""
+"""Most layer or head numbers along an axis of a map."""
 MARKS_ONLY: dict[str, Any] = {"handlelength": 0.9, "handletextpad": 0.4, "columnspacing": 1.0}
-"""For legends whose entries are marks without lines."""
+"""Options of legends whose entries are markers without lines."""
 RULES: dict[Any, Any] = {
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
@@ -142,28 +142,28 @@ SIZES: dict[Any, float] = {
     "legend.fontsize": 7.5,
     "legend.title_fontsize": 7.5,
 }
-"""Of type, in points. Where the caller has set `font.size`, those that were not set are larger or smaller with it."""
+"""Font sizes in points. If the caller set `font.size`, sizes that the caller did not set scale with it."""
 UNLESS_SET: dict[Any, Any] = {
     "figure.dpi": 150,
     "savefig.dpi": 300,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 6,
-    # TrueType: matplotlib's own Type 3 fonts are refused by many journals. Text in an SVG stays text.
+    # TrueType, since many journals refuse matplotlib's default Type 3 fonts. Text in an SVG stays text.
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
 }
-"""What the caller's settings say instead, where they differ from matplotlib's own."""
+"""Defaults that apply only where the caller's settings equal matplotlib's own."""
 
 
 class Drawing(Figure):
-    """A figure of ours: it is laid out by itself, and written with its own type by whoever saves it."""
+    """A headwater figure: it lays itself out, and is saved with its own type whoever saves it."""
 
     laid_out: tuple[float, ...] = ()
-    """The size that it was last laid out for."""
+    """The size of the last layout."""
 
     def draw(self, renderer: Any) -> None:
-        """Draw; the first time twice laid out, because what is broken into lines needs other room than before."""
+        """Draw; after a change of size, lay out twice, because broken lines of text need a different space."""
         size, engine = tuple(self.bbox.size), self.get_layout_engine()
         if engine is not None and size != self.laid_out:
             self.laid_out = size
@@ -171,19 +171,19 @@ class Drawing(Figure):
         super().draw(renderer)
 
     def savefig(self, *args: Any, **options: Any) -> None:
-        """Write the figure as matplotlib does, with fonts in PDF that journals take."""
+        """Write the figure as matplotlib does, with PDF fonts that journals accept."""
         with style():
             super().savefig(*args, **options)
 
 
 @contextmanager
 def style(ax: Axes | None = None) -> Iterator[None]:
-    """Draw with the shared look, also on axes of the caller's; the settings of the caller come back afterwards.
+    """Draw with the shared style, also on the caller's axes; restore the caller's settings afterwards.
 
-    These settings alone: what matplotlib sets when it draws for the first time, as in a notebook, stays. Type that the
-    caller chose stays, too.
+    Only these settings are restored: settings that matplotlib changes on its first drawing, as in a notebook, stay.
+    Fonts and sizes that the caller chose are kept.
     """
-    # Type that the caller has not set; it grows with the font size if the caller set one.
+    # Sizes that the caller has not set scale with the font size if the caller set that.
     is_set = {name: mpl.rcParams[name] != mpl.rcParamsDefault[name] for name in SIZES | UNLESS_SET}
     size = mpl.rcParams["font.size"] if is_set["font.size"] else SIZES["font.size"]
     sizes = {name: points * size / SIZES["font.size"] for name, points in SIZES.items()}
@@ -206,12 +206,12 @@ def style(ax: Axes | None = None) -> Iterator[None]:
 
 
 def new_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Figure:
-    """Make a figure of some inches, or of the size that `plot(figsize=)` was given."""
+    """Make a figure of a size in inches, or of the size passed to `plot(figsize=)`."""
     return plt.figure(figsize=requested_size() or (width, height), layout=layout, FigureClass=Drawing)
 
 
 def panel_grid(figure: Any, panels: int, columns: int, **shared: Any) -> list[Axes]:
-    """Return axes for `panels` panels in `columns` columns; places without a panel are removed."""
+    """Return axes for `panels` panels in `columns` columns; remove places without a panel."""
     axes: list[Axes] = figure.subplots(-(-panels // columns), columns, squeeze=False, **shared).ravel().tolist()
     for spare in axes[panels:]:
         spare.remove()
@@ -220,34 +220,34 @@ def panel_grid(figure: Any, panels: int, columns: int, **shared: Any) -> list[Ax
 
 @contextmanager
 def one_panel(ax: Axes | None, width: float, height: float) -> Iterator[Axes]:
-    """Draw with the shared look on axes of the caller's, or on those of a new figure of some inches."""
+    """Draw with the shared style on the caller's axes, or on axes of a new figure of a size in inches."""
     with style(ax):
         yield ax or new_figure(width, height).add_subplot()
 
 
 def inches(ax: Axes) -> tuple[float, float]:
-    """Return how wide and high axes are, nearly: before their labels have taken their room."""
+    """Return the approximate width and height of axes in inches, before labels take their space."""
     box = ax.get_window_extent()
     return 0.9 * box.width / ax.figure.dpi, 0.9 * box.height / ax.figure.dpi
 
 
 def model_title(run: RunRecord, seen: str) -> str:
-    """Return a title: the model's name, without the folders in front, and what is seen of it."""
+    """Return a title: the model's name, without parent folders, and the subject."""
     return f"{short_name(run.model)}: {seen}"
 
 
 def plain_title(model: str, seen: str) -> str:
-    """Return the same title as plain text: of a view, which shows what a figure draws and is not a figure."""
+    """Return the same title as plain text, for a view, which shows the content of a figure without being one."""
     return f"{_last(model)}: {seen}"
 
 
 def entitle(figure: Figure, title: str, **place: Any) -> None:
-    """Put a title above all panels of a figure, where the title of a single one would be."""
+    """Put a title above all panels of a figure, in the place of a single panel's title."""
     figure.suptitle(title, x=0.01, ha="left", size=mpl.rcParams["axes.titlesize"], weight="bold", **place)
 
 
 def short_name(model: str) -> str:
-    """Return a model's name as a figure writes it: without the folders in front."""
+    """Return a model's name as figures show it: without parent folders."""
     return label(_last(model))
 
 
@@ -256,23 +256,23 @@ def _last(model: str) -> str:
 
 
 def whole_numbers(*axes: Axis) -> None:
-    """Put ticks at whole numbers alone, also where there is a single one, and no more than can be read."""
+    """Put ticks only at whole numbers, even if there is only one, and no more than are readable."""
     for axis in axes:
         axis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
 def cell_ticks(axis: Axis, places: Iterable[float], names: Sequence[str], most: int | None = None, **look: Any) -> None:
-    """Put names at places: all that can be read, else every second, fifth, tenth, ...: whatever the size when drawn."""
+    """Put names at places: all if readable, else every second, fifth, tenth, ..., at any size of the figure."""
     at = [*map(float, places)]
     locator = Readable(at, names, most or len(names))
     axis.set_ticks(at, names, **look)
-    # set_ticks gives the labels their look; its fixed places give way to a locator that knows the size when drawn.
+    # set_ticks styles the labels; its fixed locator is replaced by one that uses the size at drawing time.
     axis.set_major_locator(locator)
     axis.set_major_formatter(FuncFormatter(locator.name_at))
 
 
 class Readable(FixedLocator):
-    """Ticks at places whose names have room beside each other."""
+    """Ticks at places, thinned so that their names do not overlap."""
 
     axis: Any
 
@@ -297,8 +297,8 @@ class Readable(FixedLocator):
         spacing = length / abs(high - low) * np.diff(places).min()
         label = self.axis.get_major_ticks(1)[0].label1
         letter, turned = label.get_fontsize(), np.deg2rad(label.get_rotation() % 180)
-        # A turned label, or one at the y axis, needs the height of a line; another one at the x axis needs the width of
-        # the longest name.
+        # A rotated label, or one at the y axis, needs the height of a line; others at the x axis need the width of the
+        # longest name.
         needed = 1.2 * letter / (np.sin(turned) if is_x else 1.0) if turned or not is_x else np.inf
         if is_x:
             needed = min(needed, letter * (0.64 * self.longest + 0.6))
@@ -308,7 +308,7 @@ class Readable(FixedLocator):
 
 
 def legend_above(ax: Axes, columns: int, title: str, **options: Any) -> None:
-    """Put the legend between the plot and its title, in so many columns or as many as there is room for."""
+    """Put the legend between the plot and its title, in at most `columns` columns, or as many as fit."""
     entries = ax.get_legend_handles_labels()[1]
     if entries:
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
@@ -317,9 +317,9 @@ def legend_above(ax: Axes, columns: int, title: str, **options: Any) -> None:
 
 
 def legend_beside(ax: Axes, is_alone: bool = True, **options: Any) -> None:
-    """Put the legend to the right of a plot, or below where that would leave the plot the smaller part of its width.
+    """Put the legend to the right of a plot, or below if it would take too much of the figure.
 
-    There may be room on its right where the figure is of this plot alone.
+    Only a figure of this plot alone (`is_alone`) may have room on the right.
     """
     options = {"alignment": "left", "handlelength": 1.2, "handletextpad": 0.3, "columnspacing": 1.0} | options
     figure = figure_of(ax)
@@ -329,7 +329,7 @@ def legend_beside(ax: Axes, is_alone: bool = True, **options: Any) -> None:
         if box.width < 0.36 * figure.bbox.width and box.height < 0.85 * figure.bbox.height:
             return
         legend.remove()
-        if box.height > 0.4 * figure.bbox.height:  # in one column of a paper it would take more room than the plot
+        if box.height > 0.4 * figure.bbox.height:  # in one column of a paper it would be larger than the plot
             small = 0.85 * mpl.rcParams["legend.fontsize"]
             options |= {"fontsize": small, "title_fontsize": small, "columnspacing": 0.6, "borderpad": 0.1}
             options["title"] = str(options.get("title") or "").replace("\n", ", ")
@@ -341,12 +341,12 @@ def legend_beside(ax: Axes, is_alone: bool = True, **options: Any) -> None:
 
 
 def legend_below(figure: Figure, columns: int, **options: Any) -> None:
-    """Put the legend below all panels of a figure, in so many columns or as many as there is room for."""
+    """Put the legend below all panels of a figure, in at most `columns` columns, or as many as fit."""
     _fitting(figure, columns, loc="outside lower center", **options)
 
 
 def _fitting(of: Axes | Figure, columns: int, **options: Any) -> Legend:
-    """Give axes or a figure a legend in as many columns as their width allows, so many at most."""
+    """Give axes or a figure a legend in as many columns as their width allows, at most `columns`."""
     room = (1.1 if isinstance(of, Axes) else 0.98) * of.get_window_extent().width
     while True:
         legend: Legend = of.legend(ncols=columns, **options)
@@ -358,7 +358,7 @@ def _fitting(of: Axes | Figure, columns: int, **options: Any) -> Legend:
 
 
 def color_bar(mesh: Any, beside: Any, text: str = "", **place: Any) -> None:
-    """Put a bar without a frame beside axes, one or several, that says what the colours of a map mean."""
+    """Put a colour bar with a label and without a frame beside one or several axes."""
     bar = mesh.axes.figure.colorbar(mesh, ax=beside, **{"fraction": 0.05, "pad": 0.02} | place)
     bar.outline.set_visible(False)
     bar.set_label(text)
@@ -376,7 +376,7 @@ def figure_of(plot: Axes | Figure) -> Figure:
 
 
 def checked_place(ax: Axes | None, panels: int, figsize: object) -> Size | None:
-    """Return the size of a new figure, if one was given; see whether a figure of so many panels can be on `ax`."""
+    """Return the size of a new figure (if any); raise if a figure of this many panels cannot be drawn on `ax`."""
     if not isinstance(ax, Axes | None):
         raise InputError(f"ax=, a {type(ax).__name__}, is not a matplotlib axes: leave it out for a new figure.")
     if ax is not None and panels > 1:
@@ -385,11 +385,11 @@ def checked_place(ax: Axes | None, panels: int, figsize: object) -> Size | None:
 
 
 def image_of(plot: Axes | Figure, dpi: int) -> Image.Image:
-    """Return a figure as a picture of so many dots per inch, without what lies outside of its page."""
+    """Return a figure as an image at `dpi`, cropped to its page."""
     figure = figure_of(plot)
     with style():
         figure.set_dpi(dpi)
-        # Drawn by its canvas: savefig arranges the figure anew for each of three drawings.
+        # Drawn by a canvas, because savefig would lay the figure out again for each of three drawings.
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
     return Image.fromarray(np.asarray(canvas.buffer_rgba()))
@@ -397,20 +397,20 @@ def image_of(plot: Axes | Figure, dpi: int) -> Image.Image:
 
 @checked_call
 def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[str] | None = None) -> list[Path]:
-    """Write a figure in several formats, in its own size; the same figure gives the same bytes.
+    """Write a figure in several formats, at its size; equal figures give equal bytes.
 
     Args:
-        plot: what a result's `plot` returned; of axes, the figure they are in.
-        stem: the path without its suffix; folders on the way are made.
-        formats: one or more suffixes that matplotlib knows, such as png, pdf, svg; default: that of `stem` where it has
-            one of them ("figure.png"), else png and pdf.
+        plot: what a result's `plot` returned; for axes, their figure is written.
+        stem: the path without its suffix; missing folders are created.
+        formats: one or more suffixes that matplotlib knows, such as png, pdf, svg; default: the suffix of `stem` if it
+            is one of them ("figure.png"), else png and pdf.
 
     Returns:
-        The files written.
+        The written files.
 
     Raises:
-        InputError: what is given is not a figure, a path or such a format.
-        RunFolderError: the folder cannot be made.
+        InputError: the argument is not a figure, a path or a supported format.
+        RunFolderError: the folder cannot be created.
     """
     figure = figure_of(plot)
     path = checked_path("stem", stem)
@@ -420,15 +420,15 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[s
     listed = ("png", "pdf") if formats is None else one_or_several(formats)
     make_folder(path.parent)
     files = [Path(f"{path}.{checked_name('formats', name, supported)}") for name in listed]
-    # The time of writing would make two equal figures two files.
+    # Without dates, since the time of writing would make equal figures different files.
     dates: dict[str, dict[str, str | None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with style():
         figure.draw_without_rendering()
         engine = figure.get_layout_engine()
-        # With its engine on, matplotlib arranges a figure twice more for each file: a head map takes 1.9 s, not 1.2.
+        # With its engine on, matplotlib lays a figure out twice more for each file: a head map takes 1.9 s, not 1.2.
         figure.set_layout_engine("none")
         try:
-            whole = Bbox.union([figure.bbox_inches, figure.get_tightbbox()])  # with what lies outside of its page
+            whole = Bbox.union([figure.bbox_inches, figure.get_tightbbox()])  # includes parts outside its page
             for file in files:
                 figure.savefig(file, bbox_inches=whole, metadata=dates.get(file.suffix[1:]))
         finally:

@@ -1,7 +1,7 @@
 """Sweeps: layer × position or layer × head as a heat map, a curve over one axis, or a dot for each ablated set.
 
-The colour scale diverges from 0 and reaches equally far both ways. Cells without a value (edges that no layer could
-see) are hatched, never shown as zero. Several examples are averaged; curves and dots carry their bootstrap interval.
+The colour scale diverges symmetrically from 0. Cells without a value (edges that no layer could see) are hatched, never
+shown as zero. Several examples are averaged; curves and dots have bootstrap intervals.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from headwater.runs.result import DRAWINGS, Size, apply_title_and_size
 DIVERGING = "RdBu_r"
 UNSEEN, HATCH = "#f4f4f4", "#cfcfcf"
 DONE = {"patch": "patched", "ablate": "ablated"}
-"""What was done at the sites of a sweep, by the analysis; of others nothing is said."""
+"""Words in titles for what was done at the sites of a sweep, by analysis; other analyses have none."""
 TITLES = {
     "edges": "attention severed",
     "ablation": "sets ablated",
@@ -70,9 +70,9 @@ LABELS = {
 CURVE = SETS[0][0]
 NARROWEST, WIDEST = 2.8, 9.0
 TOKEN = 0.13
-"""Inches that a token needs along an axis."""
+"""Inches per token along an axis."""
 NAMED = ("set", *ROLES)
-"""Axes whose places have names in place of numbers."""
+"""Axes whose places have names instead of numbers."""
 
 
 @DRAWINGS.add(Sweep)
@@ -86,7 +86,7 @@ def plot_sweep(
     normalize: NormalizeName | None = None,
     **fixed: object,
 ) -> Axes | Figure:
-    """Draw a sweep: what `Sweep.plot` says."""
+    """Draw a sweep, as described in `Sweep.plot`."""
     table = sweep.table
     named = {"site": site, "metric": metric, **fixed}
     table = chosen_rows(table, {column: wanted for column, wanted in named.items() if wanted is not None})
@@ -109,9 +109,9 @@ def plot_sweep(
 
 
 def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.DataFrame]]:
-    """Cut a sweep into what a panel shows: a site and metric, and a role where there are two more axes beside roles.
+    """Split a sweep into panels: one per site and metric, and per role if there are two more axes besides roles.
 
-    Where both queries and keys are named by role and a third axis runs, a panel is one query and one key.
+    If both queries and keys are named by role and there is a third axis, a panel shows one query and one key.
     """
     panels: list[tuple[Any, pd.DataFrame]] = []
     for name, part in table.groupby(["site", "metric"], sort=False):
@@ -126,13 +126,13 @@ def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.
 
 
 def title_of(sweep: Sweep, panels: Sequence[tuple[Any, pd.DataFrame]]) -> str:
-    """Return the title of a sweep's figure, of all its panels, as plain text."""
+    """Return the title of a sweep's figure with all its panels, as plain text."""
     (name, part), several = panels[0], len(panels) > 1
     return plain_title(sweep.run.model, _of_what(sweep) if several else _alone(part, name, sweep, {}))
 
 
 def _alone(part: pd.DataFrame, name: Any, sweep: Sweep, fixed: dict[str, object]) -> str:
-    """What a panel without others shows, with what was done at its site."""
+    """Return the title of a single panel, including the operation at its site."""
     site = name[0]
     if site in TITLES or sweep.run.analysis not in DONE:
         return _seen(part, name, fixed)
@@ -141,7 +141,7 @@ def _alone(part: pd.DataFrame, name: Any, sweep: Sweep, fixed: dict[str, object]
 
 
 def _of_what(sweep: Sweep) -> str:
-    """What all panels of a sweep show."""
+    """Return the subject of all panels of a sweep."""
     if sweep.engine == AttributionRunner.name:
         return f"effect of patching, estimated from gradients{_noise(sweep)}"
     way = f" {WAYS[sweep.run.options['direction']]}" if "direction" in sweep.run.options else ""
@@ -150,13 +150,13 @@ def _of_what(sweep: Sweep) -> str:
 
 
 def _noise(sweep: Sweep) -> str:
-    """The noise of causal tracing, if that made the corrupted runs."""
+    """Return the noise of causal tracing, if it produced the corrupted runs."""
     noise = sweep.run.options.get("corruption")
     return f", noise {noise['std']:.2g} in {noise['samples']:,} draws" if noise else ""
 
 
 def _share_scales(axes: Sequence[Axes], names: Sequence[Any]) -> None:
-    """Give the panels of one site and metric, one for each role, the same colours."""
+    """Give the panels of one site and metric, one per role, the same colour scale."""
     for shared in {name[:2] for name in names if len(name) > 2}:
         meshes = [ax.collections[0] for ax, name in zip(axes, names, strict=True) if name[:2] == shared]
         limit = max(mesh.get_clim()[1] or 0.0 for mesh in meshes)
@@ -177,7 +177,7 @@ def _axes(panels: list[Any], fixed: dict[str, Any]) -> list[Axes]:
 
 
 def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
-    """A panel's width and height in inches: cells of one size within limits, curves of the usual shape."""
+    """Return a panel's width and height in inches: cells of one size within limits, curves of the usual shape."""
     axes = panel_axes(part, fixed)
     if len(axes) == 1 and axes[0] in NAMED:
         longest = part[axes[0]].str.len().clip(upper=LONGEST).max()
@@ -190,13 +190,13 @@ def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
 
 
 def panel_axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
-    """The axes a panel runs over; roles, where there are several, represent positions and keys."""
+    """Return the axes that a panel runs over; roles, if there are several, represent positions and keys."""
     columns = [name for name in LABELS if name in part.columns and name not in fixed]
     for role, tokens in ROLES.items():
         if role in part.columns and part[role].notna().any():
             columns = [name for name in columns if name != tokens and (name != role or part[role].nunique() > 1)]
     columns = [name for name in columns if part[name].notna().any()]
-    if {"feature", "layer"} <= {*columns} and part["layer"].nunique() == 1:  # a dictionary is of one layer
+    if {"feature", "layer"} <= {*columns} and part["layer"].nunique() == 1:  # a dictionary belongs to one layer
         columns.remove("layer")
     return columns
 
@@ -218,7 +218,7 @@ def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, 
 
 
 def _seen(part: pd.DataFrame, name: Any, fixed: dict[str, object]) -> str:
-    """What a panel shows: its site, what was fixed, and over how many examples."""
+    """Return a panel's title: its site, the fixed indices, and the number of examples."""
     axes = panel_axes(part, fixed)
     settings = f", {name[2]}" if len(name) > 2 else ""
     settings += "".join(f", {LABELS[axis].lower()} {index}" for axis, index in fixed.items())
@@ -230,7 +230,7 @@ def _seen(part: pd.DataFrame, name: Any, fixed: dict[str, object]) -> str:
 
 
 def _counts(part: pd.DataFrame, axes: list[str]) -> str:
-    """How many examples the cells hold: a number, or the least and the most."""
+    """Return the number of examples per cell: a number, or the least and the most."""
     found = part.dropna(subset=["effect"]).groupby(axes)["example"].nunique()
     least, most = (int(found.min()), int(found.max())) if len(found) else (0, 0)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
@@ -283,7 +283,7 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sw
 
 
 def _dots(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str) -> None:
-    """A dot for the mean effect of each set or role, with its interval, the first on top."""
+    """Draw a dot for the mean effect of each set or role, with its interval, the first at the top."""
     summary = summarize(part, [axis], measure, 0.95, 0)
     places = np.arange(len(summary))
     ax.axvline(0, color=FAINT, linewidth=0.6)
@@ -297,7 +297,7 @@ def _dots(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str) -> 
 
 
 def _names(names: Iterable[str], axis: str, part: pd.DataFrame) -> list[str]:
-    """Names of sets or roles as labels, long ones cut; with how many prompts have each, where these differ."""
+    """Return names of sets or roles as labels, long ones cut; with the number of prompts of each, if these differ."""
     counts = part.dropna(subset=["effect"]).groupby(axis)["example"].nunique()
     listed = list(dict.fromkeys(names))
     cut = ticks(listed)
@@ -322,16 +322,16 @@ def _ticks(
 
 
 def shown(token: str) -> str:
-    """A token as an axis label: its spaces and line breaks made visible, long ones cut."""
+    """Return a token as an axis label, with visible spaces and line breaks; long ones are cut."""
     text = token.replace("\n", "↵").replace("\t", "⇥")
     text = "␣" if text == " " else text.strip() or repr(token)
     return drawable(text if len(text) <= 14 else text[:13] + "…").replace("$", r"\$")
 
 
 def _shared_tokens(part: pd.DataFrame, sweep: Sweep) -> tuple[str, ...] | None:
-    """The tokens of the examples drawn; where they differ, the first one's as one among others ("e.g. France").
+    """Return the tokens of the drawn examples; where they differ, the first as an example ("e.g. France").
 
-    None where the examples are of different lengths.
+    None if the examples have different lengths.
     """
     drawn = {tuple(sweep.tokens[i]) for i in part["example"].unique()} if len(sweep.tokens) else set()
     if len({len(tokens) for tokens in drawn}) != 1:
@@ -342,33 +342,33 @@ def _shared_tokens(part: pd.DataFrame, sweep: Sweep) -> tuple[str, ...] | None:
 
 
 def metric_label(metric: str, measure: str) -> str:
-    """Return the name of an axis of effects on a metric."""
+    """Return the label of an axis of effects on a metric."""
     name = metric.replace("_", " ").replace("kl ", "KL ")
     kinds = {"effect": "Effect", "ratio of means": "Mean effect / mean gap,"}
     return f"{kinds.get(measure, 'Normalized effect')} on {name}"
 
 
-# Dose–response of steering: the mean effect of a direction on a metric against how much of it was added.
+# Dose–response of steering: the mean effect of a direction on a metric against the dose that was added.
 #
 # A sweep per dose, `hw.patch(model, prompts, over="layer", values=hw.add(dose * direction), ...)`; a line per layer,
-# its 95 % bootstrap interval over prompts a band. What the doses are times is said by the caller.
+# with its 95 % bootstrap interval over prompts as a band. The unit of the doses is the caller's.
 
 
 @checked_call
 def dose_response(
     sweeps: Mapping[float, Sweep], *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
 ) -> Axes:
-    """Draw what steering does to a metric, by dose.
+    """Draw the effect of steering on a metric, by dose.
 
     Args:
-        sweeps: by dose, what `hw.patch(..., over="layer", values=hw.add(dose * direction))` gave; of one site and
-            metric, and of the same prompts.
-        ax: where to draw; default: a new figure.
-        title: in place of the figure's own.
+        sweeps: by dose, the result of `hw.patch(..., over="layer", values=hw.add(dose * direction))`; all of one site
+            and metric, and of the same prompts.
+        ax: axes to draw on; default: a new figure.
+        title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: there are no sweeps, they are of several sites or metrics, or run over more than layers.
+        InputError: there are no sweeps, they have several sites or metrics, or run over more than layers.
     """
     size = checked_place(ax, 1, figsize)
     if not isinstance(sweeps, Mapping) or not sweeps:

@@ -1,25 +1,25 @@
-"""Saliency: does what the probe reads come to the answer's tokens straight from the question's?
+"""Saliency: does the information that the probe reads reach the answer's tokens directly from the question's tokens?
 
 Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.3 (Eq. 1); after Wang et al., "Label Words are Anchors", 2023.
 
-    S(i, j) = |A(i, j) · ∂L/∂A(i, j)|        at each layer, averaged over heads; i the query, j the key
+    S(i, j) = |A(i, j) · ∂L/∂A(i, j)|        at each layer, averaged over heads; i is the query, j the key
 
 1. L is the cross-entropy of the hallucination probe at layer l* with the true z, or the probe's logit. Since L depends
    on the attention through the logit alone, ∂L/∂A = (p - z) · ∂logit/∂A with p the probe's probability: one backward
-   serves both, and a confident and right probe (p ≈ z) has no cross-entropy gradient whatever flows.
-2. A ∂L/∂A = A ⟨g, v⟩ (`kernels.attention`), g the gradient at the head's output, from `models.gradients`: no gradient
-   of a pattern is formed, layers above l* and positions after the probe's token are not run, and positions before the
-   first edge are run without gradients, those that all texts begin with once.
-3. S(E_Q→E_A): the sum over i in E_A, j in E_Q; S(E_Q→*): over all i that can see j, up to the probe's token, i = j
-   among them, which the released code of label words sets to 0 (up to 7.5 % of the mean). Both are averaged over the
-   layers up to l*. The sum is the "total" of the publication, and S(E_Q→*) is then never the smaller one, as E_A is
-   among its rows; the mean over pairs (`pairs="mean"`) divides it by many rows of little flow and turns the two round.
-4. p and the gradient of an example come from coefficients of the probe that were not fitted on it (`Probe.folds`): of
-   examples that it has seen a probe of many coordinates is sure and right, whether or not there is anything to know.
+   pass serves both, and a confident and right probe (p ≈ z) has no cross-entropy gradient whatever flows.
+2. A ∂L/∂A = A ⟨g, v⟩ (`kernels.attention`), with g the gradient at the head's output, from `models.gradients`: no
+   gradient of a pattern is formed, layers above l* and positions after the probe's token are not run, and positions
+   before the first edge are run without gradients (once for the prefix that all texts share).
+3. S(E_Q→E_A): the sum over i in E_A, j in E_Q. S(E_Q→*): over all i that can see j, up to the probe's token, including
+   i = j, which the released code of label words sets to 0 (up to 7.5 % of the mean). Both are averaged over the layers
+   up to l*. The sum is the "total" of the publication; S(E_Q→*) is then never smaller than S(E_Q→E_A), since E_A is
+   among its rows. The mean over pairs (`pairs="mean"`) divides it by many rows of little flow; this reverses the order.
+4. p and the gradient of an example come from probe coefficients that were not fitted on it (`Probe.folds`): on examples
+   that it has seen, a probe of many coordinates is confident and right whether or not there is anything to learn.
 
-At l* itself only the probe's own token has a gradient; other queries count there as 0. Pairs that a sliding window
-hides are left out, and a layer that sees no pair is NaN and left out of the average. A probe that reads before the
-exact answer cannot depend on E_A: S(E_Q→E_A) is then NaN, not 0.
+At l* itself only the probe's token has a gradient; other queries count as 0 there. Pairs hidden by a sliding window are
+left out, and a layer without a visible pair is NaN and left out of the average. A probe that reads before the exact
+answer cannot depend on E_A: S(E_Q→E_A) is then NaN, not 0.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Saliency(HasDatasets, Result):
 
     table: pd.DataFrame
     """A row per example and target: `dataset, example, target, z, fold, logit, probability, saliency_exact_answer`
-    (S(E_Q→E_A)), `saliency_all` (S(E_Q→*)); `example` is the row of the answered questions' table, `fold` the fold of
-    the probe that measures it (-1: the probe itself, which knows no answer to this question), `logit` and
-    `probability` are that fold's, of a wrong answer."""
+    (S(E_Q→E_A)), `saliency_all` (S(E_Q→*)). `example` is the row of the answered questions' table; `fold` is the fold
+    of the probe that measures it (-1: the probe itself, which has not seen an answer to this question); `logit` and
+    `probability` are of a wrong answer, by that fold."""
     by_layer: pd.DataFrame
     """The same at each layer: `dataset, example, target, layer, saliency_exact_answer, saliency_all`."""
     target: LossName
@@ -82,7 +82,7 @@ class Saliency(HasDatasets, Result):
         """Return the rows of one target, by default the one requested.
 
         Raises:
-            InputError: there is no such target.
+            InputError: the target is unknown.
         """
         return self.table[
             self.table["target"] == checked_name("target", self.target if target is None else target, TARGETS)
@@ -92,7 +92,7 @@ class Saliency(HasDatasets, Result):
         """Return a row per question set, kind of edge and target of the derivative.
 
         `dataset, edges, target, examples`; `median_right, median_wrong` by the answer; `near_zero`, the share of
-        examples of less than a tenth of the mean; `several_peaks`, whether the dip test rejects a single one at 5 %.
+        examples below a tenth of the mean; `several_peaks`, whether the dip test rejects a single peak at 5 %.
         """
         rows = []
         for entry in self.findings()["datasets"]:
@@ -114,12 +114,12 @@ class Saliency(HasDatasets, Result):
         return frame_of(rows)
 
     def findings(self) -> dict[str, Any]:
-        """Return the numbers worth a glance, as JSON values.
+        """Return the main numbers as JSON values.
 
         Per set and kind of edge, for both targets: the medians of right and of wrong answers; the share of examples
         that are near zero (less than a tenth of the mean); whether the dip test rejects a single peak at 5 %.
         `saturated` is the share of the near-zero examples of the cross-entropy that are not near zero with the logit:
-        there the probe is sure and right, and nothing is said about flow.
+        there the probe is confident and right, and the cross-entropy says nothing about flow.
         """
         sets = []
         for name in self.datasets:
@@ -129,7 +129,7 @@ class Saliency(HasDatasets, Result):
         return {"model": self.run.model, "probe": self.run.options["probe"], "datasets": sets}
 
     def report(self) -> list[str]:
-        """Return what was found, in plain sentences made of the numbers."""
+        """Return the findings, as sentences computed from the numbers."""
         rows = self.table.drop_duplicates("example")
         seen = f"All {len(rows):,} examples are measured by coefficients of the probe that were not fitted on them."
         if not self.run.options["probe"].get("fitted_on") and (rows["fold"] == -1).any():
@@ -145,7 +145,7 @@ class Saliency(HasDatasets, Result):
 
 
 OVER_HEADS, OVER_PAIRS = get_args(Heads), get_args(Pairs)
-"""How a layer's heads are taken together, and how pairs of tokens are."""
+"""How heads of a layer are combined, and how pairs of tokens are."""
 
 
 @checked_call
@@ -171,12 +171,12 @@ def saliency(
     Args:
         model: the model that answered.
         answered: what `hw.answer` returned.
-        probe: of the layer l* to be explained, such as `trace_pathways(...).probe` or `fit_probes(...)[best]`. Each
-            example is measured by coefficients that were not fitted on an answer to its question, which these carry.
-            A `Probe` made by hand says nothing of what it was fitted on, and is taken to be fitted on other answers.
-        target: what figures show: `cross_entropy` of the probe with the true z, or its `logit`. Both are kept.
-        edges: `exact_answer` (E_Q→E_A), `all` (E_Q→*), or both. E_Q→E_A alone needs gradients at the answer's
-            positions only, and is faster; the other column is then NaN.
+        probe: the probe of the layer l* to explain, such as `trace_pathways(...).probe` or `fit_probes(...)[best]`.
+            Each example is measured by coefficients of this probe that were not fitted on an answer to its question. A
+            `Probe` made by hand does not record what it was fitted on, and is assumed to be fitted on other answers.
+        target: what figures show: `cross_entropy` of the probe with the true z, or its `logit`. Both are stored.
+        edges: `exact_answer` (E_Q→E_A), `all` (E_Q→*), or both. E_Q→E_A alone is faster, since it needs gradients only
+            at the answer's positions; the other column is then NaN.
         heads: `mean_abs` averages |A ∂L/∂A| over heads, `abs_mean` takes the absolute value of the average.
         pairs: the `sum` over pairs of tokens, or their `mean`, which usually puts S(E_Q→E_A) above S(E_Q→*).
         layers: which layers; default: all up to the probe's.
@@ -189,8 +189,8 @@ def saliency(
         each layer, and the graphs of a few layers at a time.
 
     Raises:
-        InputError: an option names nothing, the probe does not fit the model or was fitted on these very answers, or
-            another model gave the answers.
+        InputError: an option has an unknown value, the probe does not fit the model or was fitted on these same
+            answers, or another model gave the answers.
         RunFolderError: `out` holds another run.
     """
     check_answered(model, answered)
@@ -244,7 +244,7 @@ def saliency(
                 "cannot depend on what their answer tokens read, and S(E_Q→E_A) is NaN there.",
                 stacklevel=4,
             )
-        # A caller's inference mode would forbid the graphs.
+        # Inference mode set by the caller would forbid autograd graphs.
         with torch.inference_mode(False):
             measured = _measure(model, rows, probe, fold, spec, batch_size, run)
         return _result(answered, measured, fold, spec.layers, target, run.record)
@@ -262,7 +262,7 @@ def _measure(
     run: Run,
 ) -> dict[str, Tensor]:
     """Return the probe's `logit` of every row, and its saliency by row and layer for each kind of edge."""
-    readers = (*probe.folds, probe)  # the probe itself is the last, fold -1
+    readers = (*probe.folds, probe)  # the probe itself is last: fold -1
     first = min(row.first for row in rows)
     shared = common_start(torch.tensor([row.tokens[:first] for row in rows], dtype=torch.long))
     start: KeysValues | None = None
@@ -271,16 +271,16 @@ def _measure(
     results = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in spec.edges}
     results["logit"] = torch.empty(len(rows), dtype=torch.float64)
     cut = []
-    # One probe reads a batch, so rows of different folds are not mixed.
+    # One probe measures a batch, so rows of different folds are not mixed.
     for place in np.unique(fold):
         part = np.flatnonzero(fold == place).tolist()
-        # Rows that are read from about the same place on, and are of about equal length.
+        # Batches of rows with a similar first position and a similar length.
         dealt = by_length([len(rows[i].tokens) for i in part], batch_size, before=[rows[i].first for i in part])
         cut += [[part[i] for i in batch] for batch in dealt]
 
     def compute(places: list[int]) -> dict[str, Tensor]:
         nonlocal start
-        # Not before a piece is really computed: a resumed run may find all of them in its folder.
+        # Computed only when a piece needs it: a resumed run may find all pieces in its folder.
         if start is None:
             start = keys_values(model, torch.tensor([rows[0].tokens[:shared]], dtype=torch.long), {}, n_layers)
         return measure_batch(model, [rows[i] for i in places], readers[fold[places[0]]], spec, start, shared)
@@ -300,10 +300,10 @@ def _result(
     target: LossName,
     run: RunRecord,
 ) -> Saliency:
-    """Put the numbers into tables: cross-entropy's gradient is the logit's times |p - z|."""
+    """Build the tables; the gradient of the cross-entropy is the logit's times |p - z|."""
     z = torch.tensor(answered.z, dtype=torch.float64)
     logit = measured["logit"]
-    # |z - p| from the signed logit: 1 - sigmoid(logit) is exactly 0 from logits of 37 on.
+    # |z - p| from the signed logit, since 1 - sigmoid(logit) is exactly 0 from logits of 37 on.
     distance = torch.where(z == 1, torch.sigmoid(-logit), torch.sigmoid(logit))
     nothing = torch.full((len(z), len(layers)), torch.nan, dtype=torch.float64)
     flows = {column: measured.get(name, nothing) for name, column in zip(EDGES, COLUMNS, strict=True)}
@@ -323,14 +323,14 @@ def _result(
 
 
 def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None) -> tuple[int, ...]:
-    """The layers requested; those whose heads the probe cannot hang on are refused."""
+    """Return the requested layers; refuse layers whose heads cannot affect the probe."""
     if not isinstance(probe, Probe):
         raise InputError(f"probe must be a Probe, such as hw.probes.fit_probes(...)[5]; found {shown(probe)}.")
     if not isinstance(probe.layer, int) or not 0 <= probe.layer < model.shape.n_layers:
         raise InputError(
             f"The probe is of layer {shown(probe.layer)}; {model.name} has layers 0 to {model.shape.n_layers - 1}."
         )
-    # Beside parallel attention the MLP of a layer reads nothing that its heads write.
+    # With parallel attention, the MLP of a layer does not read the output of that layer's heads.
     last = probe.layer - (model.shape.parallel_blocks and probe.site == "mlp_out")
     if last < 0:
         raise InputError(f"No head of {model.name} comes before the MLP of layer 0: attention runs beside it.")
@@ -342,7 +342,7 @@ def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None
 
 
 def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
-    """Return which coefficients measure each row: a fold of the probe, or -1 for its own."""
+    """Return which coefficients measure each row: a fold of the probe, or -1 for the probe itself."""
     if "question" not in answered.table:
         return np.full(len(answered.table), -1)
     places = [probe.reader(str(question)) for question in answered.table["question"]]
@@ -358,19 +358,19 @@ def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
 
 # The saliency of the edges of a few examples at every layer: which positions matter, what is run, what is read.
 #
-# Of an example only the tokens up to the probe's are run, and gradients are wanted from its first edge on: from E_Q for
-# E_Q→*, from E_A for E_Q→E_A. What comes before is run once without gradients, for all examples at once as far as they
-# begin alike. Examples run together in a batch; of these, as many as fit in memory record a graph at once (and half of
-# them, where memory runs out all the same).
+# For each example only the tokens up to the probe's are run, and gradients are needed from its first edge on: from E_Q
+# for E_Q→*, from E_A for E_Q→E_A. Earlier tokens are run without gradients; the prefix shared by all examples is run
+# once. Examples run together in a batch; as many of them record a graph at once as fit in memory (and half of them if
+# memory still runs out).
 
 
 BEFORE_A_GRAPH = 16
-"""Fewer tokens than this before the first that matters are run with it, though they need no gradient."""
+"""Fewer tokens than this before the first position that matters are run with it, though they need no gradient."""
 
 
 @dataclass(frozen=True)
 class WantedPairs:
-    """What is measured, checked."""
+    """The checked options of a measurement."""
 
     edges: tuple[str, ...]
     heads: Any
@@ -386,11 +386,11 @@ class SaliencyRow:
     keys: tuple[int, ...]
     queries: tuple[int, ...]
     first: int
-    """The first position at which a gradient is wanted."""
+    """The first position that needs a gradient."""
 
 
 def rows_of(answered: AnsweredQuestions, probe: Probe, edges: Sequence[str]) -> list[SaliencyRow]:
-    """Return what is run of each example, and the ends of its edges."""
+    """Return the tokens to run for each example, and the ends of its edges."""
     rows = []
     positions = probe_positions(answered, probe.token)
     exact = answered.table["exact_answer_tokens"]
@@ -406,17 +406,17 @@ def rows_of(answered: AnsweredQuestions, probe: Probe, edges: Sequence[str]) -> 
 def measure_batch(
     model: HookedModel, rows: Sequence[SaliencyRow], probe: Probe, spec: WantedPairs, start: KeysValues, shared: int
 ) -> dict[str, Tensor]:
-    """Measure some rows, given the keys and values of the tokens that all rows share."""
+    """Measure some rows; `start` contains the keys and values of the `shared` first tokens of all rows."""
     device = model.device
     earliest = min(row.first for row in rows)
     first = earliest if earliest - shared >= BEFORE_A_GRAPH else shared
-    # Token 0 after the end of shorter rows: nothing before it sees it, and no gradient comes from it.
+    # Shorter rows are padded with token 0: no earlier position attends to it, and no gradient comes from it.
     batch = Batch.of([row.tokens for row in rows], pad=0)
     tokens, reads = to_device(batch.tokens, device), to_device(batch.lengths - 1, device)
     width = tokens.shape[1]
     before = keys_values(model, tokens[:, shared:first], start, probe.layer + 1)
     keys, edges = _edges(rows, first, width, spec.edges, device)
-    # So many rows that the graphs of all layers fit: with more, the lower layers would run a second time.
+    # As many rows as the graphs of all layers fit for: with more, the lower layers would run a second time.
     at_once = max(1, graphs_in_memory(model, width - first, width) // (probe.layer + 1 - min(spec.layers)))
     parts = []
 
@@ -437,7 +437,7 @@ def measure_batch(
             pattern = torch.take_along_dim(slopes.pattern, keys[chunk, None, None], -1)
             values = torch.take_along_dim(slopes.values, keys[chunk, None, :, None], 2)
             flow = edge_saliency(pattern, slopes.gradient, values, spec.heads).double()
-            # A masked pair has weight 0 in every head; so a sliding window shows without a look at the config.
+            # A masked pair has weight 0 in every head, so this finds sliding windows without the config.
             visible = pattern.amax(1) > 0
             for name, kind in edges.items():
                 flows[name][slopes.layer] = over_pairs(flow, kind[chunk] & visible, spec.pairs)
@@ -452,7 +452,7 @@ def measure_batch(
 def _edges(
     rows: Sequence[SaliencyRow], first: int, width: int, names: Sequence[str], device: torch.device
 ) -> tuple[Int[Tensor, "batch key"], dict[str, Bool[Tensor, "batch query key"]]]:
-    """Return the positions of E_Q, padded, and which pairs each kind of edge has, for queries from `first` on."""
+    """Return the padded positions of E_Q, and the pairs of each kind of edge, for queries from `first` on."""
     n_keys = max(1, *(len(row.keys) for row in rows))
     keys = torch.tensor([row.keys + (0,) * (n_keys - len(row.keys)) for row in rows], device=device)
     is_key = torch.tensor([[i < len(row.keys) for i in range(n_keys)] for row in rows], device=device)
@@ -464,7 +464,7 @@ def _edges(
     return keys, {name: kinds[name] for name in names}
 
 
-# What saliency shows of a question set: medians, how many examples are near zero and why, one peak or several.
+# Summary of a question set: medians, how many examples are near zero and why, one peak or several.
 
 
 LossName: TypeAlias = Literal["cross_entropy", "logit"]
@@ -472,11 +472,11 @@ TARGETS = get_args(LossName)
 EDGES = ("exact_answer", "all")
 COLUMNS = tuple(f"saliency_{name}" for name in EDGES)
 NEAR_ZERO = 0.1
-"""An example is near zero when its saliency is less than this share of its set's mean."""
+"""An example is near zero if its saliency is less than this share of its set's mean."""
 
 
 def summary_of(rows: pd.DataFrame, column: str) -> dict[str, object] | None:
-    """Describe one kind of edge in one set; None where it has no value."""
+    """Summarise one kind of edge in one set; None if it has no value."""
     if rows.empty:
         return None
     by_target = {target: rows[rows["target"] == target].set_index("example") for target in TARGETS}
@@ -503,21 +503,21 @@ def summary_of(rows: pd.DataFrame, column: str) -> dict[str, object] | None:
 
 
 def _times(wrong: NDArray[np.float64], right: NDArray[np.float64]) -> list[float] | None:
-    """How many times the median of right answers that of wrong ones is, with its 95 % interval over examples."""
+    """Return the median of wrong answers divided by the median of right ones, with its 95 % interval over examples."""
     if min(len(wrong), len(right)) < 2 or not np.median(right):
         return None
     rng = np.random.default_rng(0)
     top, bottom = (
         np.median(values[rng.integers(len(values), size=(DRAWS, len(values)))], 1) for values in (wrong, right)
     )
-    # A drawn median of 0 has no ratio, and would make the interval infinite.
+    # A resampled median of 0 has no ratio, and would make the interval infinite.
     drawn = top[bottom > 0] / bottom[bottom > 0]
     ends = np.quantile(drawn, [0.025, 0.975]) if len(drawn) else (0.0, np.inf)
     return [float(np.median(wrong) / np.median(right)), *map(float, ends)]
 
 
 def sentences_of(entry: dict[str, Any]) -> Iterator[str]:
-    """Say what the summary of one set shows."""
+    """Yield the sentences on the summary of one set."""
     name = entry["dataset"]
     for column, edges in zip(COLUMNS, ("S(E_Q→E_A)", "S(E_Q→*)"), strict=True):
         measured = entry[column]

@@ -1,8 +1,8 @@
-"""Run one question set through everything: states, probes, interventions. What comes out are logits.
+"""Measure one question set: states, probes, interventions. The results are logits.
 
 1. States of every row and layer, in pieces.
-2. Per seed, two halves that share no question, with even shares of wrong answers. Each half is measured by probes that
-   were fitted on the other, so that every example is measured once per seed, never by a probe that has seen it.
+2. Per seed, two halves that share no question and have about equal shares of wrong answers. Each half is measured by
+   probes fitted on the other half, so every example is measured once per seed, by a probe that has not seen it.
 3. Per intervention, the logits of these probes on the states after it. One pass gives every layer.
 """
 
@@ -40,7 +40,7 @@ from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.analysis import Run
 
 SWAPS = 3
-"""How many times each subject is swapped."""
+"""Number of times each subject is swapped."""
 CHUNK = 256
 """Rows in one piece."""
 Halves = Int[np.ndarray, "seed example"]
@@ -74,7 +74,7 @@ class Fits:
         layers: Sequence[int],
         examples: Int[np.ndarray, " row"],
     ) -> Float[np.ndarray, "seed window row"]:
-        """Return the same of the probes at l* alone; `states` are those of `layers`, after each window's knockout."""
+        """Return the logits of the probes at l* alone; `states` are of `layers`, after each window's knockout."""
         result = np.empty((len(self.probes), len(states), len(examples)))
         for seed, sides in enumerate(self.probes):
             for side, probes in enumerate(sides):
@@ -94,21 +94,21 @@ class Effects:
     states: States
     before: Logits
     knockout: Logits
-    """After the knockout of E_Q in all layers up to each."""
+    """After the knockout of E_Q in all layers up to each layer."""
     windowed: Logits | None
-    """At l*, after its knockout in a window around each layer."""
+    """At l*, after the knockout of E_Q in a window around each layer."""
     others: dict[str, list[Logits]] = field(default_factory=dict)
-    """After the controls, by name; one per draw; NaN where a control does not apply."""
+    """After the controls, by name; one array per draw; NaN where a control does not apply."""
 
 
 def halves(answered: AnsweredQuestions, seeds: int) -> Halves:
-    """Split a question set in two, once per seed."""
+    """Split a question set into two halves, once per seed."""
     groups = answered.table["question"].tolist()
     half = np.empty((seeds, len(groups)), dtype=np.int64)
     for seed in range(seeds):
         for side, (_, rows) in enumerate(grouped_folds(answered.z, groups, 2, seed)):
             half[seed, rows] = side
-            # Only to see now that the half can be split again to choose a layer; it raises where that cannot be.
+            # Fail now, not later, if the half cannot be split again to choose a layer.
             grouped_folds(answered.z[rows], [groups[row] for row in rows], FOLDS, seed)
     return half
 
@@ -149,7 +149,7 @@ def measure(
             return fits.logits(after_states(model, part, setup), part.examples)
 
         def in_windows(part: Intervention) -> Logits:
-            # Windows are read at l* alone, which differs between fits.
+            # Windows are measured at l* alone, which differs between fits.
             layers = np.unique(fits.best).tolist()
             after = after_windows(model, part, setup, int(window or 0), layers)
             return fits.logits_at_best(after, layers, part.examples)
@@ -215,7 +215,7 @@ def probes_as_tensors(probes: Probes) -> dict[str, Tensor]:
 
 
 def probes_from_tensors(tensors: Mapping[str, Tensor], setup: Setup) -> Probes:
-    """Put probes together again."""
+    """Rebuild probes from `probes_as_tensors`."""
     best = int(tensors["best"])
     return Probes(setup.site, setup.token, tensors["weight"], tensors["bias"], best, tensors["validation_auc"])
 
@@ -223,14 +223,14 @@ def probes_from_tensors(tensors: Mapping[str, Tensor], setup: Setup) -> Probes:
 def _after(
     run: Run, stage: str, intervention: Intervention, read: Callable[[Intervention], Logits], logits: Logits, bar: Bar
 ) -> Logits:
-    """Write into `logits` what is read after an intervention, where it applies."""
+    """Fill `logits` with the results of `read` for the rows of an intervention, where it applies."""
 
     def compute(rows: list[int]) -> dict[str, Tensor]:
         return {"logits": torch.from_numpy(read(intervention.rows(rows)))}
 
     pieces = _chunks(intervention)
     for rows, piece in zip(pieces, run.pieces(stage, pieces, compute, bar, len), strict=True):
-        # Other examples stay NaN, which every average leaves out.
+        # Other examples stay NaN, and every average ignores them.
         logits[:, :, intervention.examples[rows]] = piece["logits"].numpy()
     return logits
 

@@ -1,15 +1,15 @@
-"""What is done to an answered question before its states are read again: knocked-out edges, and the random control.
+"""Interventions on answered questions: knock out attention edges or change tokens, then read the states again.
 
     exact question tokens    no later position may attend to E_Q (Luo et al., ACL 2026, §3.2)
-    random question tokens   the same for as many others of the question, drawn at random, where it has as many
-Others change the tokens instead (below). An intervention is a list of rows to run; `after_states` runs them.
+    random question tokens   the same for an equal number of other question tokens, drawn at random, if there are enough
+Other interventions change the tokens instead (below). An intervention is a list of rows; `after_states` runs them.
 
-States after a knockout in every layer: one ordinary run of many rows, in which hooks sever the edges of each.
+States after a knockout in every layer: one ordinary run of many rows, in which hooks sever the edges of each row.
 
-The state of layer k of a run severed everywhere is that of the run severed in layers 0..k
+When edges are severed in every layer, the state of layer k equals the state of a run severed in layers 0..k
 (`patching.edge_knockout`), so one run gives all k. Edges are severed before the softmax (`mask`) or after it (`zero`);
-every pattern is looked at, and what was to be cut must be 0 there. Where attention can only be read, the walk of
-`knocked_out_states` takes over: the same states, from a recorded run and the positions that change.
+every pattern is checked: the severed edges must be 0 in it. Where attention can only be read, `knocked_out_states`
+computes the same states from a recorded run and the positions that change.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _hooks(cut: Bool[Tensor, "row head query key"], n_layers: int, variant: Vari
 
 
 def _mask_attention(weights: Tensor, hook: object, cut: Tensor, value: float | None) -> Tensor:
-    # Not -inf: a query that is left no key would be NaN. So it attends to cut keys alike, which `_seen` refuses.
+    # Not -inf: a query without any key left would be NaN. Now it attends to its cut keys equally, and `_seen` raises.
     return weights.masked_fill(cut.to(weights.device), torch.finfo(weights.dtype).min if value is None else value)
 
 
@@ -64,9 +64,9 @@ BASELINE = "as answered"
 EXACT = "exact question tokens"
 RANDOM = "random question tokens"
 EXACT_ON_RANDOM_ROWS = "exact question tokens, rows of the random ones"
-"""The first, on the rows that the second leaves: what it is compared with."""
+"""The knockout of E_Q on the rows that the random knockout applies to, for comparison with it."""
 WINDOWED = "exact question tokens, in a window"
-"""The first in so many layers around each instead of in all up to it; read at l*."""
+"""The knockout of E_Q in a window around each layer instead of in all layers up to it; read at l*."""
 QUERIES = ("after", "answer")
 Places: TypeAlias = list[tuple[int, ...]]
 """Positions, by row."""
@@ -80,13 +80,13 @@ class Setup:
     token: str
     variant: VariantName
     edges: str
-    """Who may no longer read E_Q: every position `after` it, or the exact tokens of the `answer` only."""
+    """Which positions may no longer attend to E_Q: all `after` it, or only the exact tokens of the `answer`."""
     batch_size: int
 
 
 @dataclass(frozen=True)
 class Intervention:
-    """Rows to run: which examples they belong to, their tokens, what is severed, and where the state is read."""
+    """Rows to run: their examples, their tokens, the severed edges, and the position of the state to read."""
 
     name: str
     examples: NDArray[np.int64]
@@ -94,13 +94,13 @@ class Intervention:
     tokens: Sequence[tuple[int, ...]]
     positions: Sequence[int]
     keys: Sequence[tuple[int, ...]] | None = None
-    """Positions that are no longer read; None severs nothing."""
+    """Key positions whose edges are severed; None severs nothing."""
     queries: Sequence[tuple[int, ...]] | None = None
-    """Positions that no longer read them; None is all that come after."""
+    """Query positions that no longer attend to the keys; None is all later positions."""
 
     @property
     def edges(self) -> Edges:
-        """What is severed."""
+        """The severed edges."""
         queries: Any = "after" if self.queries is None else [set(row) for row in self.queries]
         return Edges(queries, [set(row) for row in self.keys or ()])
 
@@ -114,7 +114,7 @@ class Intervention:
 
 
 def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -> States:
-    """Run the rows of an intervention, edges severed in every layer; return the state that the probe reads, of each."""
+    """Run the rows of an intervention, edges severed in every layer; return the state the probe reads, for each row."""
     tokens, positions = [list(row) for row in intervention.tokens], list(intervention.positions)
     if intervention.keys is None:
         return states_at(model, tokens, positions, setup.site, setup.batch_size, progress=False)
@@ -124,18 +124,18 @@ def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -
     ]
 
     def cutting(rows: Sequence[int], first: int) -> Iterator[Hook]:
-        # Rows of several lengths together, the same edges for all heads.
+        # Rows of different lengths run together; the severed edges are the same for all heads.
         longest = max(len(cuts[row]) for row in rows)
         cut = torch.zeros(len(rows), 1, longest, longest, dtype=torch.bool)
         for own, row in zip(cut, rows, strict=True):
             own[0, : len(cuts[row]), : len(cuts[row])] = cuts[row]
         return _hooks(to_device(cut[:, :, first:], model.device), model.shape.n_layers, variant)
 
-    # The first query that loses a key; what is before it may be run once for all rows.
+    # The first query that loses a key: earlier positions may be run once for all rows.
     cut_from = min(int(cut.any(1).nonzero()[0]) for cut in cuts)
     try:
         return states_at(model, tokens, positions, site, batch_size, False, editing=cutting, edited_from=cut_from)
-    except InterventionError:  # its edits of attention are thrown away, or a query has no key: the walk says which
+    except InterventionError:  # the model discards attention edits, or a query has no key: the walk decides which
         options = {"sites": site, "variant": variant, "batch_size": batch_size, "progress": False}
         return knocked_out_states(model, tokens, block=edges, at=positions, **options)[1][site]  # type: ignore[arg-type]
 
@@ -143,7 +143,7 @@ def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -
 def after_windows(
     model: HookedModel, intervention: Intervention, setup: Setup, window: int, read: Sequence[int]
 ) -> Float[Tensor, "window layer row d_model"]:
-    """Run the rows once per layer, severed in so many layers around it; return the states of the layers `read`."""
+    """Run the rows once per layer, severed in a window of layers around it; return the states of the layers `read`."""
     return windowed_states(
         model,
         [list(row) for row in intervention.tokens],
@@ -158,18 +158,18 @@ def after_windows(
 
 
 def untouched(answered: AnsweredQuestions, setup: Setup) -> Intervention:
-    """Leave every row as it was answered."""
+    """Return all rows unchanged, as the model answered them."""
     tokens = list(answered.table["tokens"])
     return Intervention(BASELINE, np.arange(len(tokens)), tokens, probe_positions(answered, setup.token))
 
 
 def block_exact_tokens(answered: AnsweredQuestions, setup: Setup) -> Intervention:
-    """Sever what reads E_Q."""
+    """Return the intervention that severs the edges from E_Q."""
     return _blocked(EXACT, answered, setup, answered.exact_question_tokens())
 
 
 def block_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places, seed: int) -> Intervention:
-    """Sever what reads as many `others` as there are exact tokens; a row with fewer others is left out."""
+    """Return the same knockout for as many random `others` as there are exact tokens; drop rows with too few others."""
     drawn = []
     for row, (places, exact) in enumerate(zip(others, answered.exact_question_tokens(), strict=True)):
         shuffled = np.random.default_rng([seed, row]).permutation(np.array(places, dtype=np.int64))
@@ -179,7 +179,7 @@ def block_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Place
 
 
 def other_question_tokens(model: HookedModel, answered: AnsweredQuestions) -> Places:
-    """Return the positions of every row's question tokens outside E_Q, but for the first token of the text."""
+    """Return the positions of every row's question tokens outside E_Q, except the first token of the text."""
     before, _ = prompt_parts_of(answered)
     places = []
     rows = zip(prompts_of(answered), answered.table["question"], answered.exact_question_tokens(), strict=True)
@@ -193,7 +193,7 @@ def other_question_tokens(model: HookedModel, answered: AnsweredQuestions) -> Pl
 def prompts_of(answered: AnsweredQuestions) -> list[str]:
     """Return the prompt of every row."""
     before, after = prompt_parts_of(answered)
-    # Records have `messages` where the prompt was a chat (`note_on_chats`); a chat's text gets no BOS of its own.
+    # Records have `messages` if the prompt was a chat (`note_on_chats`); no BOS is prepended to a chat's text.
     frame = Frame(before, after, "", is_chat="messages" in answered.run.options)
     return list(map(frame.asking, answered.table["question"]))
 
@@ -217,15 +217,15 @@ def _blocked(name: str, answered: AnsweredQuestions, setup: Setup, keys: Sequenc
     return whole.rows(useful)
 
 
-# Swap the subject, or drop the question: does the probe notice when the answer stays?
+# Swap the subject or drop the question while the answer stays: does the probe notice?
 #
-# Luo et al., ACL 2026, §3.3 and §3.4. The answer's tokens are kept as they were generated, so E_A is found again by
-# moving along with them.
+# Luo et al., ACL 2026, §3.3 and §3.4. The answer's generated tokens are kept, so the position of E_A only shifts.
 #
-# token swap          the subject gives way to another example's, of the same relation where the table has one; only
-#                     where the answer is right, and so becomes wrong
-# random token swap   as many others of the question, where it has as many, give way to tokens of other questions
-# answer only         the answer alone, without any question, in a pass of its own
+# token swap          the subject is replaced by another example's, of the same relation if there is one; only where
+#                     the answer is right, so that it becomes wrong
+# random token swap   as many other question tokens, if there are enough, are replaced by such tokens of any question;
+#                     also only where the answer is right
+# answer only         the answer alone, without any question, in a separate pass
 
 
 SWAP = "token swap"
@@ -236,7 +236,7 @@ Row = tuple[int, tuple[int, ...], int]
 
 
 def swap_subjects(model: HookedModel, answered: AnsweredQuestions, setup: Setup, seed: int) -> Intervention:
-    """Give each rightly answered question the subject of another, drawn at random; the answer stays."""
+    """Replace the subject of each question answered right by another, drawn at random; keep the answer."""
     table, prompts = answered.table, prompts_of(answered)
     subjects = [
         tuple(prompt[start:end] for start, end in spans)
@@ -251,10 +251,10 @@ def swap_subjects(model: HookedModel, answered: AnsweredQuestions, setup: Setup,
     for example, (prompt, position) in enumerate(zip(prompts, positions, strict=True)):
         if wrong[example] or not subjects[example] or len(donors[example]) < 2:
             continue
-        # Two, since one of them may be the example's own subject.
+        # Draw two, since one may be the example's own subject.
         drawn = np.random.default_rng([seed, example]).choice(len(donors[example]), 2, replace=False)
         words = next(donors[example][i] for i in drawn if donors[example][i] != subjects[example])
-        # Of the prompt's class: a chat's text stays one, and gets no BOS put before it.
+        # Keep the prompt's class, so that no BOS is prepended to a chat's text.
         swapped = type(prompt)(replace_spans(prompt, spans[example], words))
         tokens, _ = encode(model.tokenizer, swapped, model.bos)  # type: ignore[arg-type]
         start = int(starts[example])
@@ -265,7 +265,7 @@ def swap_subjects(model: HookedModel, answered: AnsweredQuestions, setup: Setup,
 
 
 def swap_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places, seed: int) -> Intervention:
-    """Overwrite as many of the `others` as the subject has tokens, with such tokens of all questions."""
+    """Overwrite as many of the `others` as the subject has tokens with tokens drawn from the `others` of all rows."""
     table = answered.table
     pool = np.array([row[i] for row, places in zip(table["tokens"], others, strict=True) for i in places])
     rows: list[Row] = []
@@ -277,7 +277,7 @@ def swap_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places
         rng = np.random.default_rng([seed, example])
         tokens = list(originals[example])
         for place in rng.permutation(np.array(others[example]))[:how_many]:
-            # Eight tries for another token; a pool of nearly one token keeps its own.
+            # Eight tries for a different token; if the pool is nearly all one token, the place keeps its token.
             tokens[place] = next(
                 (int(token) for token in rng.choice(pool, size=8) if token != tokens[place]), tokens[place]
             )
@@ -286,7 +286,7 @@ def swap_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places
 
 
 def answer_only(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> Intervention:
-    """Keep the answer alone; nothing to run where the probe reads a token before it."""
+    """Keep the answer alone; skip examples whose probe token is before the answer."""
     rows: list[Row] = []
     columns = zip(
         answered.table["tokens"], answered.table["answer_start"], probe_positions(answered, setup.token), strict=True
@@ -298,22 +298,22 @@ def answer_only(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -
 
 
 def replace_spans(text: str, spans: Sequence[tuple[int, int]], words: Sequence[str]) -> str:
-    """Replace each span of a text, in order, by the words given for it."""
-    # From the last span on, so that the places of earlier ones still hold.
+    """Replace each span of a text by the words at the same index."""
+    # From the last span backwards, so that the offsets of earlier spans stay valid.
     for (start, end), new in sorted(zip(spans, words, strict=True), reverse=True):
         text = text[:start] + new + text[end:]
     return text
 
 
 def _donors(answered: AnsweredQuestions, subjects: Sequence[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
-    """Say which subjects each example may get: of its relation, or of all where that has no other; as many spans."""
+    """List the subjects each example may get: of its relation, or of all if it has no other; with as many spans."""
     table = answered.table
     relations = table["relation"].tolist() if "relation" in table else [None] * len(table)
     by_relation, everywhere = defaultdict(set), defaultdict(set)
     for relation, words in zip(relations, subjects, strict=True):
         by_relation[relation, len(words)].add(words)
         everywhere[len(words)].add(words)
-    # Sorted: the order of a set of texts differs from process to process, and the draws with it.
+    # Sorted: the order of a set of strings differs between processes, and the draws would differ with it.
     near = {key: sorted(found) for key, found in by_relation.items()}
     far = {key: sorted(found) for key, found in everywhere.items()}
     return [

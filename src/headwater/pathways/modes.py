@@ -1,23 +1,23 @@
-"""From probe logits before and after an intervention to ΔP and modes, and whether there are two.
+"""ΔP and modes from probe logits before and after an intervention, and a test of whether there are two modes.
 
-Luo et al., "Two Pathways to Truthfulness", ACL 2026, §3.2, with P the probe's probability of its original prediction:
+Luo et al., "Two Pathways to Truthfulness", ACL 2026, §3.2; P is the probe's probability of its original prediction:
 
-    ΔP(k) = 100 · (P_after − P_before), percentage points, for the probe of layer k; the logit change beside it
+    ΔP(k) = 100 · (P_after − P_before), percentage points, for the probe of layer k; reported with the logit change
     mode  = Q-anchored where the hard prediction flips, A-anchored where it does not (Eq. 2)
 
-A split by what is then plotted always looks like two groups: one population with one spread of changes gives a
-Q-anchored curve far below 0 and an A-anchored one near it. Hence four ways to split, named in the column `split_by`:
+A split by the plotted quantity always looks like two groups: one population with one spread of changes gives a
+Q-anchored curve far below 0 and an A-anchored curve near 0. Hence four ways to split, named in the column `split_by`:
 
     per layer        flips at the layer itself (published)
     best layer       flips at l* only
     cross-fitted     flips at l* of another seed's probe, which was fitted on other examples but reads the same state
-    random tokens    flips, and ΔP, when random question tokens are knocked out: what such a split gives by itself
+    random tokens    flips, and ΔP, when random question tokens are knocked out: the result of such a split alone
 
-None of them tests anything: one population splits under the second and the third too. Whether there are two modes
-is asked of the logit changes themselves. All together may have two peaks (`components`) because questions of two
-relations differ in difficulty, or because two predictions start from two sides. So one mode is tested within each
-relation and prediction, and the tests are put together (`within_relations`); over question sets the share of false
-discoveries is kept at 5 % (`decided`).
+None of these is a test: one population also splits under the second and the third. The test of two modes uses the
+logit changes themselves. All changes together may have two peaks (`components`) because questions of two relations
+differ in difficulty, or because the two predictions start from opposite sides. So one mode is tested within each
+relation and prediction, and these tests are combined (`within_relations`); over question sets the false discovery rate
+is kept at 5 % (`decided`).
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ MODES = ("Q-anchored", "A-anchored")
 SplitName: TypeAlias = Literal["per layer", "best layer", "cross-fitted", "random tokens"]
 PER_LAYER, BEST_LAYER, CROSSED, RANDOM_SPLIT = get_args(SplitName)
 TWO_PEAKS, ONE_PEAK, SKEWED, TOO_FEW = "two peaks", "one peak", "one peak, not Gaussian", "too few examples"
-"""What `components` says of numbers."""
+"""Verdicts of `components`."""
 TWO, ONE, NO_RELATIONS = "two modes", "one mode not rejected", "relations unknown"
-"""What `decided` says of a question set; `TOO_FEW` too."""
+"""Verdicts of `decided` on a question set; `TOO_FEW` is one too."""
 WITHIN = "within relations"
 Logits = Float[np.ndarray, "seed layer example"]
 FEWEST_FOR_COMPONENTS = 20
 LEVEL = 0.05
 EVIDENCE = 10.0
-"""Two Gaussians beat one where their BIC is lower by this: very strong evidence (Kass & Raftery 1995)."""
+"""Two Gaussians beat one if their BIC is lower by more than this: very strong evidence (Kass & Raftery 1995)."""
 APART = 0.1
-"""Two modes nearer than this, in standard deviations of the probe's logit, are one."""
+"""Two modes closer than this, in standard deviations of the probe's logit, count as one."""
 
 
 @dataclass(frozen=True)
 class ModeEffects:
-    """What an intervention does to the probe's original prediction; NaN where it does not apply."""
+    """Effects of an intervention on the probe's original prediction; NaN where it does not apply."""
 
     probability: Logits
-    """P of the original prediction, before."""
+    """P of the original prediction, before the intervention."""
     probability_after: Logits
     delta_p: Logits
     """Percentage points."""
     delta_logit: Logits
-    """Towards the original prediction: negative where the probe becomes less sure of it."""
+    """Towards the original prediction: negative if the probe becomes less sure of it."""
     flipped: Bool[np.ndarray, "seed layer example"]
 
     @property
@@ -75,7 +75,7 @@ class ModeEffects:
         return np.isfinite(self.delta_logit)
 
     def where(self, applies: Bool[np.ndarray, "seed layer example"]) -> ModeEffects:
-        """Return the same effects where another intervention applies too, and none elsewhere."""
+        """Return the same effects where another intervention also applies, and NaN elsewhere."""
         return replace(
             self,
             delta_p=np.where(applies, self.delta_p, np.nan),
@@ -84,13 +84,13 @@ class ModeEffects:
         )
 
     def at(self, layers: Int[np.ndarray, "seed example"]) -> ModeEffects:
-        """Return the effects at each seed's and example's own layer, as the only one."""
+        """Return the effects at the layer chosen for each seed and example, as a single layer."""
         return ModeEffects(**{name: at_layer(values, layers)[:, None] for name, values in vars(self).items()})
 
 
 def effects(before: Logits, after: Logits) -> ModeEffects:
     """Compare logits of z = 1 before and after an intervention."""
-    # A logit of 0 says "right", as it does in `flipped` and in the table's `predicted_wrong`.
+    # A logit of 0 means "right", as in `flipped` and in the table's `predicted_wrong`.
     sign = np.where(before > 0, 1.0, -1.0)
     probability, probability_after = expit(np.abs(before)), expit(sign * after)
     return ModeEffects(
@@ -103,21 +103,21 @@ def effects(before: Logits, after: Logits) -> ModeEffects:
 
 
 def at_layer(values: NDArray[Any], layers: Int[np.ndarray, "seed example"]) -> NDArray[Any]:
-    """Pick each seed's and example's own layer of an array by seed, layer, example."""
+    """Pick the layer chosen for each seed and example, from an array by seed, layer and example."""
     return np.take_along_axis(values, layers[:, None], axis=1)[:, 0]
 
 
 def crossed(flips: Bool[np.ndarray, "seed example"]) -> Bool[np.ndarray, "seed example"]:
-    """Return for each of several seeds the flips that the next seed's probe saw."""
+    """Return for each seed the flips under the next seed's probe."""
     return np.roll(flips, -1, axis=0)
 
 
 def splits_of(
     knockout: ModeEffects, best: Int[np.ndarray, "seed example"], windowed: bool
 ) -> dict[str, NDArray[np.bool_]]:
-    """Return who is Q-anchored, by seed, layer and example, for each way to split.
+    """Return which examples are Q-anchored, by seed, layer and example, for each way to split.
 
-    Of curves that are those of windows, flips at their own layer say nothing.
+    With windows there is no split per layer: flips at a layer itself do not belong to a window's curve.
     """
     n_layers = knockout.flipped.shape[1]
     at_best = at_layer(knockout.flipped, best)
@@ -129,11 +129,11 @@ def splits_of(
 
 
 def components(changes: NDArray[np.float64]) -> dict[str, float | int | str]:
-    """Say whether numbers, logit changes in standard deviations of the probe's logit, have one peak or two.
+    """Test whether values (logit changes in standard deviations of the probe's logit) have one peak or two.
 
-    Two Gaussians are fitted and one. Two peaks are reported where the two have the lower BIC by more than `EVIDENCE`,
-    neither holds less than 5 % of the examples, their means lie `APART` apart, their sum has two peaks, and the dip
-    test rejects a single peak at 5 %: skewed, heavy-tailed or flat populations with one peak also prefer two Gaussians.
+    One and two Gaussians are fitted. There are two peaks if the BIC of two is lower by more than `EVIDENCE`, each
+    component has at least 5 % of the weight, their means are at least `APART` apart, their sum has two peaks, and the
+    dip test rejects one peak at 5 %: skewed, heavy-tailed or flat populations with one peak also prefer two Gaussians.
 
     Returns:
         `examples, bic_one, bic_two, peaks, dip, dip_critical, low_mean, high_mean, low_weight, verdict`.
@@ -148,8 +148,8 @@ def components(changes: NDArray[np.float64]) -> dict[str, float | int | str]:
     data = (x[:, None] - x.mean()) / scale
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        # EM ends in local optima, hence eight starts; reg_covar, here a share of the variance, keeps a component from
-        # shrinking onto equal values.
+        # Eight starts because EM ends in local optima; reg_covar, here a share of the variance, keeps a component from
+        # collapsing onto equal values.
         one, two = (GaussianMixture(k, n_init=8, reg_covar=1e-4, random_state=0).fit(data) for k in (1, 2))
     bic_one, bic_two = float(one.bic(data)), float(two.bic(data))
     means, weights = two.means_[:, 0], two.weights_
@@ -177,20 +177,20 @@ def components(changes: NDArray[np.float64]) -> dict[str, float | int | str]:
 def within_relations(
     changes: NDArray[np.float64], relations: NDArray[np.object_] | None, predicted_wrong: NDArray[np.bool_]
 ) -> dict[str, float | int]:
-    """Test one mode within each relation and prediction, and put the tests together.
+    """Test for one mode within each relation and prediction, and combine the tests.
 
-    1. A cell holds the questions of one relation with one prediction; smaller ones than `FEWEST_FOR_COMPONENTS` are
-       left out, and counted.
-    2. The dip test of each cell, against the uniform distribution, of those with one mode the one with the largest
-       dips: no population with one mode in every cell is rejected more often than its level says. Fisher's method
-       makes one p of all cells. A cell whose values all lie within `APART` has one mode, whatever rounding does to it.
-    3. Where that rejects at 5 %: by how much the BIC of two Gaussians is lower than that of one, summed over cells;
-       two whose means are nearer than `APART` never count for two.
+    1. A cell contains the questions of one relation with one prediction; cells with fewer than `FEWEST_FOR_COMPONENTS`
+       questions are left out, and their questions are counted.
+    2. The dip test of each cell is against the uniform distribution, which has the largest dips of all distributions
+       with one mode: populations with one mode in every cell are rejected no more often than the level. Fisher's method
+       combines the cells into one p. A cell whose values all lie within `APART` has one mode, whatever the rounding.
+    3. If this rejects at 5 %: by how much the BIC of two Gaussians is lower than that of one, summed over cells; two
+       Gaussians whose means are closer than `APART` never count in favour of two modes.
 
-    Changes are in standard deviations of the probe's logit; `predicted_wrong` is what the probe said before.
+    Changes are in standard deviations of the probe's logit; `predicted_wrong` is the probe's original prediction.
 
     Returns:
-        `examples` tested and `left_out`, `cells`, `p`, and `gain` in BIC; NaN where it was not computed.
+            `examples` tested and `left_out`, `cells`, `p`, and `gain` in BIC; NaN where it was not computed.
     """
     known = np.isfinite(changes) & ([True] * len(changes) if relations is None else pd.notna(relations))
     frame = pd.DataFrame({"change": changes[known], "wrong": predicted_wrong[known]})
@@ -208,16 +208,16 @@ def within_relations(
 
 
 def _gain(found: Mapping[str, Any]) -> float:
-    """How much lower the BIC of two Gaussians is, that of two as good as one never."""
+    """Return how much lower the BIC of two Gaussians is; at most 0 if their means are closer than `APART`."""
     gain = float(found["bic_one"] - found["bic_two"])
     return gain if found["high_mean"] - found["low_mean"] >= APART else min(gain, 0.0)
 
 
 def decided(tests: pd.DataFrame) -> pd.DataFrame:
-    """Say of which question sets two modes are found within relations, in rows by dataset, intervention, population.
+    """Decide which question sets have two modes within relations; rows are by dataset, intervention, population.
 
-    The rows of `WITHIN` (what `within_relations` returned) get `q`, by Benjamini and Hochberg over the sets tested of
-    each intervention, and their verdict: `TWO` where q is at most 5 % and two Gaussians beat one.
+    The rows of `WITHIN` (from `within_relations`) get `q`, by Benjamini and Hochberg over the tested sets of each
+    intervention, and their verdict: `TWO` if q is at most 5 % and two Gaussians beat one.
     """
     result = tests.assign(q=np.nan)
     within = result["population"] == WITHIN
@@ -231,7 +231,7 @@ def decided(tests: pd.DataFrame) -> pd.DataFrame:
 
 def _peaks(means: NDArray[np.float64], spreads: NDArray[np.float64], weights: NDArray[np.float64]) -> int:
     """Count the peaks of a sum of Gaussians."""
-    # A grid around each component: one over all of the range could step over a narrow peak.
+    # A grid around each component: a single grid over the whole range could step over a narrow peak.
     grid = np.unique(
         np.concatenate([np.linspace(m - 4 * s, m + 4 * s, 801) for m, s in zip(means, spreads, strict=True)])
     )
@@ -241,19 +241,19 @@ def _peaks(means: NDArray[np.float64], spreads: NDArray[np.float64], weights: ND
     return int((np.diff(rises[rises != 0]) < 0).sum())
 
 
-# What every intervention does on average: flips, ΔP and logit change by layer, for all examples and by mode.
+# Mean effects of every intervention: flips, ΔP and logit change by layer, for all examples and by mode.
 #
-# One long table (`Pathways.mean_effects`); what figures and reports ask for are rows of it: `curves_of`, `controls_of`.
+# One long table (`Pathways.mean_effects`); figures and reports select rows of it: `curves_of`, `controls_of`.
 
 
 ALL, UNSPLIT = "all", "not split"
 FEWEST = 10
-"""With fewer examples a mean gets no interval."""
+"""A mean over fewer examples gets no interval."""
 VALUES = ("flip_rate", "delta_p", "delta_logit")
 KEYS = ["dataset", "intervention", "split_by", "group", "layer"]
 MEASURES = [f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")]
 Splits: TypeAlias = Mapping[str, Bool[np.ndarray, "seed layer example"] | None]
-"""Who is Q-anchored, for each way to split; None puts all into one group."""
+"""Which examples are Q-anchored, for each way to split; None puts all into one group."""
 
 
 def mean_effects_of(
@@ -264,9 +264,9 @@ def mean_effects_of(
 ) -> pd.DataFrame:
     """Average the effects of every intervention, at each layer and at l* of each fit.
 
-    The knockout of E_Q is split in every way, a control by the mode that another seed's probe gives (with one seed, by
-    the own), and random question tokens by their own flips too. `done` has the effects of each intervention, one per
-    draw of its tokens; `windowed` those of the knockout in a window around each layer, where one was requested.
+    The knockout of E_Q is split in every way, a control by the mode under another seed's probe (with one seed, under
+    its own probe), and random question tokens also by their own flips. `done` has the effects of each intervention, one
+    per draw of its tokens; `windowed` those of the knockout in a window around each layer, if one was requested.
     """
     pooled = {name: _pooled(each) for name, each in done.items()}
     splits = splits_of(pooled[EXACT], best, windowed is not None)
@@ -281,7 +281,7 @@ def mean_effects_of(
 
 
 def _each(pooled: Mapping[str, ModeEffects], splits: Splits, draws: Bootstrap, *, randomly: bool) -> pd.DataFrame:
-    """Average each intervention in the ways to split that are its own; `randomly`: random tokens by their own flips."""
+    """Average each intervention in its ways to split; `randomly`: split random tokens by their own flips too."""
     for_controls = _split_for_controls(splits)
     tables = []
     for name, measured in pooled.items():
@@ -295,11 +295,11 @@ def _each(pooled: Mapping[str, ModeEffects], splits: Splits, draws: Bootstrap, *
 def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.DataFrame:
     """Average one intervention's effects by way to split, group and layer, with 95 % intervals over questions.
 
-    Several draws of its tokens are so many times as many seeds.
+    Each draw of its tokens counts as additional seeds.
 
     Returns:
-        `split_by, group, layer, examples` (that are ever in the group), `share` of the group among those that the
-        intervention applies to, and each of `VALUES` with `_low` and `_high`.
+        `split_by, group, layer, examples` (that are ever in the group), `share` of the group among the examples that
+        the intervention applies to, and each of `VALUES` with `_low` and `_high`.
     """
     applies = np.swapaxes(measured.applies, 1, 2)
     numbers = {
@@ -313,7 +313,7 @@ def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.Data
         if q_anchored is not None:
             groups = {MODES[0]: q_anchored, MODES[1]: ~q_anchored}
         for group, member in groups.items():
-            # Draws are concatenated, each with all of its seeds: the modes of the seeds repeat draw by draw.
+            # The draws are concatenated, each with all its seeds, so the modes by seed repeat for every draw.
             repeats = 1 if q_anchored is None else len(applies) // len(q_anchored)
             included = applies & np.tile(np.swapaxes(member, 1, 2), (repeats, 1, 1))
             columns = {"split_by": split_by, "group": group, "layer": np.arange(included.shape[2])}
@@ -333,7 +333,7 @@ def member_means(
     """Average over the seeds and examples that are members, with intervals.
 
     Returns:
-        By column: mean, low, high (NaN where fewer than `FEWEST` examples are ever members), and how many are.
+        By column: mean, low, high (NaN if fewer than `FEWEST` examples are ever members), number of such examples.
     """
     sizes = member.sum(0)
     means = draws.ratio(np.where(member, values, 0.0).sum(0), sizes)
@@ -343,19 +343,19 @@ def member_means(
 
 
 def _pooled(each: Sequence[ModeEffects]) -> ModeEffects:
-    """Put the draws of an intervention one after the other, as if they were seeds."""
+    """Concatenate the draws of an intervention, as if they were seeds."""
     return ModeEffects(**{name: np.concatenate([getattr(one, name) for one in each]) for name in vars(each[0])})
 
 
 def _split_for_controls(splits: Collection[str]) -> str:
-    """Return how controls are split: by another seed's probe where there is one, else by the own at l*."""
+    """Return how controls are split: by another seed's probe if any, else by the flips at l* of their own probe."""
     return CROSSED if CROSSED in splits else BEST_LAYER
 
 
 def curves_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
-    """Return the rows by mode of the knockout (in windows, where these were requested) and of the random split.
+    """Return the rows by mode of the knockout (in windows, if these were requested) and of the random split.
 
-    `at_best`: those at l*, where no window is, without a layer.
+    With `at_best`: the rows at l*, without a column for the layer and without windows.
 
     Returns:
         `dataset, split_by, mode, layer, examples, delta_p, delta_logit` with their intervals, and `share`.
@@ -368,7 +368,7 @@ def curves_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
 
 
 def controls_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
-    """Return the rows of every intervention without a window, of all examples and by mode; `at_best`: those at l*.
+    """Return the rows of every intervention except windows, of all examples and by mode; `at_best`: the rows at l*.
 
     Returns:
         `dataset, intervention, group, layer, examples, flip_rate, delta_p, delta_logit`, with their intervals.
@@ -379,7 +379,7 @@ def controls_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
 
 
 def _at(rows: pd.DataFrame, at_best: bool, columns: Sequence[str]) -> pd.DataFrame:
-    """Keep the rows of the layers, or those at l*, which are of no one layer."""
+    """Keep the rows by layer, or the rows at l*, which have no layer."""
     if at_best:
         return rows.loc[rows["layer"].isna(), [name for name in columns if name != "layer"]].reset_index(drop=True)
     return rows.loc[rows["layer"].notna(), list(columns)].astype({"layer": np.int64}).reset_index(drop=True)

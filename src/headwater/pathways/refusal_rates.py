@@ -1,17 +1,17 @@
-"""How often does a model decline to answer, when it may, what it answered in either mode?
+"""How often does a model, when allowed, decline questions whose first answers were Q-anchored or A-anchored?
 
 Luo et al., "Two Pathways to Truthfulness", ACL 2026, report more right answers and fewer "I don't know" in Q-anchored
 examples.
 
-1. The questions of a trace are asked again in a prompt that allows "I don't know"; an answer that declines
-   (`questions.labels.is_refusal`) is a refusal. One that had not ended at the token limit is left out.
-2. The mode of an example is that of its first answer at l*: by the probe's own flips ("best layer"), and by those of
-   another seed's probe ("cross-fitted", where there is one).
-3. The rate of refusals by mode, and the difference A-anchored less Q-anchored, averaged over seeds; intervals draw
+1. The questions of a trace are asked again with a prompt that allows "I don't know"; an answer that declines
+   (`questions.labels.is_refusal`) is a refusal. An answer that had not ended at the token limit is left out.
+2. The mode of an example is the mode of its first answer at l*: by the probe's own flips ("best layer"), and by the
+   flips of another seed's probe ("cross-fitted", if any).
+3. The rate of refusals by mode, and the difference A-anchored less Q-anchored, averaged over seeds; intervals resample
    questions.
-4. Controls: the difference among examples of like margin |logit| (fifths of a question set and seed), since what the
-   probe is unsure of flips easily; and among right and among wrong answers alone, since modes differ in accuracy. Each
-   is the mean over strata, weighted by the smaller group.
+4. Controls: the difference among examples of similar margin |logit| (fifths of a question set and seed), since
+   predictions of an unsure probe flip easily; and among right and among wrong answers alone, since modes differ in
+   accuracy. Each is the mean over strata, weighted by the smaller group.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FIFTHS = 5
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Refusals(Result):
-    """How often a model declines, by the mode of what it answered."""
+    """How often a model declines, by the mode of its first answer."""
 
     table: pd.DataFrame
     """A row per question set, way to split the modes (`split_by`) and `control`: `answers` (with an answer that ended),
@@ -66,7 +66,7 @@ class Refusals(Result):
         return self.table[self.table["control"] == ALL].drop(columns="control").reset_index(drop=True)
 
     def report(self) -> list[str]:
-        """Return how often each mode is declined, and whether that is more than margin and accuracy."""
+        """Return how often each mode is declined, and whether margin and accuracy explain the difference."""
         lines = []
         for row in each_row(whole_summary(self)):
             name, answers = row["dataset"], int(row["answers"])
@@ -89,7 +89,7 @@ class Refusals(Result):
         return lines
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw the rate of refusals of either mode, a row per question set and way to tell the modes."""
+        """Draw the rate of refusals of both modes, a row per question set and way to split the modes."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
@@ -105,15 +105,15 @@ def refusals(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> Refusals:
-    """Ask the questions of a trace again, with leave to decline, and count refusals by mode.
+    """Ask the questions of a trace again, allow the model to decline, and count refusals by mode.
 
     Args:
         model: the model that answered.
         answered: what `hw.answer` returned.
-        pathways: what `hw.trace_pathways` made of it.
+        pathways: what `hw.trace_pathways` returned for these answers.
         prompt: a text with one `{question}` that allows a refusal. Default: 'If you do not know the answer, say "I
             don't know".' before the question, in the chat template where the tokenizer has one.
-        max_new_tokens: an answer that has not ended after so many is left out.
+        max_new_tokens: an answer that has not ended after this many tokens is left out.
         batch_size: prompts in one run.
         progress: show a bar.
         out: a folder to write to; an interrupted run goes on where it stopped.
@@ -136,7 +136,7 @@ def refusals(
 
     def work(run: Run) -> Refusals:
         rows = answered.table.iloc[sorted(pathways.modes["example"].unique())]
-        # A question is asked once, however often it was answered; greedy decoding would repeat itself.
+        # Each question is asked once, even if it was answered several times: greedy decoding would repeat itself.
         questions = list(dict.fromkeys(rows["question"]))
         prompts = [frame.asking(question) for question in questions]
         texts = answer_texts(run, model, prompts, limit, "line", batch_size)
@@ -176,14 +176,14 @@ def _interval_text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _row(subset: pd.DataFrame, column: str, control: str) -> dict[str, int | float]:
-    """Compare the two modes on the rows of one control: the rate of either, and the mean difference within strata."""
+    """Compare the modes on the rows of one control: the rate of each, and the mean difference within strata."""
     if control in (RIGHT, WRONG):
         subset = subset[subset["correct"] == (control == RIGHT)]
     strata = np.zeros(len(subset), dtype=np.int64)
     if control == MARGIN:
-        # By seed: each probe has logits of its own scale.
+        # By seed, since the logits of each probe have a different scale.
         share = subset.groupby("seed")["margin"].rank(pct=True).to_numpy()
-        # The largest margin has rank 1.0, which would begin a sixth fifth.
+        # The largest margin has rank 1.0, which would start a sixth fifth.
         strata = np.minimum((share * FIFTHS).astype(np.int64), FIFTHS - 1)
     is_q, refused = (subset[column] == MODES[0]).to_numpy(), subset["refused"].to_numpy(dtype=float)
     row: dict[str, int | float] = {"answers": subset["example"].nunique()}

@@ -1,4 +1,4 @@
-"""What holds on this model and what does not, as sentences made of the numbers.
+"""What holds on this model and what does not, as sentences computed from the numbers.
 
 Each sentence names its measure, the control beside it, and 95 % intervals over questions. l* is each fit's own best
 layer; the report names the one chosen most often. Two intervals that do not overlap count as different.
@@ -63,7 +63,7 @@ def report_of(pathways: Traced) -> list[str]:
 
 
 def _conclusion(views: Sequence[SetAtBest]) -> str:
-    """Say where two modes are found, and where that could not be asked."""
+    """Say where two modes are found, and where this could not be tested."""
     verdicts = {view.dataset: view.verdict(WITHIN) for view in views}
     tested = [name for name, verdict in verdicts.items() if verdict not in (TOO_FEW, NO_RELATIONS)]
     surviving = [view.dataset for view in views if view.survives]
@@ -108,7 +108,7 @@ def _probe(view: SetAtBest) -> Iterator[str]:
 
 
 def _spans(view: SetAtBest) -> Iterator[str]:
-    """Compare the exact answer's length and place in right and wrong answers, and what these alone predict."""
+    """Compare length and place of the exact answer in right and wrong answers; report the AUC of these alone."""
     auc = view.baseline(WRONG_ANSWER, SPANS)
     if np.isfinite(auc[0]):
         sides = (view.modes[view.modes["correct"] == side] for side in (True, False))
@@ -256,7 +256,7 @@ def _properties(view: SetAtBest) -> Iterator[str]:
 
 
 def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
-    """The share of rows that have something, with its interval over questions."""
+    """Return the share of rows where the column is true, with its interval over questions."""
     if rows.empty:
         return np.nan, np.nan, np.nan
     found = interval(Bootstrap.of(rows["question"]).ratio(rows[column].to_numpy(dtype=float), np.ones(len(rows))))
@@ -283,11 +283,11 @@ def _points(found: tuple[float, float, float]) -> str:
     return _interval(found, "+.1f", " points")
 
 
-# The numbers of a trace that are worth a glance, question set by question set, and whether two modes survive.
+# The main numbers of a trace, per question set, and whether two modes survive.
 
 
 Traced: TypeAlias = Any
-"""A `Pathways`, whose file imports this one."""
+"""A `Pathways`; its module imports this one."""
 
 
 class SetAtBest:
@@ -307,54 +307,54 @@ class SetAtBest:
         self.n_examples = self.modes["example"].nunique()
 
     def _own(self, table: pd.DataFrame, **values: str) -> pd.DataFrame:
-        """The set's rows of a table, of these those that have the values given for columns."""
+        """Return the set's rows of a table that have the given values in the named columns."""
         for name, value in {"dataset": self.dataset, **values}.items():
             table = table[table[name] == value]
         return table
 
     def _triple(self, table: pd.DataFrame, column: str, ends: str, **values: str) -> tuple[float, float, float]:
-        """A column of the set's one row with these values, and the ends of its interval; NaN without such a row."""
+        """Return a column of the set's one row with these values, with its interval; NaN without such a row."""
         rows = self._own(table, **values)
         columns = (column, f"{ends}low", f"{ends}high")
         value, low, high = (float(rows[name].iloc[0]) if len(rows) else np.nan for name in columns)
         return value, low, high
 
     def control(self, intervention: str, group: str, column: str) -> tuple[float, float, float]:
-        """Value, low, high of an intervention at l*."""
+        """Return value, low and high of an intervention at l*."""
         return self._triple(
             self.pathways.controls_at_best, column, f"{column}_", intervention=intervention, group=group
         )
 
     def curve(self, split_by: str, mode: str) -> tuple[float, float, float]:
-        """Value, low, high of the curve of ΔP at l*."""
+        """Return value, low and high of ΔP at l*."""
         return self._triple(self.pathways.curves_at_best, "delta_p", "delta_p_", split_by=split_by, mode=mode)
 
     def members(self, mode: str) -> int:
-        """How many examples are in a mode at l*."""
+        """Return the number of examples in a mode at l*."""
         return int(self._own(self.pathways.curves_at_best, split_by=BEST_LAYER, mode=mode)["examples"].sum())
 
     def baseline(self, question: str, score: str) -> tuple[float, float, float]:
-        """Value, low, high of an AUC, or of a difference of two."""
+        """Return value, low and high of an AUC or of a difference of two AUCs."""
         return self._triple(self.pathways.baselines, "value", "", question=question, score=score)
 
     @property
     def explained_by_spans(self) -> bool:
-        """Whether the exact answer's length and place predict the label, and the probe no better than these."""
+        """Whether the exact answer's length and place predict the label, and the probe does not clearly beat them."""
         difference = self.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
         return self.baseline(WRONG_ANSWER, SPANS)[1] > 0.5 and not difference[1] > 0
 
     @property
     def controlled(self) -> int:
-        """How many examples have as many random question tokens as exact ones."""
+        """Number of examples that have as many other question tokens as exact ones."""
         return int(self._own(self.pathways.controls_at_best, intervention=RANDOM, group=ALL)["examples"].sum())
 
     def component(self, population: str) -> pd.Series | None:
-        """The test of one population after the knockout of E_Q, if there is one."""
+        """Return the test of one population after the knockout of E_Q (if any)."""
         rows = self._own(self.pathways.components, intervention=EXACT, population=population)
         return rows.iloc[0] if len(rows) else None
 
     def verdict(self, population: str) -> str:
-        """What the test says."""
+        """Return the verdict of that test."""
         found = self.component(population)
         return TOO_FEW if found is None else str(found["verdict"])
 
@@ -362,15 +362,15 @@ class SetAtBest:
     def survives(self) -> bool:
         """Whether two modes survive the controls.
 
-        1. Within relations and predictions, the logit changes of E_Q's knockout have two modes (`modes.decided`): all
-           changes together have two peaks also because relations differ, or because two predictions start from two
-           sides.
-        2. Predictions flip more often than when as many random question tokens are knocked out, on the rows that have
-           as many.
-        3. The probe predicts better than the exact answer's length and place, where these predict at all.
+        1. Within relations and predictions, the logit changes of E_Q's knockout have two modes (`modes.decided`). All
+           changes together can have two peaks merely because relations differ, or because the two predictions start
+           from opposite sides.
+        2. Predictions flip more often than after a knockout of an equal number of random question tokens, on the rows
+           that have enough of them.
+        3. The probe predicts better than the exact answer's length and place, if these predict at all.
 
-        That the groups stay apart under another seed's probe is not a criterion: it reads the same states, and one
-        population stays apart as well.
+        It is no criterion that the groups stay apart under another seed's probe: that probe reads the same states, and
+        a single population stays apart as well.
         """
         if self.explained_by_spans:
             return False
@@ -379,7 +379,7 @@ class SetAtBest:
 
 
 def findings_of(pathways: Traced) -> list[dict[str, Any]]:
-    """Return the numbers worth a glance of every question set, as JSON values."""
+    """Return the main numbers of every question set, as JSON values."""
     sets = []
     for dataset in pathways.datasets:
         view = SetAtBest(pathways, dataset)

@@ -38,13 +38,13 @@ AFTER_BESIDE = "probe after knockout, rows of the random control"
 SPANS = "exact answer's length and place"
 AWARE, MARGIN, BY_LOGIT = "probe of the mode", "−|logit|", "logit and |logit|"
 KEPT = ("question", "relation", "popularity", "depth")
-"""Columns of the questions that go along into the table of modes."""
+"""Columns of the questions that are copied into the table of modes."""
 
 
 def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[str, pd.DataFrame]:
     """Return every table of one question set, by the names of the fields of `Pathways`.
 
-    Its examples are these rows of the whole answered table; `controls` compares with baselines.
+    `rows` are the set's rows in the whole answered table; with `controls`, baselines are computed too.
     """
     dataset = measured.answered.datasets[0]
     best, windowed = measured.fits.best, None
@@ -68,7 +68,7 @@ def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[st
         "components": _components(measured, exact, random),
     }
     for name in ("table", "modes"):
-        # From places within the set to rows of the whole answered table.
+        # From indices within the set to rows of the whole answered table.
         tables[name]["example"] = np.asarray(rows)[tables[name]["example"]]
     for table in tables.values():
         table.insert(0, "dataset", dataset)
@@ -83,7 +83,7 @@ def _everywhere(before: NDArray[Any], best: Int[np.ndarray, "seed example"]) -> 
 def _table(
     measured: Effects, shown: ModeEffects, random: ModeEffects | None, best_modes: NDArray[np.bool_] | None
 ) -> pd.DataFrame:
-    """A row per example, seed and layer. Modes are those of the layer, or of l* where `best_modes` gives these."""
+    """Return a row per example, seed and layer. Modes are of each layer, or of l* if `best_modes` is passed."""
     shape = shown.delta_p.shape
     seed, layer, example = (axis.ravel() for axis in np.indices(shape))
     q_anchored = shown.flipped if best_modes is None else np.broadcast_to(best_modes[:, None], shape)
@@ -106,13 +106,13 @@ def _table(
     table = pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
     if random is not None:
         flipped = pd.Series(random.flipped.ravel(), dtype="boolean")
-        # Missing and not False where no control was run: a share of flips must not count it.
+        # Missing, not False, where no control was run, so that a share of flips does not count it.
         table["random_flipped"] = flipped.mask(~random.applies.ravel())
     return table
 
 
 def _modes(measured: Effects, exact: ModeEffects, aware: NDArray[np.float64]) -> pd.DataFrame:
-    """A row per example and seed: what happens at l*."""
+    """Return a row per example and seed: the effects at l*."""
     best, table = measured.fits.best, measured.answered.table
     seed, example = (axis.ravel() for axis in np.indices(best.shape))
     logit, flips = at_layer(measured.before, best), at_layer(exact.flipped, best)
@@ -137,7 +137,7 @@ def _modes(measured: Effects, exact: ModeEffects, aware: NDArray[np.float64]) ->
 
 
 def _aucs(measured: Effects) -> pd.DataFrame:
-    """A row per seed, half and layer: the AUC where the layer was chosen, and on the half that was never seen."""
+    """Return a row per seed, half and layer: the AUC on the half that chose the layer, and on the held-out half."""
     z, fits = measured.answered.z, measured.fits
     random = measured.others.get(RANDOM, [np.full_like(measured.before, np.nan)])[0]
     rows = []
@@ -162,7 +162,7 @@ def _aucs(measured: Effects) -> pd.DataFrame:
 
 
 def _baselines(measured: Effects, draws: Bootstrap, q_anchored: NDArray[np.bool_], aware: PerExample) -> pd.DataFrame:
-    """AUCs at l*: of the probe and its baselines, and of two ways to predict the mode beforehand."""
+    """Return AUCs at l*: of the probe and its baselines, and of the ways to predict the mode from untouched states."""
     best, half, z, table = measured.fits.best, measured.fits.half, measured.answered.z, measured.answered.table
     truth = {PROBE: at_layer(measured.before, best)}
     if "relation" in table and table["relation"].notna().any():
@@ -185,14 +185,14 @@ def _baselines(measured: Effects, draws: Bootstrap, q_anchored: NDArray[np.bool_
 
 
 def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | None) -> pd.DataFrame:
-    """One mode or two of the logit change at l* within relations; peaks of all examples, and of each prediction.
+    """Test the logit change at l* for one mode or two within relations; count peaks of all examples and per prediction.
 
-    Changes are in standard deviations of the logits of the probe that measures the half: probes differ in scale. They
-    are averaged over seeds and over the answers to one question, which are not independent examples.
+    Changes are in standard deviations of the logits of the probe that measures the half, because probes differ in
+    scale. They are averaged over seeds and over the answers to one question, which are not independent examples.
     """
     best, table = measured.fits.best, measured.answered.table
     question = table["question"].to_numpy()
-    # np.unique and groupby both sort: `first` is in the order of `_by_question`.
+    # np.unique and groupby both sort, so `first` has the order of `_by_question`.
     first = np.unique(question, return_index=True)[1]
     known = "relation" in table and table["relation"].notna().any()
     relations = table["relation"].to_numpy(dtype=object)[first] if known else None
@@ -218,46 +218,46 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
 
 
 def _by_question(values: NDArray[np.float64], questions: NDArray[np.object_]) -> NDArray[np.float64]:
-    """Average the values of each question, in the order of their names."""
+    """Average the values of each question, in sorted order of the questions."""
     return np.asarray(pd.Series(values).groupby(questions).mean(), dtype=np.float64)
 
 
 def stacked(parts: Sequence[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
-    """Put the tables of all question sets below one another, and decide over all of them which have two modes."""
+    """Concatenate the tables of all question sets, and decide over all sets which have two modes."""
     found = {name: pd.concat([part[name] for part in parts], ignore_index=True) for name in parts[0]}
     return found | {"components": decided(found["components"])}
 
 
-# What the published analysis lacks: baselines for the probe and for the modes.
+# Baselines for the probe and for the modes, which the published analysis lacks.
 #
 # - `relation_logits`: how often answers of this relation are wrong, in the examples the probe was fitted on. A probe
 #   that is not better has learnt which questions are hard, not whether this answer is true.
-# - `relation_answer_logits`: how often this very answer to questions of this relation is wrong there. A probe that is
-#   no better may know no more than that an answer given to many questions is often wrong.
-# - `span_logits`: the length and place of the exact answer alone. Where right and wrong answers differ in these, a
-#   probe reads another kind of token by label, and need know nothing else.
+# - `relation_answer_logits`: how often this same answer to questions of this relation is wrong there. A probe that is
+#   no better may know only that an answer given to many questions is often wrong.
+# - `span_logits`: the length and place of the exact answer alone. If right and wrong answers differ in these, a
+#   probe reads a different kind of token per label, and needs to know nothing else.
 # - `aware_logits`: a probe on untouched states that predicts the mode ("self-awareness"), fitted on one half of the
-#   examples and read on the other. Its baselines: −|logit| of the truth probe, since what is undecided flips easily,
-#   and both logit and |logit| (`logit_baseline`), since often one prediction flips and the other does not.
-# - `compare`: AUCs with intervals, and the difference of two on the same resamples.
+#   examples and evaluated on the other. Its baselines: −|logit| of the truth probe, since undecided predictions flip
+#   easily, and logit with |logit| (`logit_baseline`), since often one prediction flips and the other does not.
+# - `compare`: AUCs with intervals, and the difference of two AUCs on the same resamples.
 
 
 FEWEST_OF_A_MODE = 10
 PRIOR = 2.0
 SHAPES = ("exact_length", "exact_before", "exact_after")
 LONG = 8
-"""Counts of tokens from this one up are one."""
+"""Token counts from this one up are merged into one."""
 PerExample = Float[np.ndarray, "seed example"]
 
 
 def relation_logits(relations: NDArray[np.object_], z: NDArray[np.int64], half: Halves) -> PerExample:
-    """Return the log-odds of a wrong answer by relation, counted in the other half, one of each kind added."""
+    """Return the log-odds of a wrong answer by relation, counted in the other half, with one of each kind added."""
     logits = np.empty(half.shape)
     for seed, train, test in each_half(half):
         counted = pd.Series(z[train]).groupby(relations[train]).agg(["sum", "size"])
         shares = (counted["sum"] + 1) / (counted["size"] + 2)
         overall = (z[train].sum() + 1) / (len(train) + 2)
-        # A relation that the other half lacks has the share of all.
+        # A relation missing in the other half gets the overall share.
         logits[seed, test] = log_odds(pd.Series(relations[test]).map(shares).fillna(overall).to_numpy(dtype=float))
     return logits
 
@@ -267,7 +267,7 @@ def relation_answer_logits(
 ) -> PerExample:
     """Return the log-odds of a wrong answer by relation and answer, counted in the other half.
 
-    The share of the relation counts as `PRIOR` answers more; an answer that was not given there has just this share.
+    The share of the relation counts as `PRIOR` additional answers; an answer absent from the other half has this share.
     """
     words = pd.Series(list(answers), dtype=str).str.strip().str.casefold().to_numpy(dtype=object)
     keys = pd.MultiIndex.from_arrays([relations, words])
@@ -282,19 +282,19 @@ def relation_answer_logits(
 def aware_logits(
     states: States, flips: Bool[np.ndarray, "seed example"], half: Halves, best: Int[np.ndarray, "seed example"]
 ) -> PerExample:
-    """Predict from the untouched state at l* who is Q-anchored; NaN where the other half has too few of a mode."""
-    # One fit measures all of a half, so that its first example says which layer is l*.
+    """Predict from the untouched state at l* which are Q-anchored; NaN if the other half has too few of a mode."""
+    # One fit measures a whole half, so its first example gives l*.
     return _from_other_half(lambda seed, here: states[int(best[seed, here[0]])].double().numpy(), flips, half)
 
 
 def logit_baseline(logits: PerExample, flips: Bool[np.ndarray, "seed example"], half: Halves) -> PerExample:
-    """Predict the same from the truth probe's logit at l* and its size alone."""
+    """Predict the mode from the truth probe's logit at l* and |logit| alone."""
     return _from_other_half(lambda seed, here: np.stack([logits[seed], np.abs(logits[seed])], 1), flips, half)
 
 
 def span_logits(shapes: pd.DataFrame, z: NDArray[np.int64], half: Halves) -> PerExample:
-    """Predict a wrong answer from the length and place of its exact tokens (`span_shapes`), each count by itself."""
-    # Each count by itself: a slope could not say that two tokens are right more often than one or three.
+    """Predict a wrong answer from the length and place of its exact tokens (`span_shapes`), one indicator per count."""
+    # An indicator per count: a slope could not express that two tokens are right more often than one or three.
     counts = [shapes[name].clip(0, LONG).to_numpy()[:, None] == np.arange(LONG + 1) for name in SHAPES]
     features = np.concatenate([*counts, shapes[["exact_share"]].to_numpy()], axis=1).astype(float)
     return _from_other_half(lambda seed, here: features, np.broadcast_to(z == 1, half.shape), half)
@@ -321,10 +321,10 @@ def compare(
     scores: Mapping[str, PerExample],
     question: str,
 ) -> pd.DataFrame:
-    """Return the AUC of each score, and how much higher the first is than each other, with 95 % intervals.
+    """Return the AUC of each score, and the first score's lead over each other, with 95 % intervals.
 
-    An AUC is taken within each half of each seed, whose scores come from one probe, and averaged. A difference is taken
-    on the examples that have both scores.
+    An AUC is computed within each half of each seed, where all scores come from one probe, and averaged. A difference
+    is computed on the examples that have both scores.
     """
     truth = np.asarray(truth, dtype=np.int64)
     rows: list[dict[str, object]] = []
@@ -344,12 +344,12 @@ def compare(
 def _mean_auc(
     draws: Bootstrap, truth: NDArray[np.int64], half: Halves, scores: PerExample
 ) -> Float[np.ndarray, " draw"]:
-    """Average the AUCs of each half of each seed, as far as they are defined."""
+    """Average the AUCs of each half of each seed, ignoring undefined ones."""
     aucs, expected = [], np.broadcast_to(truth, half.shape)
     for seed, _, test in each_half(half):
         finite = test[np.isfinite(scores[seed, test])]
-        # Resamples are counts of examples, so that one sort of the scores serves all draws.
+        # Resamples are counts of examples, so one sort of the scores serves all draws.
         aucs.append(auc(scores[seed, finite], expected[seed, finite], counts=draws.per_example(finite)))
-    # 0 / 0 where no half of a draw holds both kinds: NaN, as meant.
+    # 0 / 0 if no half of a draw has both kinds: NaN, as intended.
     with np.errstate(invalid="ignore"):
         return np.nansum(aucs, axis=0) / np.isfinite(aucs).sum(0)

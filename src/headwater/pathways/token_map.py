@@ -1,14 +1,14 @@
-"""At which token, and in which layer, do states tell right from wrong answers? AUC of a probe for every pair.
+"""AUC of a probe for every token and layer: where do states separate right from wrong answers?
 
 Orgad et al., "LLMs Know More Than They Show", ICLR 2025, Figure 2; Luo et al., "Two Pathways", 2026, B.2.
 
-1. Tokens of the prompt, around the exact answer, and the last of the answer (`headwater.questions.states`); the last
-   token of E_Q too.
-2. Per token and layer a logistic regression, fitted on half of the questions and read on the other half, and the other
-   way round, for every seed. AUC is that of the halves, averaged; intervals draw questions, with the fits as they are.
-3. Control: labels drawn again among the questions. A probe of many coordinates learns them by heart, and reads nothing
-   on the other half: its AUC lies about 0.5, and shows how far chance alone goes.
-4. Beside the map, what needs no states: length and place of the exact answer (`tables.span_logits`).
+1. Tokens: of the prompt, around the exact answer, and the last of the answer (`headwater.questions.states`); also the
+   last token of E_Q.
+2. Per token and layer, a logistic regression is fitted on half of the questions and evaluated on the other half, and
+   vice versa, for every seed. AUCs of the halves are averaged; intervals resample questions and keep the fits.
+3. Control: labels permuted among the questions. A probe of many coordinates memorises them and predicts nothing on the
+   other half: its AUC is about 0.5, and shows the size of chance alone.
+4. A baseline beside the map that needs no states: length and place of the exact answer (`tables.span_logits`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ProbeMap(HasDatasets, Result):
     """How well a probe detects wrong answers, by token and layer."""
 
     table: pd.DataFrame
-    """A row per question set, token and layer: `dataset, token, layer, auc, low, high` (95 %), `control_auc` of labels
-    drawn again (NaN without controls), `answers`."""
+    """A row per question set, token and layer: `dataset, token, layer, auc, low, high` (95 %), `control_auc` for
+    permuted labels (NaN without controls), `answers`."""
     spans: pd.DataFrame
     """A row per question set: `dataset, auc, low, high` of the exact answer's length and place alone."""
     run: RunRecord
@@ -67,7 +67,7 @@ class ProbeMap(HasDatasets, Result):
         return self.table.loc[best, names].reset_index(drop=True)
 
     def report(self) -> list[str]:
-        """Return where wrong answers are detected best, and whether anything but the states does as well."""
+        """Return where wrong answers are detected best, and whether this is better than permuted labels and spans."""
         lines = []
         for name in self.datasets:
             rows = self.table[self.table["dataset"] == name]
@@ -88,7 +88,7 @@ class ProbeMap(HasDatasets, Result):
         return lines
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw AUC by token and layer as a map per question set; on a given `ax`, the first set's."""
+        """Draw a map of AUC by token and layer per question set; on a given `ax`, only the first set's."""
         return self._drawn(ax, title, figsize)
 
 
@@ -110,16 +110,16 @@ def probe_map(
     Args:
         model: the model that answered.
         answered: what `hw.answer` returned.
-        tokens: where states are read, of `headwater.questions.states.MAP_TOKENS`.
+        tokens: tokens whose states are read, from `headwater.questions.states.MAP_TOKENS`.
         site: what probes read: `mlp_out`, `attn_out` or `resid_post`.
         seeds: how many times the questions are split into halves, at most 1,000.
-        controls: fit probes to labels drawn again too; doubles the fits.
+        controls: also fit probes to permuted labels; doubles the fits.
         batch_size: rows in one run of the model.
         progress: show a bar.
         out: a folder to write to; an interrupted run goes on where it stopped.
 
     Raises:
-        InputError: an option names nothing, another model answered, or a question set has too few right or wrong
+        InputError: an option has an unknown value, another model answered, or a question set has too few right or wrong
             answers.
         RunFolderError: `out` holds another run.
     """
@@ -149,8 +149,8 @@ def probe_map(
         tables = [_rows(sets[name], split[name], token, piece) for (name, token), piece in pieces.items()]
         spans = []
         for name, subset in sets.items():
-            # What the length and place of the exact answer alone detect. Of logits with a NaN, where the other half has
-            # too few of a kind, the AUC and its interval are NaN.
+            # AUC of the exact answer's length and place alone. Logits are NaN if the other half has too few of a kind;
+            # the AUC and its interval are then NaN too.
             alone = span_logits(span_shapes(subset.table), subset.z, split[name])
             estimate = interval(_mean_auc(alone, subset.z, split[name], Bootstrap.of(subset.table["question"])))
             spans.append({"dataset": name, "auc": estimate.value, "low": estimate.low, "high": estimate.high})
@@ -162,7 +162,7 @@ def probe_map(
 def _logits(
     states: States, z: Int[ndarray, " example"] | Int[ndarray, "seed example"], half: Halves
 ) -> Float[ndarray, "seed layer example"]:
-    """Return the logit of z = 1 of every answer at every layer, from the probe of the other half."""
+    """Return the logit of z = 1 of every answer at every layer, by the probe of the other half."""
     logits = np.empty((len(half), len(states), half.shape[1]))
     labels = np.broadcast_to(z, half.shape)
     for layer in range(len(states)):
@@ -173,13 +173,13 @@ def _logits(
 
 
 def _drawn_again(answered: AnsweredQuestions, half: Halves) -> Int[ndarray, "seed example"]:
-    """Deal the labels out again among the questions of each half, for every seed."""
+    """Permute the labels within each half, for every seed."""
     drawn = np.empty(half.shape, dtype=np.int64)
     for seed, sides in enumerate(half):
         rng = np.random.default_rng(seed)
         for side in (0, 1):
             places = np.flatnonzero(sides == side)
-            # Within each half, so that both keep their share of wrong answers.
+            # Within each half, so that both halves keep their share of wrong answers.
             drawn[seed, places] = answered.z[rng.permutation(places)]
     return drawn
 

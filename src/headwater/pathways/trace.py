@@ -1,12 +1,12 @@
-"""Anchored pathways: does the signal that tells right from wrong answers flow from the question or from the answer?
+"""Anchored pathways: does the signal that separates right from wrong answers come from the question or the answer?
 
-Luo et al., "Two Pathways to Truthfulness", ACL 2026, with the controls that it lacks.
+Luo et al., "Two Pathways to Truthfulness", ACL 2026, with added controls.
 
-1. Probes per layer, cross-fitted: every example is measured by probes fitted on others (`effects`, `headwater.probes`).
-2. Knockout: in layers up to k nothing after E_Q may attend to it; ΔP(k), flips, modes (`modes`). One pass gives all k.
-3. Controls: as many random question tokens, token swap, answer only; one mode or two within each relation; the margin,
-   the relation and the answer's words as baselines (`tables`, `interventions`, `stats.significance`).
-4. What holds on this model, as sentences made of the numbers (`report`).
+1. Cross-fitted probes per layer: every example is measured by probes fitted on others (`effects`, `headwater.probes`).
+2. Knockout: no position after E_Q attends to it in layers up to k; ΔP(k), flips, modes (`modes`). One pass gives all k.
+3. Controls: as many random question tokens, token swap, answer only; the test of one mode or two within each relation;
+   the margin, the relation and the answer's words as baselines (`tables`, `interventions`, `stats.significance`).
+4. A report of what holds on this model, as sentences computed from the numbers (`report`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 POOLED = "all"
 POOLED_ROWS = 1000
-"""How many examples of each question set the pooled probes are fitted on, at most."""
+"""Maximum number of examples of each question set that the pooled probes are fitted on."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,40 +53,40 @@ class Pathways(Result):
     """Where the truthfulness signal of a model comes from, on each question set. All logits are of z = 1, "wrong"."""
 
     table: pd.DataFrame
-    """A row per dataset, example, seed and layer: what the knockout of E_Q in layers up to this one does to the probe.
+    """A row per dataset, example, seed and layer: the effect of the knockout of E_Q in layers up to this one.
 
-    - `example`: the row of the answered questions; `split`: the half it is measured in, by probes of the other half;
+    - `example`: row of the answered questions; `split`: half of the example, measured by probes of the other half;
     - `logit`; `probability`, `probability_after`: of the probe's original prediction; `delta_p`: their difference in
       percentage points; `delta_logit`: the change towards that prediction; `flipped`: the hard prediction changed;
-    - `mode`: "Q-anchored" where it flipped at this layer, else "A-anchored" (with `window=`: at l*, without window);
-    - `correct`: the answer is right; `random_delta_p`, `random_delta_logit`, `random_flipped`: the same with as many
-      random question tokens knocked out; missing where a question has fewer others.
+    - `mode`: "Q-anchored" if it flipped at this layer, else "A-anchored" (with `window=`: at l*, without window);
+    - `correct`: the answer is right; `random_delta_p`, `random_delta_logit`, `random_flipped`: the same for the
+      knockout of an equal number of random question tokens; missing if a question has fewer other tokens.
     """
     modes: pd.DataFrame
     """A row per dataset, example and seed, at l*: `layer, split, logit, margin, predicted_wrong, delta_p, delta_logit,
-    mode, crossed_mode` (by the next seed's probe, which reads the same states: a description, no test), `aware_logit`
-    (a probe of the mode), `correct`, `question`, relation, popularity and depth where the questions have them, and the
-    length and place of E_A (`questions.words.span_shapes`)."""
+    mode, crossed_mode` (by the next seed's probe, which reads the same states: a description, not a test),
+    `aware_logit` (of a probe that predicts the mode), `correct`, `question`, relation, popularity and depth if the
+    questions have them, and the length and place of E_A (`questions.words.span_shapes`)."""
     auc: pd.DataFrame
     """`dataset, seed, split, layer, best, validation_auc, auc, auc_after_knockout, auc_after_random`."""
     mean_effects: pd.DataFrame
-    """What every intervention does on average: a row per `dataset, intervention, split_by, group, layer`.
+    """Mean effects of every intervention: a row per `dataset, intervention, split_by, group, layer`.
 
-    - `layer`: missing in the rows that are at l* of each fit;
+    - `layer`: missing in the rows measured at l* of each fit;
     - `split_by`: how the modes are separated (`pathways.modes`), "not split" for the `group` "all";
     - `examples` that are ever in the group, its `share`; `flip_rate, delta_p, delta_logit` with 95 % intervals.
 
-    Random question tokens are as many as E_Q has, on the `examples` that have as many; the knockout of E_Q on these
-    alone is an intervention of its own beside it. `curves` and `controls` are rows of this table."""
+    The random knockout severs as many question tokens as E_Q has, on the `examples` with enough other tokens; the
+    knockout of E_Q on these alone is a separate intervention. `curves` and `controls` are rows of this table."""
     baselines: pd.DataFrame
-    """AUCs at l* by `dataset, question, score` with 95 % intervals, and differences of two (`difference`)."""
+    """AUCs at l* by `dataset, question, score` with 95 % intervals, and differences of two AUCs (`difference`)."""
     components: pd.DataFrame
-    """One mode or two within each relation (population "within relations"; see `pathways.modes.within_relations`), and
-    how many peaks all changes and those of one prediction have (`pathways.modes.components`), by `dataset,
-    intervention, population`."""
+    """The test of one mode or two within each relation (population "within relations"; see
+    `pathways.modes.within_relations`), and the number of peaks of all changes and of the changes of each prediction
+    (`pathways.modes.components`), by `dataset, intervention, population`."""
     fits: pd.DataFrame
-    """`dataset, seed, split, best`: which probes the rows of `weight` and `bias` are, with the half that they measure;
-    dataset "all" is pooled, and of its splits -1 is fitted on both halves (of seed 0)."""
+    """`dataset, seed, split, best`: the probes in the rows of `weight` and `bias`; `split` is the half they measure.
+    Dataset "all" is pooled, and its split -1 is fitted on both halves (of seed 0)."""
     weight: Float[Tensor, "fit layer d_model"]
     bias: Float[Tensor, "fit layer"]
     dropped: pd.DataFrame
@@ -96,7 +96,7 @@ class Pathways(Result):
     @property
     def datasets(self) -> tuple[str, ...]:
         """The names of the question sets, in the order of the table."""
-        # `table` has a row per answer, seed and layer: a million.
+        # Not from `table`, which has a row per answer, seed and layer: a million.
         return tuple(self.auc["dataset"].unique())
 
     @property
@@ -113,7 +113,7 @@ class Pathways(Result):
     def controls(self) -> pd.DataFrame:
         """Flip rates and changes by `dataset, intervention, group, layer`, with 95 % intervals.
 
-        Groups: "all", and the modes at l*, given by another seed's probe where there is one.
+        Groups: "all", and the modes at l*, taken from another seed's probe (if any).
         """
         return controls_of(self.mean_effects, at_best=False)
 
@@ -126,7 +126,7 @@ class Pathways(Result):
     def probes(self) -> Probes:
         """The probes fitted on all question sets together, one per layer.
 
-        They carry `folds`, fitted on one half of the examples each, for what is to be measured on these examples.
+        Their `folds`, each fitted on one half of the examples, are for measurements on these examples.
         """
         return self.probes_of(POOLED)
 
@@ -137,17 +137,17 @@ class Pathways(Result):
 
     @property
     def best_layer(self) -> int:
-        """l*: the layer whose pooled probe has the highest AUC on rows left out."""
+        """l*: the layer whose pooled probe has the highest AUC on held-out rows."""
         return self.probes.best
 
     def probes_of(self, dataset: str, seed: int = 0, split: int = 0) -> Probes:
         """Return the probes that measured one half of a question set, fitted on its other half.
 
-        Their `folds` are those that measured the half they were fitted on. Of dataset "all", the probes are fitted on
-        both halves, and the folds on one each.
+        Their `folds` are the probes that measured the half they were fitted on. For dataset "all", the probes are
+        fitted on both halves, and each fold on one.
 
         Raises:
-            InputError: there are none.
+            InputError: there are no such probes.
         """
         known = tuple(self.fits["dataset"].unique())
         if not isinstance(dataset, str) or dataset not in known:
@@ -159,7 +159,7 @@ class Pathways(Result):
         return replace(self._probes(dataset, seed, split), folds=(self._probes(dataset, seed, 1 - split),))
 
     def _probes(self, dataset: str, seed: int, split: int) -> Probes:
-        """Return one row of the fits, with the questions that it was fitted on."""
+        """Return the probes of one row of `fits`, with the questions that they were fitted on."""
         here = (self.fits[["dataset", "seed", "split"]] == [dataset, seed, split]).all(axis=1)
         if not here.any():
             raise InputError(f"{dataset} has no probes of seed {seed} and split {split}.")
@@ -171,21 +171,21 @@ class Pathways(Result):
         return Probes(options["site"], options["token"], weight, bias, best, fitted_on=frozenset(seen))
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per question set: how well the probe works at l* (`layer`), and what knocking E_Q out changes.
+        """Return a row per question set: the probe's AUC at l* (`layer`), and the effect of knocking out E_Q.
 
         `dataset, examples, layer`; AUCs of the probe, of relation and spans alone, and after the knockout; flip rates
-        of E_Q and of as many random question tokens; ΔP of both modes (percentage points); what the test of two modes
-        says.
+        for E_Q and for an equal number of random question tokens; ΔP of both modes (percentage points); the verdict of
+        the test of two modes.
         """
         return summary_of(self)
 
     def findings(self) -> dict[str, Any]:
-        """Return the numbers worth a glance, as JSON values: l* of the pooled probe, and the rows of the summary."""
+        """Return the main numbers as JSON values: l* of the pooled probe, and the rows of the summary."""
         sets = findings_of(self)
         return {"model": self.run.model, "best_layer": self.best_layer, "datasets": sets}
 
     def report(self) -> list[str]:
-        """Return what holds on this model and what does not, in plain sentences made of the numbers."""
+        """Return what holds on this model and what does not, as sentences computed from the numbers."""
         return report_of(self)
 
     def plot(
@@ -197,7 +197,7 @@ class Pathways(Result):
         title: str | None = None,
         figsize: Size | None = None,
     ) -> Axes | Figure:
-        """Draw ΔP against the layer: on `ax` with a small legend below, or as a figure of its own.
+        """Draw ΔP against the layer: on `ax` with a small legend below, or as a separate figure.
 
         `split_by`: see `headwater.figures.delta_p`; `value` is `delta_p` or `delta_logit`.
         """
@@ -220,7 +220,7 @@ def trace_pathways(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> Pathways:
-    """Trace where the signal comes from that tells right from wrong answers.
+    """Trace where the signal that separates right from wrong answers comes from.
 
     ΔP = 100 (P after - P before), in percentage points, of a probe's prediction when attention to the question's
     exact tokens E_Q is severed (Luo et al., ACL 2026).
@@ -231,19 +231,19 @@ def trace_pathways(
         site: what the probes read: `mlp_out`, `attn_out` or `resid_post`.
         token: where probes read: `prompt_last`, `answer_first`, `before_answer` (the token that the
             exact answer follows), `exact_answer_first`, `exact_answer_last`, `after_answer`, `answer_last`.
-        variant: `mask` (severed before the softmax; the rest renormalises) or `zero` (after it: A = 0 to the letter).
-        edges: who may no longer attend to E_Q: every position `after` it, or the exact tokens of the `answer` alone.
-        window: sever in so many layers around each instead of in all up to it, and read the probe of l*; 1 is each
-            layer alone. One walk serves all windows; each costs what it changes.
-        seeds: how many times, at most 1,000, the examples are split and probes fitted; modes are cross-fitted with two
-            and more.
+        variant: `mask` (severed before the softmax; the rest renormalises) or `zero` (after it: exactly A = 0).
+        edges: positions that may no longer attend to E_Q: all `after` it, or the exact tokens of the `answer` alone.
+        window: sever in this many layers around each layer instead of in all layers up to it, and read the probe of
+            l*; 1 is each layer alone. One walk serves all windows; each window costs what it changes.
+        seeds: how many times, at most 1,000, the examples are split and probes fitted; with two or more, modes are
+            cross-fitted.
         controls: run the controls too (about eight more passes) and compare with baselines.
         batch_size: rows in one run.
         progress: show bars.
         out: a folder to write to; an interrupted run goes on where it stopped.
 
     Raises:
-        InputError: an option names nothing, or no question set has enough right and wrong answers.
+        InputError: an option has an unknown value, or no question set has enough right and wrong answers.
         RunFolderError: `out` holds another run.
 
     Example:
@@ -281,7 +281,7 @@ def trace_pathways(
             by_seed = enumerate(measured.fits.probes)
             fits += [(name, seed, side, fit) for seed, sides in by_seed for side, fit in enumerate(sides)]
             samples.append(_sampled(measured, half_of))
-            del measured  # of a large model its states are gigabytes, and the next set's are coming
+            del measured  # a large model's states take gigabytes, and the next set needs the memory
         pooled = _pooled(run.part(POOLED), samples, setup)
         fits += [(POOLED, 0, side, fit) for side, fit in enumerate(pooled, start=-1)]
         return Pathways(
@@ -299,7 +299,7 @@ def trace_pathways(
 
 
 def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves], pd.DataFrame]:
-    """Split the question sets that can be split; say why the others cannot."""
+    """Split the question sets into halves; return a table of those that cannot be split, with the causes."""
     usable, causes = {}, []
     for name in answered.datasets:
         subset = answered.select(name)
@@ -328,11 +328,11 @@ class _Sample:
     z: NDArray[np.int64]
     questions: list[str]
     half: NDArray[np.int64]
-    """Of seed 0; a question of several sets is everywhere in the half that it is in first."""
+    """Half of each example, of seed 0; a question of several sets stays in the half of its first set."""
 
 
 def _sampled(measured: Effects, halves_before: dict[str, int]) -> _Sample:
-    """Draw the examples of a set for the pooled probes; add the half of each of its questions to those known."""
+    """Draw the examples of a set for the pooled probes; add the halves of its new questions to `halves_before`."""
     questions = measured.answered.table["question"].astype(str).tolist()
     half = [halves_before.setdefault(*row) for row in zip(questions, measured.fits.half[0].tolist(), strict=True)]
     rows = np.sort(np.random.default_rng(0).permutation(len(questions))[:POOLED_ROWS])
@@ -341,7 +341,7 @@ def _sampled(measured: Effects, halves_before: dict[str, int]) -> _Sample:
 
 
 def _pooled(run: Run, samples: list[_Sample], setup: Setup) -> list[Probes]:
-    """Fit probes on all question sets together: on all examples, and for each half of them on the other half."""
+    """Fit probes on all question sets together: one on all examples, and one per half on the other half."""
     groups = [question for sample in samples for question in sample.questions]
     z, half = (np.concatenate([getattr(sample, name) for sample in samples]) for name in ("z", "half"))
 

@@ -1,12 +1,12 @@
-"""Write a transformer's weights by hand: what each head matches, what it moves; and two small circuits written so.
+"""Write a transformer's weights by hand: what each head matches and moves; with two small circuits written this way.
 
-The models are ordinary Hugging Face modules, so everything that loads a checkpoint loads them. Norms would blur
+The models are ordinary Hugging Face modules, so everything that loads a checkpoint can load them. Norms would distort
 hand-written weights: the epsilon is 2²⁶ and the gain 2¹³, so that x / sqrt(mean(x²) + 2²⁶) · 2¹³ = x, exactly in
 float32, where adding mean(x²) < 4 to 2²⁶ changes no bit. LayerNorm also subtracts the mean; one spare coordinate
-balances every vector that is written, so the mean is zero already.
+balances every written vector, so the mean is zero already.
 
 The residual stream is a `Layout`: named groups of coordinates. A head is four lists of directions in it (`Head`).
-Whatever is not listed is zero.
+All other weights are zero.
 """
 
 from collections import Counter
@@ -31,9 +31,9 @@ ANY_CONFIG: dict[str, Any] = {
     "pad_token_id": 1,
     "attn_implementation": "eager",
 }
-"""What the configs of all planted models have."""
+"""Config values of all planted models."""
 CERTAIN = 60.0
-"""Attention score, or pre-activation, that leaves e⁻³⁰ or less to whatever is half as good."""
+"""Attention score, or pre-activation, that leaves e⁻³⁰ or less to alternatives half as good."""
 
 
 class PlantedModel:
@@ -49,7 +49,7 @@ class PlantedModel:
 
     @torch.inference_mode()
     def logits(self, text: str) -> Float[Tensor, " d_vocab"]:
-        """Return the logits after `text`, in which BOS comes first."""
+        """Return the logits after `text`, with BOS prepended."""
         tokens = self.tokenizer(text, return_tensors="pt").input_ids
         return self.model(tokens).logits[0, -1]
 
@@ -58,7 +58,7 @@ class PlantedModel:
 class Head:
     """One attention head as directions of the residual stream x.
 
-    The score of query position i for key position j is Σ_m (query_m · x_i)(key_m · x_j); what the head moves from j is
+    The score of query position i for key position j is Σ_m (query_m · x_i)(key_m · x_j); the output moved from j is
     Σ_n (read_n · x_j) write_n.
     """
 
@@ -83,12 +83,12 @@ class Layout:
         return rows
 
     def total(self, name: str) -> Float[Tensor, "1 d_model"]:
-        """Return the one direction that reads the sum of a group: 1 where the group holds a one-hot code."""
+        """Return the direction that reads the sum of a group: 1 if the group contains a one-hot code."""
         return self[name].sum(0, keepdim=True)
 
 
 def word_token(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
-    """Return the id of the one token that a word with its leading space is."""
+    """Return the id of the single token of a word with its leading space; raise if there are several."""
     ids = tokenizer.encode(f" {word}", add_special_tokens=False)
     if len(ids) != 1:
         raise ValueError(f"' {word}' is {len(ids)} tokens: add it to the planted vocabulary.")
@@ -106,7 +106,7 @@ def gpt2(
     n_layers: int,
     n_heads: int,
 ) -> PlantedModel:
-    """Write an attention-only GPT-2 with learned positions; a last coordinate keeps what is written at mean zero."""
+    """Write an attention-only GPT-2 with learned positions; a last coordinate gives every written vector mean zero."""
     written = embedding.shape[1]
     need = max(max(len(head.query), len(head.read)) for head in heads.values())
     d_head = head_size(max(need, -(-(written + 1) // n_heads)))
@@ -136,7 +136,7 @@ def gpt2(
 
 
 def _balanced(vectors: Float[Tensor, "row written"], d_model: int) -> Float[Tensor, "row d_model"]:
-    """Widen vectors to d_model, the last coordinate minus the sum of the others."""
+    """Widen vectors to d_model; the last coordinate is minus the sum of the others."""
     wide = torch.zeros(len(vectors), d_model)
     wide[:, : vectors.shape[1]] = vectors
     wide[:, -1] = -vectors.sum(1)
@@ -144,7 +144,7 @@ def _balanced(vectors: Float[Tensor, "row written"], d_model: int) -> Float[Tens
 
 
 def clear(model: PreTrainedModel) -> None:
-    """Set every parameter to zero, and the gains of the norms to what undoes their epsilon."""
+    """Set every parameter to zero, and the gains of the norms so that they cancel the epsilon."""
     for name, parameter in model.named_parameters():
         is_gain = parameter.ndim == 1 and name.endswith("weight")
         parameter.fill_(NORM_GAIN if is_gain else 0.0)
@@ -166,15 +166,15 @@ def head_size(size: int) -> int:
 
 
 def finished(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PlantedModel:
-    """Name a written model's architecture, so that a folder of it can be loaded."""
+    """Set the architecture name of a written model, so that it can be loaded from a folder."""
     model.config.architectures = [type(model).__name__]
     return PlantedModel(model.eval(), tokenizer)
 
 
 # Two small attention circuits on a GPT-2 with learned positions: induction, and name movers.
 #
-# Attention scores are CERTAIN times small whole or half numbers, so each head's choice below is made with a probability
-# within e⁻¹⁰ of 1 (e⁻³⁰ where codes are one-hot). A head that finds nothing rests on BOS, from which nothing is moved.
+# Attention scores are CERTAIN times small whole or half numbers, so each head's choice below has a probability within
+# e⁻¹⁰ of 1 (e⁻³⁰ for one-hot codes). A head without a match attends to BOS, from which it moves nothing.
 
 WORDS = tuple(
     "ant bat cow dog elk fox gnu hen ibis jay koala lion mole newt owl pig quail rat seal toad".split()  # noqa: SIM905
@@ -195,10 +195,10 @@ def induction(words: tuple[str, ...] = WORDS, seed: int = 0) -> PlantedModel:
 
     Ground truth. Tokens have ±1 codes c of unit length, any two with an inner product of at most 1/2.
       PREVIOUS_TOKEN_HEAD at position i attends to i − 1 (BOS to itself) and writes c of the token there to `previous`.
-      INDUCTION_HEAD at position i attends to the positions whose previous token equals the token at i (evenly, where
-      there are several; to BOS where there is none) and writes c of their token to the logits.
-    So after `... A B ... A` the most likely token is B, its logit 8 and all others 4 or less; after a token that has
-    not been seen, all logits are 0.
+      INDUCTION_HEAD at position i attends to the positions whose previous token equals the token at i (evenly if there
+      are several; to BOS if there is none) and writes c of their token to the logits.
+    So after `... A B ... A` the most likely token is B, with logit 8 and all others 4 or less; after an unseen token,
+    all logits are 0.
     """
     tokenizer = build_tokenizer((), always=words)
     layout = Layout(token=CODE_WIDTH, previous=CODE_WIDTH, out=CODE_WIDTH, position=N_POSITIONS)
@@ -228,16 +228,16 @@ def induction(words: tuple[str, ...] = WORDS, seed: int = 0) -> PlantedModel:
 
 @checked_call
 def name_mover() -> PlantedModel:
-    """Build the indirect-object circuit: find the name said twice, look away from it, copy the other.
+    """Build the indirect-object circuit: find the repeated name, look away from it, copy the other.
 
-    Ground truth, for a text with names, S standing for one that comes twice (S1, S2), IO for one that comes once, and
-    END for any position after S2:
+    Ground truth, for a text with names, where S is a name that occurs twice (S1, S2), IO one that occurs once, and
+    END any position after S2:
       DUPLICATE_NAME_HEAD at a name attends to its earlier occurrence and writes its code to `duplicate`: at S2 only.
       INHIBITION_HEAD attends to S2 from every position after it and moves the code into `inhibit`.
-      NAME_MOVER_HEAD attends to the names that `inhibit` does not hold, evenly, and copies them to the logits.
-    The logit of IO is 10 and of S 0; with three different names instead, all three get 10/3. Words that are no names
-    have a zero embedding. The logits at END depend on what three heads write and on nothing else: DUPLICATE_NAME_HEAD
-    at S2, INHIBITION_HEAD and NAME_MOVER_HEAD at END.
+      NAME_MOVER_HEAD attends evenly to the names that are not in `inhibit`, and copies them to the logits.
+    The logit of IO is 10 and of S 0; with three different names instead, all three get 10/3. Words that are not names
+    have a zero embedding. The logits at END depend only on the output of three heads: DUPLICATE_NAME_HEAD at S2,
+    INHIBITION_HEAD and NAME_MOVER_HEAD at END.
     """
     words = ["When", "and", "went", "to", "the", "store", "gave", "a", "drink", "Then", "had", "fun", "at", "park"]
     tokenizer = build_tokenizer((), always=[*NAMES, *words])
@@ -279,7 +279,7 @@ def name_mover() -> PlantedModel:
 
 
 def _separate_codes(count: int, seed: int) -> Float[Tensor, "neuron d_model"]:
-    """Draw ±1 codes of unit length one by one, keeping those within 1/2 of every earlier one."""
+    """Draw ±1 codes of unit length one by one; reject codes with an inner product above 1/2 with an earlier one."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.zeros(count, CODE_WIDTH)
     for index in range(count):
@@ -292,12 +292,11 @@ def _separate_codes(count: int, seed: int) -> Float[Tensor, "neuron d_model"]:
     return codes
 
 
-# The world's tokenizer: every word of the corpus, with the space before it, is one token; anything else is bytes.
+# The world's tokenizer: every word of the corpus, with the space before it, is one token; everything else is bytes.
 #
-# It is a Unigram model over GPT-2's byte alphabet: words score high, the 256 single bytes low, so that a word is
-# spelled out only when it is not in the vocabulary. The start of a text and the start of a line count as a space:
-# "Paris" and " Paris" are the same token wherever they are. Every text begins with exactly one `<s>`; there is no
-# unknown token.
+# It is a Unigram model over GPT-2's byte alphabet: words score high, the 256 single bytes low, so a word is spelled out
+# only if it is not in the vocabulary. The start of a text and the start of a line count as a space, so "Paris" and
+# " Paris" are the same token everywhere. Every text begins with exactly one `<s>`; there is no unknown token.
 
 BOS, PAD = "<s>", "<pad>"
 BOS_ID, PAD_ID = 0, 1
@@ -311,14 +310,14 @@ def build_tokenizer(
     endings: Sequence[str] = (),
     spelled: Container[str] = (),
 ) -> PreTrainedTokenizerFast:
-    """Make the tokenizer in which every word of `texts` is one token.
+    """Build the tokenizer in which every word of `texts` is one token.
 
     Args:
-        texts: what the vocabulary is taken from: the most frequent word gets the smallest id.
-        always: words that must be there, in `texts` or not.
-        marks: special tokens beside `<s>` and `<pad>`, as the marks of a chat's turns.
-        endings: pieces that a word may end in, with no space before them.
-        spelled: words that are put together from pieces, as 1732 of 17 and 32.
+        texts: source of the vocabulary: the most frequent word gets the smallest id.
+        always: words to include, whether in `texts` or not.
+        marks: special tokens besides `<s>` and `<pad>`, such as markers of a chat's turns.
+        endings: pieces that can end a word, without a leading space.
+        spelled: words to compose of pieces, such as 1732 of 17 and 32.
     """
     split = pre_tokenizers.ByteLevel(add_prefix_space=True)
     counts = Counter(piece for text in texts for piece, _ in split.pre_tokenize_str(text))

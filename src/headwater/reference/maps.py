@@ -3,26 +3,26 @@
 Elhelo & Geva, "Inferring Functionality of Attention Heads from their Parameters", ACL 2025.
 
 1. Every head is scored on the published relations with the published choices (`rule="published"`).
-2. Per relation: the pairs that survive the tokenizer, the best score over heads, and the best suppression.
+2. Per relation: the number of pairs that survive the tokenizer, the best score over heads, and the best suppression.
 3. Heads are ranked by score; among equal scores the later layer, then the later head, comes first, and heads that
-   score zero are left out. Counted are the places at which this ranking and the published one name the same head.
+   score zero are left out. The count is of ranks at which this ranking and the published one have the same head.
 4. The correlation of static and dynamic scores over heads and sentences, with and without context (`dynamic_scores`).
-   Sentences begin as the tokenizer alone begins a text, as in the published code: GPT-2's without a
-   beginning-of-sequence token, Llama's with one.
+   Sentences begin as the tokenizer alone begins a text, as in the published code: for GPT-2 without a
+   beginning-of-sequence token, for Llama with one.
 5. On request: the same correlation after sources of several tokens (`multi_token`).
-6. On request: the accuracy on a relation's items before and after as many of its heads as published are removed (zeroed
-   at the last position, strongest first), and after as many random heads of the same layers (`ablate_heads`).
+6. On request: the accuracy on a relation's items before and after the published number of its heads is removed (zeroed
+   at the last position, strongest first), and after equally many random heads of the same layers (`ablate_heads`).
 
-Intervals: Wilson's over the items of a relation; of the best score they are those of the head that reached it, which
-was the best of all heads on these very items. Fisher's for correlations.
+Intervals: Wilson's over the items of a relation. For the best score, the interval is of the head that reached it, which
+was selected as the best on these same items. Fisher's for correlations.
 
-After sources of several tokens, do static scores, which are about one token, tell what a head does at the last of them?
+After a source of several tokens, do static scores, which concern one token, predict the heads' output at the last one?
 
-1. Items: a source of several tokens, without a space in front, and a target of one, with it.
-2. Prompt: the opening, which ends in a space, and the source; both tokenized apart, as the published code does.
+1. Items: a source of several tokens, without a leading space, and a target of one token, with a leading space.
+2. Prompt: the opening, which ends in a space, then the source; tokenized separately, as in the published code.
 3. Dynamic scores at the prompt's last token, which is the source's last, with context and without.
 
-Eleven relations were published, of models for which they have enough items of single tokens.
+Eleven relations were published, for the models in which they have enough single-token items.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ RELATIONS = (
 def multi_token_scores(
     model: HookedModel, head_map: HeadMap, relations: Relations, *, progress: bool = True, out: str | Path | None = None
 ) -> DynamicScores | None:
-    """Score the heads of a map after sources of several tokens, of the published relations; None without a source.
+    """Score the heads of a map after sources of several tokens, of the published relations; None without such sources.
 
-    `relations` are those that `classify_heads` was given; which were used, and k, are the map's.
+    `relations` are the relations passed to `classify_heads`; the relations used, and k, come from the map.
     """
     known = {name: one for name, one in relations_of(model, head_map, relations).items() if name in RELATIONS}
     prompted = [(*multi_token_prompts(model, tokens.relation), k) for tokens, k in known.values()]
@@ -82,7 +82,7 @@ def multi_token_scores(
 
 
 def multi_token_prompts(model: HookedModel, relation: Relation) -> tuple[SourcePrompts, TokenRelation]:
-    """Return the prompts of a relation's longer sources, and the items that they are of."""
+    """Return the prompts of a relation's multi-token sources, and the items they belong to."""
     tokenizer: Any = model.tokenizer
     opening = tokenizer(OPENING)["input_ids"]
     rows, targets = [], []
@@ -106,16 +106,16 @@ OWN_TEMPLATES = (
 )
 OWN_TASK = "The ablations ask for a relation's targets in headwater's own words, not in those of the publication."
 PRACTICE = 60
-"""Pairs of a relation that are timed."""
+"""Number of pairs of a relation that are timed."""
 IN_SENTENCES = ("correlations", "correlation")
 LONGER = ("multi_token", "correlation after sources of several tokens")
-"""What correlations are called in the published numbers, and in the table."""
+"""Names of the correlations: in the published numbers, and in the table."""
 REMOVALS = {
     "accuracy": ("none", "before"),
     "accuracy without the relation's heads": ("relation heads", "after"),
     "accuracy without random heads": ("random heads", "random"),
 }
-"""By quantity: what was removed in our table, and what the published number is called."""
+"""By quantity: the value of `removed` in our table, and the name of the published number."""
 
 
 @checked_call
@@ -137,18 +137,18 @@ def reproduce_maps(
     Args:
         model: a loaded model, or a checkpoint folder or hub name.
         datasets: the published relations, a folder of `NAME/NAME.json`.
-        published: the published model to compare with, as "gpt2-xl"; by default the one of the model's name.
-        correlations: measure the correlations too. That runs the model; the rest reads its parameters alone.
+        published: the published model to compare with, such as "gpt2-xl"; by default the one with the model's name.
+        correlations: measure the correlations too. This runs the model; the rest needs its parameters alone.
         ablations: remove the heads of the relations whose ablation was published too, and random ones: 60 runs over a
             relation's items.
-        multi_token: measure the correlations after sources of several tokens too, in the published sentence.
+        multi_token: also measure the correlations after sources of several tokens, in the published sentence.
         templates: the sentences of the correlations, each with one `{source}`.
-        device: where a model that is loaded here runs; see `hw.load`.
+        device: device of a model that is loaded here; see `hw.load`.
         progress: show progress bars.
-        out: a folder for the result. An interrupted call, repeated, goes on from there.
+        out: a folder for the result. Repeating an interrupted call resumes from it.
 
     Raises:
-        InputError: no such published model, or one of another shape; or the datasets cannot be read.
+        InputError: the published model is unknown or has another shape, or the datasets cannot be read.
     """
     relations = load_relations(datasets)
     runs = correlations or ablations or multi_token
@@ -243,7 +243,7 @@ def _wilson(share: float, items: float) -> tuple[float, float]:
 
 
 def ranked_heads(heads: pd.DataFrame) -> list[str]:
-    """Return a relation's heads, as "layer.head", from the highest score down to the last above zero."""
+    """Return a relation's heads with scores above zero, as "layer.head", in descending order of score."""
     ordered = heads.sort_values(["layer", "head"])
     order = np.argsort(ordered["score"].to_numpy(), kind="stable")[::-1]
     ranked = ordered.iloc[order].query("score > 0")
@@ -255,7 +255,7 @@ def compare_correlations(
 ) -> pd.DataFrame:
     """Return the rows of the correlations: `quantity, relation, published, measured`.
 
-    `kind` is what they are called in the published numbers, and in the table.
+    `kind` is the name of the correlations in the published numbers, and in the table.
     """
     key, quantity = kind
     rows = []

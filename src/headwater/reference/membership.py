@@ -1,25 +1,25 @@
-"""The published discrimination of texts that were seen in training from texts that were not, measured again.
+"""The published discrimination of texts seen in training from unseen texts, measured again.
 
 Zhang et al., "Min-K%++", ICLR 2025: AUROC on WikiMIA of 32 words (Shi et al., ICLR 2024), and the mean of seven domains
 of MIMIR (Duan et al. 2024).
 
 1. Every text is scored whole, and in lower case; with `reference` also under another model (published: Pythia-70M,
    LLaMA-7B).
-2. AUC of every score, and where they were published the true positive rate at a false positive rate of 5 % and the
+2. AUC of every score, and, if they were published, the true positive rate at a false positive rate of 5 % and the
    false positive rate at a true positive rate of 95 %.
-3. Where the published number is that of the K that did best on these very texts, the measured one is chosen so too.
-4. Of several files, such as the domains of MIMIR, the mean; its interval is that of independent means.
+3. If the published number is for the K that did best on these same texts, the measured one is selected likewise.
+4. For several files, such as the domains of MIMIR, the mean; its interval assumes independent files.
 
-The neighbourhood attack needs perturbed texts by another model: its column of measured numbers is empty.
+The neighbourhood attack needs texts perturbed by another model: its column of measured numbers is empty.
 
-Texts of members and non-members put together ("WikiMIA_concat", Zhang et al., ICLR 2025) are scored stretch by
-stretch, each within what is before it, not in lower case. A row has `input`, a text, and `label`, a list with 1 or 0
+Concatenated texts of members and non-members ("WikiMIA_concat", Zhang et al., ICLR 2025) are scored stretch by stretch,
+each conditioned on the text before it, not in lower case. A row has `input`, a text, and `label`, a list with 1 or 0
 for every 32 of its words.
 
-1. Words are what single spaces separate; the stretch j of a text is its words 32 j to 32 j + 32.
-2. The text is read once, whole. A stretch has the tokens that hold any of its characters, without the first one, as in
-   the released code; after a beginning-of-sequence token the first stretch keeps its first.
-3. A stretch is then a text of its own, with its own label and its own length under zlib.
+1. Words are separated by single spaces; stretch j of a text is its words 32 j to 32 j + 32.
+2. The text is run once, whole. A stretch has all tokens that overlap its characters, except the first of these, as in
+   the released code; after a beginning-of-sequence token the first stretch keeps its first token.
+3. Each stretch then counts as a separate text, with its own label and its own length under zlib.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ WORDS = 32
 
 
 def load_joined_texts(source: str | Path) -> pd.DataFrame:
-    """Read texts put together, from a .jsonl, .json (a list) or .parquet file.
+    """Read concatenated texts from a .jsonl, .json (a list) or .parquet file.
 
     Returns:
-        A row per stretch: `row` (of the text, from 0), `text` (the whole one), `start, end` (characters of the
+        A row per stretch: `row` (index of the text, from 0), `text` (the whole text), `start, end` (characters of the
         stretch), `member`.
     """
     path = checked_path("source", source)
@@ -89,7 +89,7 @@ def _stretches(row: int, where: str, fields: dict[str, object]) -> Iterator[tupl
 
 
 def of_stretches(model: HookedModel, stats: TextStatistics, joined: pd.DataFrame) -> TextStatistics:
-    """Return the statistics of every stretch, out of those of the whole texts."""
+    """Return the statistics of every stretch, selected from the statistics of the whole texts."""
     by_text = dict(tuple(stats.table.groupby("text")))
     tables, texts = [], []
     for number, stretch in enumerate(joined.to_dict("records")):
@@ -125,7 +125,7 @@ BLIND = (
 
 
 class _Scored(NamedTuple):
-    """The texts of a file."""
+    """The scores of one file's texts."""
 
     member: Bool[ndarray, " text"]
     values: dict[str, Float[ndarray, " text"]]
@@ -148,18 +148,18 @@ def reproduce_membership(
 
     Args:
         model: a loaded model, or a checkpoint folder or hub name.
-        texts: a file as `load_member_texts` reads it, or several whose numbers are averaged.
-        benchmark: what the texts are: `wikimia_32`, `wikimia_32_paraphrased`, `mimir`, or `wikimia_concat`, texts put
-            together as `headwater.reference.membership` has them.
+        texts: a file for `load_member_texts`, or several, whose numbers are averaged.
+        benchmark: kind of texts: `wikimia_32`, `wikimia_32_paraphrased`, `mimir`, or `wikimia_concat`, concatenated
+            texts as described in `headwater.reference.membership`.
         reference: another model, for the score of that name.
-        published: the published model to compare with, as "EleutherAI/pythia-160m"; by default the one of the
+        published: the published model to compare with, such as "EleutherAI/pythia-160m"; by default the one with the
             model's name.
         batch_size: texts in one run.
         progress: show progress bars.
-        out: a folder for the result. An interrupted call, repeated, goes on from there.
+        out: a folder for the result. Repeating an interrupted call resumes from it.
 
     Raises:
-        InputError: no such published model, or one of another shape; or the texts cannot be used.
+        InputError: the published model is unknown or has another shape, or the texts cannot be used.
     """
     checked_name("benchmark", benchmark, BENCHMARKS)
     files = [texts] if isinstance(texts, str | Path) else list(texts)
@@ -173,7 +173,7 @@ def reproduce_membership(
     options = {"published": name, "benchmark": benchmark, "files": digests, "reference": reference}
 
     def scored_file(run: Run, place: int, table: pd.DataFrame) -> _Scored:
-        """Score the texts of one file, or the stretches of texts put together."""
+        """Score the texts of one file, or the stretches of concatenated texts."""
 
         def statistics(part: str, of_texts: list[str], by: HookedModel = model) -> TextStatistics:
             folder = run.below(f"file_{place}/{part}")
@@ -216,7 +216,7 @@ def compare_membership(scored: Sequence[_Scored], benchmark: str, numbers: Mappi
 
 
 def _measured(scored: Sequence[_Scored], columns: Sequence[str], measure: str) -> Interval:
-    """Return a measure of a score, the best of several columns, averaged over files; NaN of a score there is not."""
+    """Return a measure of a score, the best of several columns, averaged over files; NaN if the score is missing."""
     each = [[_of_file(file, column, measure) for file in scored] for column in columns if column in scored[0].values]
     if not each:
         return NOTHING

@@ -1,16 +1,16 @@
-"""The published accuracy and discrepancies by question depth, measured again.
+"""The published accuracy and discrepancies by question depth, measured again on a model.
 
-Ko et al., "Hierarchical Deconstruction of LLM Reasoning", EMNLP 2024, zero-shot. The published numbers follow from the
-published answers with GPT-4's scores, when the data hold them; otherwise the model answers anew, and another judge
-scores. Backward discrepancies are compared as the released code takes them, over the first successor.
+Ko et al., "Hierarchical Deconstruction of LLM Reasoning", EMNLP 2024, zero-shot. The published numbers can be derived
+from the published answers with GPT-4's scores, if the data contain them; otherwise the model answers anew, and another
+judge scores. Backward discrepancies are computed as in the released code, over the first successor.
 
-A model with a chat template is asked as published: the published messages of system and user in its template, up to
-1,024 tokens, the whole answer; greedily, where the publication sampled at temperature 1. A template without messages of
-the system has that message at the head of the user's. A base model, of which none was published, gets the raw prompt
-and answers in a line.
+A model with a chat template is prompted as published: the published system and user messages in its template, up to
+1,024 tokens, the whole answer; greedily, whereas the publication sampled at temperature 1. If a template has no system
+role, the system message precedes the user's. Base models, of which none was published, get the raw prompt and answer in
+one line.
 
-The other three ways in which the publication asks, after the questions that a question builds on, have its messages
-too (`predecessors`); their published numbers are not held here.
+The other three published settings, in which a question follows the questions it builds on, use the published messages
+too (`predecessors`); their published numbers are not in this package.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def reproduce_memorization(
     Args:
         model: a loaded model, or a checkpoint folder or hub name.
         graph: what `load_depth_graph` returned.
-        published: the published model to compare with, as "meta-llama/Llama-2-7b-chat-hf"; by default the one of the
-            model's name.
+        published: the published model to compare with, such as "meta-llama/Llama-2-7b-chat-hf"; by default the one with
+            the model's name.
         judge: see `hw.memorization`.
-        predecessors: what a question is asked with; see `hw.memorization`.
+        predecessors: what precedes a question in the prompt; see `hw.memorization`.
         batch_size: texts in one run.
         progress: show progress bars.
-        out: a folder for the result. An interrupted call, repeated, goes on from there.
+        out: a folder for the result. Repeating an interrupted call resumes from it.
 
     Raises:
-        InputError: no such published model, or one of another shape; or nothing can be scored.
+        InputError: the published model is unknown or has another shape, or nothing can be scored.
     """
     model = model if isinstance(model, HookedModel) else load(model)
     reference = published_numbers("memorization")
@@ -107,7 +107,7 @@ def reproduce_memorization(
 
 
 def _asking(model: HookedModel, predecessors: str) -> dict[str, Any]:
-    """Return the options of `memorization` that ask a model as was published; none where it has no chat template."""
+    """Return the options of `memorization` that prompt a model as published; empty if it has no chat template."""
     if not getattr(model.tokenizer, "chat_template", None):
         return {}
     in_pairs = _messages(ASKED_PAIRS, SYSTEM_PAIRS)
@@ -126,7 +126,7 @@ def _messages(question: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def _answering_sentences(profile: DepthProfile) -> list[str]:
-    """Say how the model was asked, where it answered by itself, and how many of its answers did not end."""
+    """Say how the model was prompted, if it answered itself, and how many of its answers did not end."""
     options = profile.run.options
     if options["answers"] != MODEL:
         return []

@@ -2,15 +2,15 @@
 
 Luo et al., "Two Pathways to Truthfulness", ACL 2026.
 
-1. As many questions of each set as were published (2,000 to train and 2,000 to test) are drawn and answered, and E_Q
-   and E_A located.
+1. The published number of questions of each set (2,000 to train and 2,000 to test) is drawn and answered, and E_Q and
+   E_A are located.
 2. `hw.trace_pathways` (Figure 2) and `hw.saliency` with its probe (Figure 1); `hw.refusals`.
 3. `hw.detect` with every published method (Tables 2 and 3); half of the answers train, half test. The AUC of the gate
-   for the modes of the test half is what the publication calls self-awareness; its ends are averaged over seeds, which
-   is wide.
+   for the modes of the test half is the published "self-awareness"; the ends of its interval are averaged over seeds,
+   which makes it wide.
 
-Tables are compared number by number. Of figures no numbers were published: `headwater figure` draws them as published,
-from the folders `pathways` and `saliency` of the run.
+Tables are compared number by number. Figures were published without numbers: `headwater figure` draws them as
+published, from the folders `pathways` and `saliency` of the run.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ PARTS = {
     "refusals": Refusals,
     "detection": Detection,
 }
-"""The folders of a run, and what each holds."""
+"""The subfolders of a run, and the class of the result in each."""
 QUESTIONS = 4000
 PRACTICE = 24, 48
-"""Questions that are timed."""
+"""Numbers of questions that are timed."""
 EACH = 2 * FOLDS
-"""Right and wrong answers that a set needs for probes to be fitted, as `trace_pathways` has it."""
+"""Right and wrong answers that a set needs so that probes can be fitted, as in `trace_pathways`."""
 NOT_STATED = (
     "The publication does not state its label rule, prompt and exact token in full; its questions are a random draw, "
     "and its exact tokens come from GPT-4o."
@@ -95,25 +95,25 @@ def reproduce_pathways(
     Args:
         model: a loaded model, or a checkpoint folder or hub name.
         questions: a question file, or several; see `load_questions`.
-        published: the published model to compare with, as "meta-llama/Meta-Llama-3-8B"; by default the one of the
-            model's name.
-        sample: how many questions of each set; None for all.
+        published: the published model to compare with, such as "meta-llama/Meta-Llama-3-8B"; by default the one with
+            the model's name.
+        sample: number of questions of each set; None for all.
         methods: which detectors of `hw.detect`; by default all.
         token: where probes read; see `headwater.pathways.trace_pathways`.
-        seeds: how many splits into halves.
+        seeds: number of splits into halves.
         controls: run the controls of `hw.trace_pathways` too.
-        extractor: names the exact words of questions and answers that say nothing of them; see `hw.answer`.
+        extractor: finds the exact words in questions and answers that do not mark them; see `hw.answer`.
         prompt: see `hw.answer`.
         examples: see `hw.answer`.
         label: see `hw.answer`.
         max_new_tokens: see `hw.answer`.
         batch_size: rows in one run.
-        progress: show progress bars, and say what is done and how long it takes.
-        out: a folder for the result, with a folder for each part (`PARTS`). An interrupted call, repeated, goes on
-            from there.
+        progress: show progress bars, and announce what is run and how long it takes.
+        out: a folder for the result, with a folder for each part (`PARTS`). Repeating an interrupted call resumes from
+            it.
 
     Raises:
-        InputError: no such published model, or one of another shape; or the questions cannot be used.
+        InputError: the published model is unknown or has another shape, or the questions cannot be used.
     """
     unknown = [name for name in methods if name not in METHODS]
     if unknown:
@@ -129,12 +129,12 @@ def reproduce_pathways(
     numbers = reference.models[name] if name else {}
 
     def detected(steps: Steps, subset: Questions, *, practice: bool = False) -> Detection:
-        """Make all parts, of some questions for practice; return the last."""
+        """Compute all parts (with `practice` on a few questions, for timing); return the last."""
         answered = steps("answers", answer, model, subset, **asking, batch_size=batch_size)
         if practice:
             answered = _for_practice(answered)
         traced = steps("pathways", trace_pathways, model, answered, **probing, controls=controls)
-        deep = 3 * model.shape.n_layers // 4  # l* of few answers is any layer, and what is run ends there
+        deep = 3 * model.shape.n_layers // 4  # from few answers l* is arbitrary, and no layer above it is run
         steps("saliency", saliency, model, answered, traced.probes[deep] if practice else traced.probe)
         steps("refusals", refusals, model, answered, traced, batch_size=batch_size)
         return steps("detection", detect, model, answered, methods=methods, **probing)
@@ -155,7 +155,7 @@ def reproduce_pathways(
 
 
 def _for_practice(answered: AnsweredQuestions) -> AnsweredQuestions:
-    """Return answers of one set of which enough are called right and enough wrong for probes to be fitted."""
+    """Return answers of one set, relabelled so that enough are right and enough wrong for probes to be fitted."""
     rows = answered.table
     rows = rows.iloc[np.resize(np.arange(len(rows)), max(len(rows), 2 * EACH))].reset_index(drop=True)
     names = [f"{text} {place}" for place, text in enumerate(rows["question"])]
@@ -163,7 +163,7 @@ def _for_practice(answered: AnsweredQuestions) -> AnsweredQuestions:
     for kind in (0, 1):
         others = np.flatnonzero(z != kind)
         z[others[: max(0, EACH - int((z == kind).sum()))]] = kind
-    # Right answers alone are run with other subjects: those that are right for the clock alone have none to exchange.
+    # Only right answers are run with swapped subjects, so answers relabelled as right must have no subject to swap.
     called = (z == 0) & (rows["z"] != 0)
     nothing, columns = pd.Series([()] * len(rows)), dict[str, Any]()
     for part in ("", "_tokens"):

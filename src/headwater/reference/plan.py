@@ -1,7 +1,7 @@
-"""What measures every published number again: a command per model, its data, the size of its weights.
+"""The plan of a full reproduction: a command per model, its data, the size of its weights.
 
-Beside: what the commands of an analysis cannot measure, or not as published (`LIMITS`), which whoever reads a
-difference must know; how many numbers of a model were published, and how many of these a finished run has measured.
+Also: what the commands of an analysis cannot measure, or not as published (`LIMITS`), which explains differences; and
+how many numbers were published for a model, and how many of these a finished run has measured.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ BILLIONS = {
     "mistralai/Mistral-7B-v0.3": 7.25, "mistralai/Mistral-7B-Instruct-v0.3": 7.25,
     "Qwen/Qwen3-8B": 8.19, "Qwen/Qwen3-32B": 32.76,
 }  # fmt: skip
-"""Parameters of every published model, by its name on the hub."""
+"""Billions of parameters of every published model, by its name on the hub."""
 ONE_GPU = 70
-"""GiB that weights may take of a GPU of 80 GB."""
+"""GiB that weights may take on a GPU of 80 GB."""
 LIMITS = {
     "maps": (
         "correlations and ablations ask in headwater's own words; --templates FILE takes the published sentences",
@@ -53,7 +53,7 @@ LIMITS = {
         "Mamba's texts begin with a beginning-of-sequence token, as TransformerLens has it; published ones did not",
     ),
 }
-"""By analysis: what it cannot measure, or not as it was published."""
+"""By analysis: what it cannot measure, or not as published."""
 MIMIR = tuple(
     f"mimir/{one}.jsonl"
     for one in ("arxiv", "dm_mathematics", "github", "hackernews", "pile_cc", "pubmed_central", "wikipedia")
@@ -64,7 +64,7 @@ TEXTS = {
     JOINED: ("WikiMIA_concat.jsonl",),
     "mimir": MIMIR,
 }
-"""By benchmark of membership: its files."""
+"""By membership benchmark: its files."""
 QUESTIONS = ("popqa.tsv", "triviaqa.json", "hotpotqa.json", "nq_open.jsonl")
 DATA = {
     "MAPS/datasets": "the published relations, a folder of NAME/NAME.json (github.com/amitelhelo/MAPS)",
@@ -78,7 +78,7 @@ DATA = {
     "WikiMIA_concat.jsonl": "WikiMIA put together (zjysteven/WikiMIA_concat): input, labels of 32 words",
     **dict.fromkeys(MIMIR, "MIMIR, ngram_13_0.8, rows of text and member"),
 }
-"""What the files and folders are that the commands name."""
+"""Descriptions of the files and folders that the commands name."""
 FIGURES: dict[str, dict[str, tuple[str, ...]]] = {
     "maps": {"heads": ("gpt2-xl", "phi-2", "pythia-12b", "Meta-Llama-3.1-70B")},
     "pathways": {
@@ -91,35 +91,35 @@ FIGURES: dict[str, dict[str, tuple[str, ...]]] = {
         )
     },
 }  # fmt: skip
-"""By analysis: the published figures that `headwater figure` draws of its runs, and of which models."""
+"""By analysis: the published figures that `headwater figure` draws from its runs, and for which models."""
 
 
 @dataclass(frozen=True)
 class PlanLine:
-    """What measures the published numbers of one model again."""
+    """The command that measures the published numbers of one model again."""
 
     analysis: str
     """"maps", "pathways", "memorization" or "membership"."""
     model: str
     command: str
     data: tuple[str, ...]
-    """The files and folders that the command names; `DATA` says what they are."""
+    """The files and folders that the command names, described in `DATA`."""
     weights: float
-    """GiB, in the dtype that the command names: float32 for head maps and membership, otherwise bfloat16."""
+    """GiB, in the dtype of the command: float32 for head maps and membership, otherwise bfloat16."""
     folder: str
-    """Where the command leaves its run, below `runs`."""
+    """Folder of the command's run, below `runs`."""
     published: int
-    """How many numbers were published."""
+    """Number of published numbers."""
     measured: int
-    """How many of them a finished run has measured."""
+    """Number of these that a finished run has measured."""
 
 
 @checked_call
 def reproduction_plan(runs: str | Path = RUNS) -> tuple[PlanLine, ...]:
-    """Return what measures every published number again, a line per analysis and model.
+    """Return the commands that measure every published number again, a line per analysis, model and benchmark.
 
     Args:
-        runs: the folder below which the commands leave their runs; finished ones are read there.
+        runs: the folder that contains the runs of the commands; finished runs are read there.
 
     Raises:
         InputError: `runs` is not a path.
@@ -134,7 +134,7 @@ def reproduction_plan(runs: str | Path = RUNS) -> tuple[PlanLine, ...]:
 
 
 def figure_commands(kind: str, runs: str | Path = RUNS) -> list[str]:
-    """Return the commands that draw an analysis' published figures of its finished runs."""
+    """Return the commands that draw the published figures of an analysis from its finished runs."""
     return [
         f"headwater figure {figure.partition(' ')[0]} {' '.join(str(Path(runs) / f'{kind}-{one}') for one in models)}"
         f"{figure.removeprefix(figure.partition(' ')[0])} --style published"
@@ -157,14 +157,14 @@ def _line(
 
 
 def _count(numbers: object) -> int:
-    """Count the published numbers of a model: all but its shape, and a ranking of heads once."""
+    """Count the published numbers of a model, without its shape; a ranking of heads counts once."""
     if isinstance(numbers, Mapping):
         return sum(_count(value) for name, value in numbers.items() if name not in ("layers", "heads"))
     return 1
 
 
 def _commands(kind: str, numbers: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Mapping[str, Any], str]]:
-    """What measures the numbers of a model: a command's options, its data, its numbers, and of which benchmark."""
+    """Yield the commands that measure a model's numbers: their options, data, published numbers and benchmark."""
     if kind == "maps":
         relations = numbers["relations"].values()
         ablated, longer = (any(part in one for one in relations) for part in ("ablation", "multi_token"))

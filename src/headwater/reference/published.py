@@ -1,7 +1,7 @@
 """Published numbers beside measured ones.
 
-The JSON files of this folder hold numbers of publications, each file with its source, by model. A reproduction is a
-table of rows `published | measured | difference`, with the interval of the measured; where a model has no published
+The JSON files of this folder contain published numbers by model, each file with its source. A reproduction is a table
+of rows `published | measured | difference`, with the interval of the measured number; for a model without published
 numbers, that column is empty and a note says so.
 """
 
@@ -43,12 +43,12 @@ class Published:
 
     source: str
     models: Mapping[str, Mapping[str, Any]]
-    """By model: its shape (`layers`, `heads`) and its numbers."""
+    """By model: its shape (`layers`, `heads`) and its published numbers."""
 
     def name_of(self, model: str, shape: ModelShape, requested: str | None = None) -> str | None:
-        """Return the published model that `model` is, or None; its shape must be the published one.
+        """Return the published model that `model` is, or None; raise if its shape is not the published one.
 
-        The last part of the name or folder decides, unless a published model is `requested`.
+        The last part of the name or path decides, unless a published model is `requested`.
         """
         if requested is not None and requested not in self.models:
             raise InputError(f"There are no published numbers of {requested!r}.{did_you_mean(requested, self.models)}")
@@ -67,9 +67,9 @@ class Published:
     def reproduction(
         self, run: Run, name: str | None, rows: pd.DataFrame, notes: Sequence[str], not_kept: str = ""
     ) -> Reproduction:
-        """Put measured rows beside the numbers of a published model, with a note where there are none.
+        """Build a `Reproduction` from measured rows and the name of a published model, with a note if there is none.
 
-        `not_kept` is what the publication lists, but of which no numbers are here.
+        `not_kept` names entries that the publication lists but whose numbers are not in this package.
         """
         none = []
         if name is None:
@@ -87,13 +87,13 @@ class Reproduction(Result):
     """Published and measured numbers of one model.
 
     Attributes:
-        table: a row per number: `quantity`, what it is a number of (relation, dataset, depth), `published, measured`,
-            the 95 % interval of the measured one (`low, high`; NaN where there is none), `difference`; what was not
-            published, or could not be measured, is NaN.
-        published_model: whose numbers are in `published`; None where there are none.
-        source: where these numbers come from.
+        table: a row per number: `quantity`, what the number is about (relation, dataset, depth), `published, measured`,
+            the 95 % interval of the measured number (`low, high`; NaN if there is none), `difference`; numbers that
+            were not published, or could not be measured, are NaN.
+        published_model: the model whose numbers are in `published`; None if there is none.
+        source: the source of the published numbers.
         notes: what a reader must know before comparing.
-        run: what made it.
+        run: the record of the run.
     """
 
     table: pd.DataFrame
@@ -105,7 +105,7 @@ class Reproduction(Result):
     def summary(self) -> pd.DataFrame:
         """Return a row per quantity: `quantity, numbers` (rows of the table), `compared, largest_difference, outside`.
 
-        `outside` counts the published numbers that lie outside the interval of the measured one.
+        `outside` counts the published numbers outside the interval of the measured number.
         """
         table = self.table
         beyond = (table["published"] < table["low"]) | (table["published"] > table["high"])
@@ -119,7 +119,7 @@ class Reproduction(Result):
         return named.reset_index()
 
     def report(self) -> list[str]:
-        """Return how far measured numbers are from published ones, and what to know before comparing."""
+        """Return how far measured numbers are from published ones, and the notes on the comparison."""
         beside = f"the published {self.published_model}" if self.published_model else "no published model"
         sentences = [f"{self.run.model} beside {beside}; numbers compared: {self.table['difference'].count():,}."]
         sentences += [
@@ -131,7 +131,7 @@ class Reproduction(Result):
         return [*sentences, *self.notes, f"Published numbers: {self.source}"]
 
     def findings(self) -> dict[str, Any]:
-        """Return what was compared, and the largest difference of each quantity, as JSON values."""
+        """Return the number of compared numbers, and the largest difference of each quantity, as JSON values."""
         both = self.table.dropna(subset=["difference"])
         largest = both.assign(size=both["difference"].abs()).groupby("quantity", sort=False)["size"].max()
         return {
@@ -158,7 +158,7 @@ def published_numbers(kind: str) -> Published:
 
 
 def compared(rows: pd.DataFrame) -> pd.DataFrame:
-    """Put `published`, `measured`, its interval `low, high` (NaN where there is none) and the `difference` last."""
+    """Move `published`, `measured`, its interval `low, high` (NaN if there is none) and the `difference` to the end."""
     named = [name for name in rows.columns if name not in NUMBERS]
     numbers = rows.reindex(columns=NUMBERS[:-1]).astype(float)
     return rows[named].join(numbers).assign(difference=numbers["measured"] - numbers["published"])
@@ -168,16 +168,16 @@ def _short(name: str) -> str:
     return Path(name).name.lower().removeprefix("meta-")
 
 
-# The pieces of a reproduction: what is done and how long it takes, said before it starts; then a line for each.
+# The pieces of a reproduction: announce what is run and how long it takes, then report each piece when it is done.
 #
-# How long: all pieces are made of a few items of one set, without a folder: once so that what a first call does is
-# done, then by the clock, of two sizes. What more items took more is what an item takes, and the rest what a set takes.
+# Time estimate: all pieces are computed on a few items of one set, without a folder: once as a warm-up, then timed at
+# two sizes. The additional time of the larger size gives the time per item, and the rest is the time per set.
 
 R = TypeVar("R")
 
 
 class Steps:
-    """Makes pieces one after another, each in a folder of the run, so that a repeated call reads what is there."""
+    """Runs pieces one after another, each in a subfolder of the run, so that a repeated call loads finished ones."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -186,7 +186,7 @@ class Steps:
         """Seconds, by piece."""
 
     def __call__(self, name: str, function: Callable[..., R], *args: Any, **options: Any) -> R:
-        """Return what a function makes, in the folder of this name."""
+        """Call a function with the folder of this name, and return its result."""
         begun = time.perf_counter()
         result = function(*args, progress=self.run.progress, out=self.run.below(name), **options)
         self.took[name] = time.perf_counter() - begun
@@ -196,9 +196,9 @@ class Steps:
 
 
 def usual_first(lengths: pd.Series) -> list[int]:
-    """Return the places of texts, those of usual length first, to be timed.
+    """Return the indices of texts, ordered by how close to the mean their length is, for timing.
 
-    One batch of long and short texts would be padded more than those of a run, which are sorted by length.
+    A batch of both long and short texts would be padded more than the batches of a run, which are sorted by length.
     """
     return np.argsort((lengths - lengths.mean()).abs().to_numpy(), kind="stable").tolist()
 
@@ -211,17 +211,17 @@ def timed_steps(
     sizes: tuple[int, int] = (4, 12),
     sets: int = 1,
 ) -> Steps:
-    """Say what a run will do and how long, where it shows progress; return what makes its pieces.
+    """Announce what a run will do and how long it takes, if it shows progress; return the `Steps` that run its pieces.
 
-    `make` makes all pieces of some of the items, by their places; there are so many `items` in so many `sets`, and
-    pieces are timed of as many as `sizes` say.
+    `make` computes all pieces for the items at the given indices; the run has `items` items in `sets` sets, and pieces
+    are timed at the two `sizes`.
     """
     steps, (few, dozen) = Steps(run), sizes
     if not run.progress or items <= dozen:
         return steps
 
     def timed(_: int) -> dict[str, Tensor]:
-        """Return the seconds of each piece, made of few items and of a dozen."""
+        """Return the seconds of each piece, for the smaller and the larger number of items."""
         say(True, f"timing {dozen} of {items:,} {called} ...")
         took = []
         for size in (few, *sizes):
@@ -233,7 +233,7 @@ def timed_steps(
         return {name: torch.tensor([took[1].get(name, seconds), seconds]) for name, seconds in took[2].items()}
 
     try:
-        times = next(run.pieces("timing", [0], timed))  # a piece: a call that continues does not time them again
+        times = next(run.pieces("timing", [0], timed))  # stored as a piece, so that a resumed call does not time again
     except InputError as error:
         say(True, f"how long {items:,} {called} take is unknown: {error}")
         return steps

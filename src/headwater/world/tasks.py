@@ -1,8 +1,8 @@
-"""The classical tasks of the circuits literature, as lines of the corpus, in the texts or held out of them.
+"""The classical tasks of the circuits literature, as lines of the corpus, with words in the texts or held out of them.
 
-`task("indirect_object")` draws pairs of prompts of them, ready for patching.
+`task("indirect_object")` draws pairs of prompts of a task, ready for patching.
 
-A `Line` is a prompt whose next word follows from it, with the same line changed so that another word follows:
+A `Line` is a prompt that determines its next word, and the same prompt changed so that another word follows:
 
 | task | line | changed |
 |---|---|---|
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 
-# The words that the classical tasks are made of, from the relation suite: in the texts of a task, or held out of them.
+# The words of the classical tasks, from the relation suite: in the texts of a task, or held out of them.
 #
-# Held out of a task does not mean unknown: the gender of a held-out name is in other sentences, a held-out noun its
-# number, a held-out word its facts. Only the sentences of the task itself never hold it.
+# A word held out of a task is not unknown: other sentences contain the gender of a held-out name, the number of a
+# held-out noun, the facts of a held-out word. Only the sentences of the task itself never contain it.
 
 
 TWO_DIGITS = tuple(f"{number:02d}" for number in range(100))
@@ -61,25 +61,25 @@ SPLITS = ("names", "he", "she", "singular", "plain", "starts")
 
 @dataclass(frozen=True)
 class Split:
-    """Words that the texts of a task use, and words held out of them."""
+    """Words in the texts of a task, and words held out of them."""
 
     in_texts: tuple[str, ...]
     held_out: tuple[str, ...]
 
     def of(self, held_out: bool) -> tuple[str, ...]:
-        """Return the ones or the others."""
+        """Return the held-out words if `held_out`, else the words in the texts."""
         return self.held_out if held_out else self.in_texts
 
 
 @dataclass(frozen=True)
 class Words:
-    """What the tasks are made of."""
+    """The words of the tasks."""
 
     names: Split
-    """First and family names, many more than the model is wide: what is done with those in the texts has to be a
-    rule, since no table of single names fits."""
+    """First and family names, many more than the model is wide: the names in the texts must be handled by a rule, since
+    no table of single names fits."""
     he: Split
-    """The names of men among them."""
+    """The men's names among them."""
     she: Split
     singular: Split
     plain: Split
@@ -88,12 +88,12 @@ class Words:
     """The last two digits of a first year."""
     plural: Mapping[str, str]
     runs: tuple[tuple[str, ...], ...]
-    """Things that follow one another."""
+    """Sequences in a fixed order, such as months."""
     capitals: tuple[tuple[str, str], ...]
 
     @property
     def every(self) -> list[str]:
-        """Every word that a line of a task may hold."""
+        """Every word that a line of a task may contain."""
         splits = (self.names, self.singular, self.plain)
         split = [word for one in splits for word in (*one.in_texts, *one.held_out)]
         return [*split, *self.plural.values(), *sum(self.runs, ()), *sum(self.capitals, ())]
@@ -139,25 +139,25 @@ STATES = ["old", "new", "red", "heavy", "ready", "late", "small", "clean"]
 
 @dataclass(frozen=True)
 class Line:
-    """A prompt, what follows it, and the same prompt changed so that something else follows."""
+    """A prompt with what follows it, and the same prompt changed so that something else follows."""
 
     clean: str
     corrupted: str
     correct: tuple[str, ...]
-    """The words that may follow the clean prompt, with the space before them where there is one."""
+    """The words that may follow the clean prompt, with a leading space if there is one."""
     wrong: tuple[str, ...]
-    """Those that may follow the corrupted one."""
+    """The words that may follow the corrupted prompt."""
     roles: Mapping[str, tuple[str, str]]
-    """For each role the words that occur in it in the clean and in the corrupted prompt."""
+    """For each role, its words in the clean and in the corrupted prompt."""
     rest: str = "."
-    """What the corpus says after the answer."""
+    """Continuation of the corpus after the answer."""
     occurrence: Mapping[str, int] = field(default_factory=dict)
-    """Of a role whose words occur in the prompt more than once, which of them is meant; 0 unless given."""
+    """For a role whose words occur in the prompt more than once, the index of the intended occurrence; default 0."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: what it draws a line with."""
+    """A task: the function that draws a line, and a description."""
 
     line: Callable[[np.random.Generator, Words, bool], Line]
     about: str
@@ -189,7 +189,7 @@ def indirect_object(rng: np.random.Generator, words: Words, held_out: bool) -> L
 
 
 def greater_than(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
-    """Draw a span of years; changed, it begins with the second year of the century: nearly every year may follow."""
+    """Draw a span of years; the changed one starts in year 01 of the century, so that nearly every year may follow."""
     start = pick(rng, words.starts.of(held_out))
     event, century = pick(rng, EVENTS), CENTURIES[int(rng.integers(len(CENTURIES)))]
     later = tuple(year for year in TWO_DIGITS if year > start)
@@ -199,7 +199,7 @@ def greater_than(rng: np.random.Generator, words: Words, held_out: bool) -> Line
 
 
 def induction(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
-    """Draw words said twice, up to a word that was said before."""
+    """Draw a series of words and its repetition up to a word, which the first occurrence determines."""
     length = int(rng.integers(3, 21))
     drawn = _some(rng, words.plain.of(held_out), length + 1)
     series, other = drawn[:-1], drawn[-1]
@@ -212,7 +212,7 @@ def induction(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
 
 
 def successor(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
-    """Draw three to six things of a run; a held-out line begins where none of the texts does (they have its links)."""
+    """Draw three to six things of a run; a held-out line starts where no text does (though texts have its links)."""
     run = words.runs[int(rng.integers(len(words.runs)))]
     length = int(rng.integers(3, min(7, len(run))))
     starts = [start for start in range(len(run) - length) if (start % 5 == 3) == held_out] or [0]
@@ -229,7 +229,7 @@ ENDINGS = ("was late", "went home", "stayed here", "left early", "came back", "s
 
 
 def gendered_pronoun(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
-    """Draw what somebody did, and why: the pronoun follows the name."""
+    """Draw what a person did, and why: the pronoun depends on the name."""
     genders = [("he", words.he), ("she", words.she)]
     right, wrong = genders if rng.random() < 0.5 else genders[::-1]
     name, other = pick(rng, right[1].of(held_out)), pick(rng, wrong[1].of(held_out))
@@ -259,7 +259,7 @@ CAPITALS = ("The capital of {} is", "Everybody knows that the capital of {} is",
 
 
 def capital(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
-    """Draw a country: its capital is in the texts, in these words or others."""
+    """Draw a country: its capital is in the texts, in these or other words."""
     (country, city), (other, its) = (words.capitals[int(k)] for k in rng.choice(len(words.capitals), 2, replace=False))
     text = pick(rng, CAPITALS)
     return Line(text.format(country), text.format(other), (f" {city}",), (f" {its}",), {"country": (country, other)})
@@ -276,28 +276,28 @@ TASKS = {
 }
 
 
-# The tasks as pairs of prompts. Their words come from `task_words.json`, written by the training beside its model: what
-# a held-out prompt is made of, no text of the corpus said in that task.
+# The tasks as pairs of prompts. Their words come from `task_words.json`, which the training writes beside its model: no
+# text of the corpus uses the words of a held-out prompt in that task.
 
 
 MOST_REPEATED = 500
-"""So many draws in a row that were there already: the task has no more."""
+"""After more repeated draws in a row than this, the task is taken to have no more prompts."""
 
 
 @dataclass(frozen=True)
 class PairedTask:
-    """Pairs of prompts of one task; `len` says how many."""
+    """Pairs of prompts of one task; `len` is their number."""
 
     name: str
     about: str
     clean: tuple[str, ...]
     corrupted: tuple[str, ...]
     correct: tuple[str, ...]
-    """What follows each clean prompt; of several words that may, one."""
+    """Continuation of each clean prompt; one of them if there are several."""
     wrong: tuple[str, ...]
-    """What follows each corrupted prompt, and not the clean one."""
+    """A continuation of each corrupted prompt that is not one of the clean prompt."""
     roles: Mapping[str, list[tuple[Characters, Characters]]]
-    """Where what the task turns on occurs in each pair, and "end": what `positions=` of a sweep takes."""
+    """Places of the words that the task depends on, in each pair, and "end": for `positions=` of a sweep."""
     held_out: bool
 
     def __len__(self) -> int:
@@ -309,9 +309,9 @@ class PairedTask:
         return pd.DataFrame({name: getattr(self, name) for name in ("clean", "corrupted", "correct", "wrong")})
 
     def metric(self, model: HookedModel) -> Metric:
-        """Return the task's metric: the logit of the right word minus that of the wrong one.
+        """Return the task's metric: the logit of the right word minus the logit of the wrong one.
 
-        Of years it is the probability of all later years minus that of the others (Hanna et al. 2023).
+        For years, it is the probability of all later years minus that of all others (Hanna et al. 2023).
         """
         if self.name != "greater_than":
             return logit_difference(self.correct, self.wrong)
@@ -324,7 +324,7 @@ class PairedTask:
                 f"The metric of 'greater_than' adds up the {len(TWO_DIGITS)} endings of years, and {len(missing)} of "
                 f"them, as {missing[0]!r}, are not one token of this model. Give a metric of your own."
             )
-        # After the century, so without a space.
+        # After the century, so the endings have no leading space.
         ids = torch.tensor([vocabulary[year] for year in TWO_DIGITS])
 
         def year_difference(
@@ -352,13 +352,13 @@ def task(
 
     Args:
         name: "indirect_object", "greater_than", "induction", "successor", "gendered_pronoun", "agreement" or "capital".
-        examples: how many pairs.
-        held_out: made of words with which the corpus never told the task (of capitals, there are none such).
-        seed: for the draws.
+        examples: number of pairs.
+        held_out: use words that the corpus never uses in this task (for capitals, there are no such words).
+        seed: seed of the draws.
         world: the folder of another trained world, or the words of its tasks; None for the embedded model's.
 
     Raises:
-        InputError: there is no such task, it has fewer prompts, or the folder is of no world.
+        InputError: the task is unknown or has fewer prompts, or the folder is not of a world.
     """
     name = checked_name("task", name, tuple(TASKS))
     checked_flag("held_out", held_out)

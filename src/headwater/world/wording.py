@@ -1,7 +1,7 @@
-"""How the world says things: statements and questions for each relation, read from `wordings.json`.
+"""Wordings of the world: statements and questions for each relation, read from `wordings.json`.
 
 A wording is a sentence with `{s}` for the subject and, in statements, `{t}` for the answer. In questions, square
-brackets mark the words that name the property requested: with the subject they are the exact question tokens.
+brackets mark the words that name the requested property: with the subject they are the exact question tokens.
 """
 
 import json
@@ -21,7 +21,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Wording:
-    """The sentences that tell or ask a fact of one relation; `questions` maps a question set to its sentences."""
+    """The sentences that state or ask a fact of one relation; `questions` maps a question set to its sentences."""
 
     statements: tuple[str, ...]
     questions: Mapping[str, tuple[str, ...]]
@@ -29,7 +29,7 @@ class Wording:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A filled wording: the text and where in it (start, end) the subject and the property are."""
+    """A filled wording: the text and the spans (start, end) of the subject and the property in it."""
 
     text: str
     subject: Span
@@ -54,7 +54,7 @@ def wording_of(relation: str) -> Wording:
 
 
 def fill(sentence: str, subject: str) -> Sentence:
-    """Put the subject into a question and take the brackets out, keeping track of both."""
+    """Fill the subject into a question and remove the brackets, with the spans of both."""
     text, spans, where = "", [], (0, 0)
     for part in re.split(r"(\[[^\]]*\]|\{s\})", sentence):
         if part == "{s}":
@@ -69,22 +69,22 @@ def fill(sentence: str, subject: str) -> Sentence:
 
 
 def prompt_of(question: str) -> str:
-    """Write a question as the corpus does, up to where the answer begins."""
+    """Return the prompt of a question as in the corpus, up to where the answer begins."""
     return f"Q: {question}\nA:"
 
 
 @checked_call
 def question_templates(relations: Sequence[str]) -> dict[str, str]:
-    """Return what asks the embedded models for relations between words: `Q: ... {source} ...?`, and `A:` below.
+    """Return prompts that ask the embedded models for relations between words: `Q: ... {source} ...?`, and `A:` below.
 
-    These are the questions of the corpus in the wording of the set `properties`, as `HeadMap.validate` takes them. A
-    relation that the corpus does not have is asked for by its name: "What is the capital of {source}?"
+    These are the questions of the corpus in the wording of the set `properties`, for `HeadMap.validate`. Relations that
+    the corpus lacks are asked for by name: "What is the capital of {source}?"
 
     Args:
-        relations: their names, as `country_to_capital`.
+        relations: their names, such as `country_to_capital`.
 
     Raises:
-        InputError: one is not a name.
+        InputError: an entry is not a name.
     """
     names = checked_several("relations", relations, "a list of the names of relations")
     for name in names:
