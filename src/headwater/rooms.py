@@ -34,9 +34,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
             from headwater.progress import LIBRARIES, announce_if_slow
 
             with nullcontext() if "torch" in sys.modules else announce_if_slow(LIBRARIES):
-                value = getattr(importlib.import_module(homes[name]), name)
-            setattr(sys.modules[package], name, value)  # the next lookup does not come here
-            return value
+                return getattr(importlib.import_module(homes[name]), name)
         from headwater.errors import UnknownNameError, did_you_mean
         from headwater.foreign_names import hint_for
 
