@@ -238,6 +238,24 @@ def test_a_feature_that_is_not_edited_and_an_error_that_is_kept_leave_the_run_as
     assert hw.patch(model, clean, corrupted, sites=lossy.only(0), **QUIET).table["effect"].abs().min() > 1e-3
 
 
+@pytest.mark.parametrize("engine", ["auto", "whole runs"])
+def test_where_the_error_is_lost_also_tokens_that_both_prompts_share_change(models, engine):
+    model, _ = models("gpt2")
+    clean = some_prompts(6)
+    corrupted = [[*clean[0][:-1], (clean[0][-1] + 1) % 20]]
+    own = Random(32)
+    lossy = hw.features(own.encode, own.decode, layer=1, keep_error=False).only(0)
+    options = {**QUIET, "sites": lossy, "positions": 2, "engine": engine}
+    effect = hw.patch(model, clean, corrupted, **options).table["effect"].item()
+    by_function = hw.patch(model, clean, corrupted, values=lambda rows, other, place: other.clone(), **options)
+    assert abs(effect) > 1e-3
+    assert effect == pytest.approx(by_function.table["effect"].item(), abs=1e-5)
+    removed = {name: options[name] for name in ("positions", "engine")} | QUIET | {"features": lossy}
+    assert (
+        abs(hw.ablate(model, clean, corrupted=corrupted, values="other run", **removed).table["effect"].item()) > 1e-3
+    )
+
+
 def test_a_large_dictionary_is_swept_by_gradients_or_by_chosen_features_alone(models):
     model, _ = models("llama")
     clean, corrupted = some_prompts(5), some_prompts(5)

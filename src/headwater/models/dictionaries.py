@@ -218,6 +218,11 @@ class Features(Site):
         return after.to(activation.dtype).view_as(activation)
 
     @property
+    def is_lossless(self) -> bool:
+        """Whether the error is added back, so that unchanged features leave the activation unchanged."""
+        return self.keep_error
+
+    @property
     def inner(self) -> Site:
         """A site whose activation is the features themselves."""
         return Site(self.name, self.hook, self.axes, self.stage, self.within)

@@ -155,6 +155,11 @@ class Site:
         return change(activation)
 
     @property
+    def is_lossless(self) -> bool:
+        """Whether writing back what `read` returned leaves the activation unchanged."""
+        return True
+
+    @property
     def inner(self) -> Site:
         """The site whose activation `read` returns: here the site itself."""
         return self

@@ -183,8 +183,10 @@ class OtherRun(Replacement):
         return request.other
 
     def since(self, example: int) -> int:
-        """Return the first position at which the two runs differ."""
+        """Return the first position at which the two runs differ; 0 if writing equal values back changes something."""
         pair = self.inputs.pair
+        if not all(site.is_lossless for site in self.inputs.sites):
+            return 0
         if pair.corruption is not None:
             return min(pair.corruption.at[example // pair.draws])
         assert pair.other is not None
