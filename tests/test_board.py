@@ -201,3 +201,16 @@ def test_a_board_is_of_one_pair_and_one_metric_of_the_logits():
 def test_a_patch_of_nodes_together_takes_no_other_places(options, said):
     with pytest.raises(InputError, match=said):
         hw.patch(model_of("gpt2"), *PAIR, metric=hw.logit_difference(3, 4), progress=False, **options)
+
+
+def test_a_node_from_the_end_is_counted_in_each_prompt_by_itself():
+    model, metric = model_of("gpt2"), hw.logit_difference(3, 4)
+    clean, corrupted = [[5, 6, 7, 8], [5, 6, 7, 8, 9, 10]], [[5, 9, 7, 8], [5, 9, 7, 8, 9, 11]]
+    options = {"metric": metric, "progress": False}
+    together = hw.patch(model, clean, corrupted, together=[{"site": "z", "layer": 1, "position": -1}], **options)
+    swept = hw.patch(model, clean, corrupted, sites="z", over="layer", layers=1, positions=-1, **options)
+    assert together.table["effect"].tolist() == pytest.approx(swept.table["effect"].tolist(), abs=1e-6)
+    assert together.table["set"].unique().tolist() == ["z 1 @-1"]
+    twice = [{"site": "z", "layer": 1, "position": at} for at in (-1, 3)]
+    with pytest.raises(InputError, match="named twice"):
+        hw.patch(model, clean, corrupted, together=twice, **options)

@@ -27,7 +27,7 @@ that results from replacing the earlier ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -57,11 +57,16 @@ class ActivationNode:
     site: str
     layer: int
     position: int | None = None
-    """The token; in a pattern, the query token."""
+    """The token; in a pattern, the query token. Negative counts from the end, in prompts of different lengths."""
     head: int | None = None
     """The head; for the sites `k` and `v` the key-value head."""
     key: int | None = None
     """In a pattern, the key token."""
+
+    def in_prompt(self, length: int) -> ActivationNode:
+        """Return the node with its position and key counted from the beginning of a prompt of this length."""
+        position, key = (None if one is None else one % length for one in (self.position, self.key))
+        return replace(self, position=position, key=key)
 
     def edit(self, since: int, sample: int = 0) -> Edit:
         """Return the edit that replaces the node; before the token `since` the new values equal the old ones."""
@@ -85,12 +90,14 @@ def read_nodes(model: HookedModel, listed: object, prompts: Sequence[Prompt]) ->
             f"together={shown(listed)} holds no nodes: give a list, as in "
             "[{'site': 'z', 'layer': 0, 'head': 1}, {'site': 'resid_pre', 'layer': 2, 'position': 3}]."
         )
-    length = min(map(len, prompts))  # every prompt that is edited must have the tokens
-    nodes = tuple(_read_node(model, one, length) for one in listed)  # type: ignore[attr-defined]
+    lengths = {len(prompt) for prompt in prompts}
+    nodes = tuple(_read_node(model, one, lengths) for one in listed)  # type: ignore[attr-defined]
     if not nodes:
         raise InputError("together= is empty: name at least one node.")
-    if twice := [node for node in nodes if nodes.count(node) > 1]:
-        raise InputError(f"The node {twice[0]} is named twice.")
+    for length in lengths:
+        places = [node.in_prompt(length) for node in nodes]
+        if twice := [node for node, place in zip(nodes, places, strict=True) if places.count(place) > 1]:
+            raise InputError(f"The node {twice[0]} is named twice.")
     return nodes
 
 
@@ -99,7 +106,7 @@ def set_name(nodes: Sequence[ActivationNode]) -> str:
     return " + ".join(map(str, nodes)) if len(nodes) <= 4 else f"{len(nodes)} nodes from {nodes[0]} to {nodes[-1]}"
 
 
-def _read_node(model: HookedModel, entry: object, length: int) -> ActivationNode:
+def _read_node(model: HookedModel, entry: object, lengths: Set[int]) -> ActivationNode:
     field_names = [field.name for field in fields(ActivationNode)]
     entry = _by_name(model, entry) if isinstance(entry, str | tuple) else entry
     if not isinstance(entry, ActivationNode | Mapping):
@@ -117,7 +124,8 @@ def _read_node(model: HookedModel, entry: object, length: int) -> ActivationNode
     if not isinstance(name, str):
         raise InputError(f"The site of a node is its name, not {shown(name)}. Valid: {', '.join(SITES)}.")
     (site,) = sites_named(name, model)
-    counts = {"layer": shape.n_layers, "position": length, "key": length}
+    # Every prompt that is edited must have the token.
+    counts = {"layer": shape.n_layers, "position": min(lengths), "key": min(lengths)}
     counts |= {"head": site.n_heads(shape)} if site.has_heads else {}
     for axis in values:
         if axis not in site.swept_axes:
@@ -130,7 +138,8 @@ def _read_node(model: HookedModel, entry: object, length: int) -> ActivationNode
             raise InputError(f"The {axis} of a node is a whole number, not {shown(value)}.") from None
         if not -counts[axis] <= number < counts[axis]:
             raise InputError(f"There is no {axis} {number} of {site.name}; they are 0 to {counts[axis] - 1}.")
-        places[axis] = number % counts[axis]
+        is_of_each = axis in ("position", "key") and len(lengths) > 1  # counted from each prompt's own end
+        places[axis] = number if is_of_each else number % counts[axis]
     node = ActivationNode(site.name, **places)
     site.among([node.layer], model, edited=True)
     return node
@@ -412,5 +421,6 @@ def joint_template(
     nodes: Sequence[ActivationNode], example: int, replacement: Replacement, sample: int = 0
 ) -> CellTemplate:
     """Return the template in which nodes of one example are replaced together."""
-    since, labels = replacement.since(example), {"site": "together", "set": set_name(nodes)}
-    return CellTemplate(labels | replacement.labels(sample), tuple(node.edit(since, sample) for node in nodes))
+    labels = {"site": "together", "set": set_name(nodes)} | replacement.labels(sample)
+    length, since = len(replacement.inputs.pair.base[example]), replacement.since(example)
+    return CellTemplate(labels, tuple(node.in_prompt(length).edit(since, sample) for node in nodes))
