@@ -127,7 +127,11 @@ def test_agreement_with_the_exact_sweep_is_reported_by_site_and_metric(models):
     assert (report["pearson"].abs() <= 1).all()
     assert exact.agreement(exact)["pearson"].to_numpy() == pytest.approx(1)
     with pytest.raises(InputError, match="share"):
+        hw.patch(model, clean, corrupted, layers=[0], **options).agreement(exact)
+    with pytest.raises(InputError, match="other prompts"):
         hw.patch(model, clean[:1], corrupted[:1], **options).agreement(exact)
+    with pytest.raises(InputError, match="direction='denoise', this one 'noise'"):
+        hw.patch(model, clean, corrupted, direction="noise", **options).agreement(exact)
     by_source = hw.patch(model, clean, corrupted, **options, from_layer=[0, 1])
     assert by_source.agreement(by_source)["cells"].sum() == len(by_source.table)
 

@@ -196,7 +196,7 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     if cells["mean"].isna().all():
         return [f"{site}: no cell has an effect on {metric} that can be given.".replace("_", " ")]
     best = cells.iloc[int(cells["mean"].abs().argmax())]
-    known = ("layer", "role", "position", "head", "kv_head", "key_role", "key", "feature", "set")
+    known = ("layer", "role", "position", "head", "kv_head", "key_role", "key", "feature", "set", "from_layer")
     by_role = tokens_by_role(map(str, cells))
     axes = [axis for axis in known if axis in cells and axis not in by_role and pd.notna(best[axis])]
     where = ", ".join(f"{axis} {best[axis]}" for axis in axes)
@@ -227,6 +227,16 @@ def edited_run(options: Mapping[str, Any]) -> list[str]:
         return []
     edited = "corrupted" if options["direction"] == "denoise" else "clean"
     return [f"The {edited} run was edited (direction={options['direction']!r})."]
+
+
+def refuse_other_prompts(option: str, other: RunRecord, run: RunRecord) -> None:
+    """Refuse to compare a run with one on other prompts, or one that edited the other run of each pair."""
+    clean_and_corrupted = slice(2)  # after them, the prompts that means or resampled values were taken from
+    theirs, ours = ((record.options.get("prompts") or ())[clean_and_corrupted] for record in (other, run))
+    if theirs != ours or other.options.get("corruption") != run.options.get("corruption"):
+        raise InputError(f"{option}= has other prompts: run both on the same ones.")
+    if (theirs := other.options.get("direction")) != (ours := run.options.get("direction")):
+        raise InputError(f"{option}= has direction={theirs!r}, this one {ours!r}: run both in the same direction.")
 
 
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame, coordinates: Sequence[str]) -> pd.DataFrame:
@@ -361,6 +371,15 @@ def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> 
     rng = np.random.default_rng(seed)
     for _ in range(draws):
         yield [int(number) for pool, count in pools for number in rng.choice(pool, count, replace=False)]
+
+
+def edited_prompts(run: RunRecord) -> tuple[str, object]:
+    """Return which run of each pair a sweep edited, with the token ids of its prompts."""
+    clean, corrupted = (run.options.get("prompts") or [None, None])[:2]
+    noise = run.options.get("corruption")
+    if run.options.get("direction") == "noise" or not (corrupted or noise):
+        return "clean", clean
+    return "corrupted", corrupted or [clean, noise]
 
 
 def shared_prompts(first: RunRecord, second: RunRecord) -> list[int]:

@@ -402,6 +402,11 @@ class Sweep(Result):
         for option, sweep in others.items():
             if measure not in sweep.table.columns:
                 raise InputError(f"{option}= has no column {measure}: give a sweep of pairs, or value='effect'.")
+            (side, prompts), (other_side, other_prompts) = map(summaries.edited_prompts, (self.run, sweep.run))
+            if side != other_side:
+                raise InputError(f"{option}= edited the {other_side} run, this sweep the {side} one: see direction=.")
+            if option == "other" and prompts != other_prompts:
+                raise InputError("other= has other prompts: give the same sweep with another kind of values.")
             other_scores = CellEffects(sweep.table, sweep.coordinates, measure, scores.metric)
             same[option] = other_scores.of(other_scores.same(scores, chosen))
             if option == "held_out" and (shared := summaries.shared_prompts(self.run, sweep.run)):
@@ -492,6 +497,7 @@ class Sweep(Result):
             InputError: the sweeps do not have the same cells.
         """
         exact = checked_kind("exact", exact, Sweep, "hw.patch(...)")
+        summaries.refuse_other_prompts("exact", exact.run, self.run)
         return summaries.agreement(self.table, exact.table, COORDINATES)
 
 
