@@ -162,6 +162,25 @@ def test_what_cannot_be_drawn_is_named():
     assert isinstance(three.plot(head=2), Axes)
 
 
+def test_layers_that_values_come_from_are_an_axis_and_any_column_can_be_fixed():
+    by_source = made(n_examples=2)
+    by_source.table["from_layer"] = by_source.table["position"] % 2
+    with pytest.raises(InputError, match="runs over 3 axes"):
+        by_source.plot()
+    ax = by_source.plot(from_layer=1)
+    assert "source layer 1" in ax.get_title(loc="left").replace("\n", " ")
+    means = by_source.table.query("from_layer == 1").groupby(["layer", "position"])["effect"].mean()
+    assert np.allclose(ax.collections[0].get_array().compressed(), means.to_numpy())
+    assert "example 1" in made(n_examples=2).plot(example=1).get_title(loc="left")
+
+
+def test_a_sweep_without_axes_is_drawn_as_its_mean():
+    one = made(n_examples=3, sizes=(1, 1))
+    del one.table["layer"], one.table["position"]
+    (dots,) = (line for line in one.plot().get_lines() if line.get_marker() == "o")
+    assert dots.get_xdata() == pytest.approx([one.table["effect"].mean()])
+
+
 def test_tokens_are_shown_short_and_with_their_spaces_visible():
     assert [shown(t) for t in (" Paris", " ", "\n", "$x", "  ", "internationalization")] == [
         "Paris", "␣", "↵", r"\$x", "'  '", "international…",

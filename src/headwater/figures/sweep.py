@@ -66,6 +66,7 @@ LABELS = {
     "key_role": "Role of the key",
     "feature": "Feature",
     "set": "Set",
+    "from_layer": "Source layer",
 }
 CURVE = SETS[0][0]
 NARROWEST, WIDEST = 2.8, 9.0
@@ -152,7 +153,7 @@ def _of_what(sweep: Sweep) -> str:
 def _noise(sweep: Sweep) -> str:
     """Return the noise of causal tracing, if it produced the corrupted runs."""
     noise = sweep.run.options.get("corruption")
-    return f", noise {noise['std']:.2g} in {noise['samples']:,} draws" if noise else ""
+    return f", noise of SD {noise['std']:.2g} in {noise['samples']:,} draws" if noise else ""
 
 
 def _share_scales(axes: Sequence[Axes], names: Sequence[Any]) -> None:
@@ -206,8 +207,8 @@ def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, 
     label = metric_label(str(name[1]), measure)
     if len(axes) == 2:
         _heat_map(ax, part, axes, measure, label, sweep)
-    elif len(axes) == 1 and axes[0] in NAMED:
-        _dots(ax, part, axes[0], measure, label)
+    elif not axes or axes[0] in NAMED:  # without an axis, the one mean of the site
+        _dots(ax, part, axes[0] if axes else "site", measure, label)
     elif len(axes) == 1:
         _curve(ax, part, axes[0], measure, label, sweep)
     else:
@@ -221,7 +222,7 @@ def _seen(part: pd.DataFrame, name: Any, fixed: dict[str, object]) -> str:
     """Return a panel's title: its site, the fixed indices, and the number of examples."""
     axes = panel_axes(part, fixed)
     settings = f", {name[2]}" if len(name) > 2 else ""
-    settings += "".join(f", {LABELS[axis].lower()} {index}" for axis, index in fixed.items())
+    settings += "".join(f", {LABELS.get(column, column).lower()} {index}" for column, index in fixed.items())
     for column, before in (("values", ""), ("window", "window ")):
         settings += "".join(f", {before}{one}" for one in (part[column].unique() if column in part.columns else ()))
     band = "; 95 %" if axes == ["set"] else "; band: 95 %" if len(axes) == 1 else ""
@@ -231,7 +232,7 @@ def _seen(part: pd.DataFrame, name: Any, fixed: dict[str, object]) -> str:
 
 def _counts(part: pd.DataFrame, axes: list[str]) -> str:
     """Return the number of examples per cell: a number, or the least and the most."""
-    found = part.dropna(subset=["effect"]).groupby(axes)["example"].nunique()
+    found = part.dropna(subset=["effect"]).groupby(axes or ["site"])["example"].nunique()
     least, most = (int(found.min()), int(found.max())) if len(found) else (0, 0)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
