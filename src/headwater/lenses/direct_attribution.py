@@ -65,6 +65,8 @@ BY = {
     "position": ["component", "layer", "head"],
 }
 """For each value of `by`, the columns that name a row of the table. By position, a row also has a source position."""
+PARTS = {"embed": "The embedding", "head": "Attention", "mlp": "The MLP", "bias": "The bias", "mixer": "The mixer"}
+"""By component, its name in a sentence of the report."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,11 +116,14 @@ class DirectAttribution(Result):
             f"The logit difference is {total:.2f} on average over {examples} prompt{'s' * (examples > 1)}: the sum of "
             f"what {len(parts)} parts write."
         ]
-        for row, what in ((parts.iloc[0], "correct"), (parts.iloc[-1], "wrong")):
-            part = f"head {row['head']}" if pd.notna(row["head"]) else str(row["component"])
+        for row, what, sign in ((parts.iloc[0], "correct", 1), (parts.iloc[-1], "wrong", -1)):
+            if not sign * row["mean"] > 0:
+                sentences.append(f"No part writes for the {what} token on average.")
+                continue
+            part = f"Head {row['head']}" if pd.notna(row["head"]) else PARTS[row["component"]]
             part += f" of layer {row['layer']}" if pd.notna(row["layer"]) else ""
             size = with_interval(row["mean"], row["low"], row["high"])
-            sentences.append(f"{part[0].upper()}{part[1:]} writes most for the {what} token: {size} logits.")
+            sentences.append(f"{part} writes most for the {what} token: {size} logits.")
         if examples < 2:
             sentences.append("One prompt has no intervals, and says nothing of others.")
         return [*sentences, "These are direct effects: what a part does through later parts is counted with those."]
