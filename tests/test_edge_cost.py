@@ -89,7 +89,7 @@ def test_what_takes_over_a_minute_is_said_before_any_run_where_progress_is_seen(
             CALLS[call](*given, metric=DIFFERENCE, progress=progress)
         printed = capsys.readouterr().err
         assert (" take about " in printed) == said
-        assert (" less." in printed) == said
+        assert (" less time." in printed) == said
 
 
 @pytest.mark.parametrize("call", ["exact", "screened", "eap", "a search"])

@@ -34,7 +34,7 @@ def test_a_circuit_is_chosen_drawn_and_kept_and_says_what_it_is_not(capsys, monk
     code, out, err = run(capsys, monkeypatch, "circuit", *PAIR, *ANSWERS, *method, "--out", tmp_path / "run", "--quiet")
     assert (code, err) == (0, "")
     assert "Circuit of 12 of 12,988 edges" in " ".join(out.split())
-    assert "chosen on these prompts" in " ".join(out.split())
+    assert "selected on these prompts" in " ".join(out.split())
     kept = hw.Circuit.load(tmp_path / "run" / "circuit.parquet")
     assert len(kept) == 12
     assert (tmp_path / "run" / "circuit.png").stat().st_size > 10_000

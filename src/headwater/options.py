@@ -157,11 +157,12 @@ def checked_seed(value: object) -> int:
 
 
 def checked_layer(option: str, value: object, n_layers: int, most: int | None = None) -> int:
-    """Return the number of a layer; `most` is the largest, if that is not the model's last."""
+    """Return the number of a layer, -1 for the last; `most` is the largest, if that is not the model's last."""
     try:
-        return checked_count(option, value, least=0, most=n_layers - 1 if most is None else most)
+        number = checked_count(option, value, least=-n_layers, most=n_layers - 1 if most is None else most)
     except InputError:
         raise InputError(f"{option}={shown(value)} is not a layer; the model has layers 0 to {n_layers - 1}.") from None
+    return number + n_layers if number < 0 else number
 
 
 def checked_path(option: str, value: object) -> Path:

@@ -205,6 +205,7 @@ def detect(
         ['dataset', 'example', 'logit_min', 'probe']
     """
     methods, reweighting = check_methods(methods), Reweighting() if reweighting is None else reweighting
+    layer = None if layer is None else checked_layer("layer", layer, model.shape.n_layers)
     recipe = DetectorSetup(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
     check_answered(model, answered)
     check_probe_options(site, token, batch_size)
@@ -214,8 +215,6 @@ def detect(
     checked_name("variant", variant, VARIANTS)
     checked_repeats("seeds", seeds)
     checked_flag("cross_fit", cross_fit)
-    if layer is not None:
-        checked_layer("layer", layer, model.shape.n_layers)
     gate = "cross-fitted" if recipe.cross_fit else "fitted on the same"
     options = {"answered": answered, **asdict(recipe), "seeds": seeds, "gate": gate}
 

@@ -20,7 +20,7 @@ from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all, positions_of
 from headwater.models.sites import SITES, Site, SiteName, kv_site_of
 from headwater.models.tokens import Batch
-from headwater.options import checked_count, checked_layer, resolve_indices, shown
+from headwater.options import checked_count, checked_layer, resolve_indices, shown, whole_number
 from headwater.patching.activation_patching import materialize
 from headwater.patching.edits import Edit, ReplacementSpec
 from headwater.patching.prompts import PromptPair, read_prompts, seen_positions
@@ -148,7 +148,7 @@ def edit(
     Args:
         site: the site, as for `hw.patch`, such as "z"; or features of a dictionary, as `hw.features` and `hw.load_sae`
             return them, from which `.only([...])` selects some.
-        layer: the layer of the site; None for features, which have a layer of their own.
+        layer: the layer of the site, -1 for the last; None for features, which have a layer of their own.
         values: the values to write: a function `(activation, other, place)` (without another run: `other` is None), a
             tensor (such as an activation from another prompt's cache), `hw.add(...)`, `hw.scale(...)`,
             `hw.noise(..., samples=1)`, `hw.mean(prompts)`, `hw.resample(prompts)` or `"zero"`; see `hw.patch`.
@@ -178,7 +178,10 @@ def edit(
     if edited_layer is None:
         if isinstance(layer, list | tuple | range):
             raise InputError(f"layer={shown(layer)} are several: give one hw.edit for each, all in the list of hooks.")
-        edited_layer = checked_count("layer", layer, least=0)
+        try:
+            edited_layer = whole_number(layer)
+        except TypeError:
+            raise InputError(f"layer={shown(layer)} must be a whole number, -1 for the last layer.") from None
     elif layer is not None and checked_count("layer", layer, least=0) != edited_layer:
         raise InputError(
             f"layer={layer} was given, but {row.name} is a dictionary of layer {edited_layer}: give layer=None."

@@ -133,8 +133,10 @@ def aligned_positions(
     for prompt, side in ((base, base_side), (other, 1 - base_side)):
         try:
             by_prompt.append(positions_of(where, prompt, example, n, side))
-        except InputError:
-            if prompt is other and not by_prompt:
+        except InputError as error:
+            # A text may be in one prompt only; token ids cannot be searched for it.
+            is_silent = isinstance(error, AbsentError) or prompt.text is None
+            if not is_silent or (prompt is other and not by_prompt):
                 raise
     if len(by_prompt) == 2 and by_prompt[0] != by_prompt[1]:
         raise InputError(
