@@ -56,7 +56,7 @@ def checked_call(function: F) -> F:
 
 
 def _how_to_continue(known: Sequence[str], options: Mapping[str, Any]) -> str:
-    """Return what an interrupted call kept, if it takes a folder."""
+    """Return the sentence on what an interrupted call kept; empty if the call takes no folder."""
     if "out" not in known:
         return ""
     if options.get("out") is None:

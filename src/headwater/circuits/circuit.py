@@ -258,8 +258,8 @@ class Circuit:
 
         Args:
             what: `n`, the largest number of edges of the slider (at most 200 by default); `edges`, a result of
-                `hw.edges`, for the interval and placebo of each effect, and `metric`, its metric; `runs`, a result of
-                `hw.run_circuits`, for the faithfulness of `circuit.strongest(n)` alone, at several sizes.
+                `hw.edges`, for the interval and placebo of each effect, and `metric`, which of its metrics; `runs`, a
+                result of `hw.run_circuits`, for the faithfulness of `circuit.strongest(n)` alone, at several sizes.
 
         Raises:
             InputError: the circuit is empty, an option is unknown, or `edges` or `runs` are about other edges.

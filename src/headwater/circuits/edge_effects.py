@@ -124,7 +124,7 @@ def edges(
         verify: number of edges that `screened` recomputes because of their estimates.
         steps: number of runs of `eap-ig` between the two embeddings.
         quadrature: where these runs are between the embeddings: at the `midpoints` of the steps; or, as in the
-            `published` code of Hanna et al., k/steps of the way from the corrupted to the clean one, k = 1 ... steps.
+            `published` code of Hanna et al., k/steps of the way from the corrupted to the clean ones, k = 1 ... steps.
         seed: seed of the random edges of `screened`, and of `resample`.
         hours: refuse to start if the estimated time, from the device's matrix multiplication rate, is longer.
         batch_size: see `hw.patch`.

@@ -191,7 +191,7 @@ class Receivers:
     def one_head(
         self, kind: str, z: Float[Tensor, "row position head d_head"], head: Int[Tensor, " row"]
     ) -> Float[Tensor, "row position head d_head"]:
-        """Return z in which each row changes only the heads that read one q, k or v; the others are as recorded."""
+        """Return `z` (positions: where rows leave) for the heads that read a row's q, k or v, else the recorded z."""
         heads = torch.arange(z.shape[2], device=z.device)
         # A key-value head is read by all query heads of its group, a query only by its head.
         reads = (heads if kind == "q" else heads // self.group) == to_device(head, z.device)[:, None]

@@ -30,7 +30,8 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise ValueError("nested too deep") from None
-    # Halves come only from escapes, or from a text that contains them: writing a value again takes as long as reading.
+    # Halves come only from escapes, or are in the text itself. Without escapes the text is checked, not the value: to
+    # write a value takes as long as to parse it.
     if not is_unicode(value if "\\u" in plain else plain):
         raise ValueError(HALF_A_CHARACTER)
     return value
@@ -81,7 +82,7 @@ class JsonDocument:
             raise InputError(f"{file} is not a {what} in JSON ({error}).") from None
 
     def line(self, position: int) -> int:
-        """Return the line, from 1, of the next character at or after a position that is not blank."""
+        """Return the line, from 1, of the first non-blank character at or after a position."""
         return self.text.count("\n", 0, self._skip(position)) + 1
 
     def error(self, position: int, what: str) -> InputError:

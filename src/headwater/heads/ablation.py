@@ -1,15 +1,15 @@
-"""Does a relation need the heads that implement it? Ablation, beside random heads and beside other relations.
+"""Does a relation need the heads that implement it? Ablate them; compare with random heads and with other relations.
 
 Elhelo & Geva (ACL 2025), second experiment, with layer-matched random heads and a second way to ablate.
 
-1. The relation's items become prompts: some examples, then the source; the next token should be the target. Measured
-   are the accuracy (is the most likely token accepted?) and the logit difference (first accepted target minus a foil,
-   the target of another item).
-2. The relation's heads, strongest first by static score, are removed at the last position: their z is set to zero, or
-   to its mean over the same prompts. First one head, then two, four, ..., all.
-3. The same number of other heads, drawn at random from the same layers, is removed instead, several times.
-4. All the relation's heads are removed on control relations: by default up to five that share less than 15 % of their
-   heads with it, and on which the model is within 20 points as accurate.
+1. Each item becomes a prompt: some examples, then the source; the next token should be the target. The metrics are
+   the accuracy (is the most likely token accepted?) and the logit difference (first accepted target minus a foil, the
+   target of another item).
+2. The relation's heads are ablated at the last position, strongest static score first: z is set to zero, or to its
+   mean over the same prompts. First one head, then two, four, ..., all.
+3. The same number of other heads, drawn at random from the same layers, is ablated instead, several times.
+4. All the relation's heads are ablated on control relations: by default up to five whose heads overlap with the
+   relation's by less than 15 % of its heads, and on which the model's accuracy is within 20 points.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ MAX_ACCURACY_GAP = 0.2
 
 @dataclass(frozen=True, repr=False)
 class HeadAblation(Result):
-    """What `ablate_heads` returns."""
+    """The result of `ablate_heads`."""
 
     table: pd.DataFrame
-    """A row per run: `task` (the relation requested), `role` ("relation" or "control"), `removed` ("none", "relation
-    heads" or "random heads"), `draw` (of the random heads, else 0), `n_heads` removed, `accuracy`, `logit_difference`,
-    `items`."""
+    """A row per run: `task` (the relation that the prompts ask), `role` ("relation" or "control"), `removed` ("none",
+    "relation heads" or "random heads"), `draw` (number of the random set, else 0), `n_heads` (number ablated),
+    `accuracy`, `logit_difference`, `items`."""
     heads: pd.DataFrame
-    """The relation's heads in the order of their removal: `layer, head, score`."""
+    """The relation's heads in the order of ablation: `layer, head, score`."""
     relation: str
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per role, what was removed and number of heads: means over draws or controls, and deviations."""
+        """Return a row per `role`, `n_heads` and `removed`: means and standard deviations over draws or controls."""
         grouped = self.table.groupby(["role", "n_heads", "removed"], sort=False)[["accuracy", "logit_difference"]]
         return grouped.mean().join(grouped.std().add_suffix("_sd")).reset_index()
 
     def report(self) -> list[str]:
-        """Return what removing the relation's heads costs, beside random heads and on the controls."""
+        """Report the cost of ablating the relation's heads, compared with random heads and with controls."""
         rows = {(row["role"], row["removed"], row["n_heads"]): row for row in whole_summary(self).to_dict("records")}
         n_heads = len(self.heads)
         untouched, without = rows["relation", "none", 0], rows["relation", "relation heads", n_heads]
@@ -96,7 +96,7 @@ class HeadAblation(Result):
         return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw accuracy against the number of heads removed: the relation's heads, random heads, and the controls."""
+        """Plot accuracy by number of ablated heads: the relation's heads, random heads, and the controls."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
@@ -118,24 +118,24 @@ def ablate_heads(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> HeadAblation:
-    """Remove a relation's heads and see what that costs, on the relation and elsewhere.
+    """Ablate a relation's heads and measure the loss, on the relation and on control relations.
 
     Args:
         model: the model that was classified.
-        head_map: says which heads implement what.
+        head_map: the map of which heads implement which relations.
         relation: the relation's name.
-        relations: what `classify_heads` was given, if it was given relations.
-        top: how many heads, by score; by default all that implement the relation.
+        relations: the relations that were passed to `classify_heads`, if any.
+        top: number of heads to ablate, the largest scores first; default: all that implement the relation.
         method: "zero" or "mean".
-        template: what asks for a target, with one `{source}` after a space (relations are about words after a space);
-            the target comes next.
-        shots: examples in front of each question.
-        draws: sets of layer-matched random heads, at most 1,000.
-        controls: names of control relations; by default they are chosen as the module says.
-        seed: of examples, foils and random heads.
-        batch_size: prompts in a run.
-        progress: show a bar.
-        out: a folder to write to; an interrupted run goes on where it stopped.
+        template: the prompt, with one `{source}` after a space (relations are about words after a space); the target
+            follows it.
+        shots: number of examples before each prompt.
+        draws: number of layer-matched random sets of heads, at most 1,000.
+        controls: names of control relations; by default they are chosen as in step 4 of the module's docstring.
+        seed: seed of examples, foils and random heads.
+        batch_size: number of prompts in a forward pass.
+        progress: show a progress bar.
+        out: a folder for the result; a repeated call resumes an interrupted run.
 
     Raises:
         ModelError: the map is of another model.
@@ -143,7 +143,7 @@ def ablate_heads(
         RunFolderError: `out` holds another run.
 
     Warns:
-        UserWarning: with no head removed, no item is answered rightly.
+        UserWarning: the model without ablation answers no item correctly.
     """
     checked_name("method", method, METHODS)
     shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
@@ -166,7 +166,7 @@ def ablate_heads(
         def measured(
             stage: str, ablations: Sequence[tuple[str, Mapping[str, Heads]]]
         ) -> list[Float[ndarray, "set metric"]]:
-            """Measure tasks, each without each of some sets of heads, or with none."""
+            """Measure each task once per set of ablated heads, or without ablation if it has no sets."""
 
             def compute(ablation: tuple[str, Mapping[str, Heads]]) -> dict[str, Tensor]:
                 task = tasks[ablation[0]]
@@ -187,11 +187,11 @@ def ablate_heads(
                 "understands.",
                 stacklevel=6,
             )
-        # Relations whose accuracy is near enough, the nearest first.
+        # Relations of similar accuracy, the most similar first.
         gaps = {name: abs(of_it - accuracy[relation]) for name, of_it in accuracy.items() if name != relation}
         near = sorted((name for name, gap in gaps.items() if gap < MAX_ACCURACY_GAP), key=gaps.__getitem__)
         chosen = list(controls) if controls is not None else near[:MAX_CONTROLS]
-        # One, two, four, ..., all: the curve over the number of heads in few runs.
+        # 1, 2, 4, ..., all heads: the whole curve in few runs.
         sizes = sorted({min(2**power, len(heads)) for power in range(len(heads).bit_length() + 1)})
         ablations = [(relation, _sets(heads, random, size)) for size in sizes]
         ablations += [(control, _sets(heads, [], len(heads))) for control in chosen]
@@ -212,7 +212,7 @@ def ablate_heads(
 
 
 def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataFrame:
-    """The heads to remove, strongest first; of equal ones the later layer and head first, as published."""
+    """Return the heads to ablate, strongest first; ties put the later layer and head first, as published."""
     rows = head_map.table[head_map.table["relation"] == relation]
     rows = rows[rows["score"] > 0] if top is not None else rows[rows["implemented"]]
     rows = rows.sort_values(["score", "layer", "head"], ascending=False, ignore_index=True)
@@ -222,7 +222,7 @@ def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataF
 
 
 def _candidates(head_map: HeadMap, relation: str) -> list[str]:
-    """The other relations whose implementing heads are mostly not this one's."""
+    """Return the other relations whose implementing heads overlap little with this relation's."""
     table = head_map.table[head_map.table["implemented"]]
     of = {name: set(zip(rows["layer"], rows["head"], strict=True)) for name, rows in table.groupby("relation")}
     own = of.get(relation, set())
@@ -231,5 +231,5 @@ def _candidates(head_map: HeadMap, relation: str) -> list[str]:
 
 
 def _sets(heads: Heads, random: Sequence[Heads], size: int) -> dict[str, Heads]:
-    """Return so many of the relation's heads, and of each random set, by name."""
+    """Return the first `size` of the relation's heads and of each random set, by name."""
     return {"relation heads": heads[:size]} | {f"random heads #{draw}": one[:size] for draw, one in enumerate(random)}

@@ -1,14 +1,13 @@
-"""What each head attends to, when it is run: on random tokens and on text, beside keys drawn at random.
+"""What each head attends to in forward passes on random tokens and on text, compared with keys drawn at random.
 
-1. On random tokens, said twice, and on texts: the share of a head's attention on the keys of each behaviour, averaged
-   over the queries that have such keys; and what as many at shuffled positions get (`patterns`).
-2. `excess` is the chance-corrected score (score - expected) / (1 - expected). Its sequences are the unit: the interval
-   is a bootstrap over them, p that of a mean this far above shuffled positions (`stats.significance.excess_p`), q holds
-   false discoveries over heads, behaviours, and both kinds of sequences.
-3. A head is called by a behaviour where q is at most 5 % and the excess reaches the threshold. It is named by the one
-   with the largest excess; by the first position only where there is no other, because heads that find nothing rest
-   there.
-4. From the parameters: whether it writes what it reads, by the eigenvalues of its OV circuit (`patterns`).
+1. On repeated random tokens and on texts: the share of a head's attention on each behaviour's keys, averaged over the
+   queries that have such keys; and the expected share for as many keys at shuffled positions (`patterns`).
+2. `excess` is the chance-corrected score (score - expected) / (1 - expected). Sequences are the statistical unit: the
+   interval is a bootstrap over them, p is that of a mean this far above shuffled positions (`excess_p` in
+   `stats.significance`), and q controls false discoveries over heads, behaviours, and both kinds of sequences.
+3. A head has a behaviour (`called`) if q is at most 5 % and the excess reaches the threshold. Its label is the one with
+   the largest excess; `first_token` only if it has no other, because heads that find nothing rest there.
+4. From the parameters: whether the head copies its input, by the eigenvalues of its OV circuit (`patterns`).
 """
 
 from __future__ import annotations
@@ -62,40 +61,40 @@ if TYPE_CHECKING:
 
 NONE = "none"
 RESTING = "first_token"
-"""Where heads rest that find nothing: a head is named by it only where nothing else names it."""
+"""The behaviour of heads that find nothing: it is a head's label only if the head has no other behaviour."""
 OWN_TEXTS = 64
-"""How many texts of the embedded model's world are read where none are given."""
+"""Number of texts from the embedded model's world that are read by default."""
 SEQUENCES_PER_PIECE = 64
-"""How many sequences are finished, and kept in `out`, at a time."""
+"""Number of sequences that are finished, and kept in `out`, at a time."""
 MOST_NAMED = 5
-"""Of the heads that are called by a behaviour the report names so many."""
+"""Most heads per behaviour that the report names."""
 NUMBERS_AT_ONCE = 2**22
-"""How many numbers of the bootstrap are kept at a time."""
+"""Most numbers of the bootstrap in memory at a time."""
 
 
 @dataclass(frozen=True, repr=False)
 class AttentionBehaviour(Result):
-    """What `attention_behaviour` returns."""
+    """The result of `attention_behaviour`."""
 
     table: pd.DataFrame
     """A row per kind of sequences, layer, head and behaviour.
 
     `on` ("random" tokens, or "text"), `layer, head, behaviour`; `score`, the share of attention on the behaviour's keys
     (0 to 1), with its 95 % interval over sequences, `low, high`; `expected`, that share for as many keys at shuffled
-    positions; `excess`, the chance-corrected score; `p_value, q_value` of the score under shuffled positions; `called`;
-    and `sequences, queries, keys`, how many there are with such keys, and how many of these. Where there are none all
-    numbers are NaN; p and intervals need two sequences.
+    positions; `excess`, the chance-corrected score; `p_value, q_value` of the score under shuffled positions; `called`,
+    whether the head has the behaviour; and `sequences, queries, keys`, the numbers of sequences and queries that have
+    such keys, and of these keys. Without such keys all numbers are NaN; p and intervals need two sequences.
     """
     heads: pd.DataFrame
-    """A row per layer and head: `behaviours`, a tuple of those that it is called by, on random tokens or on text, the
-    largest excess first; `label`, the one that names it, or "none"; `position`, the share of the variance of its scores
-    before the softmax, on random tokens, that the two positions decide alone; `copying`, the sum of its OV circuit's
-    eigenvalues over that of their sizes, -1 to 1, and `copying_low, copying_high`, within which 95 % of heads with
-    random parameters lie (with `copying=False` these three are NaN)."""
+    """A row per layer and head: `behaviours`, a tuple of the head's behaviours, on random tokens or on text, the
+    largest excess first; `label`, the first of these other than "first_token", else that, or "none"; `position`, the
+    share of the variance of its pre-softmax scores, on random tokens, that the two positions alone explain; `copying`,
+    the sum of its OV circuit's eigenvalues over the sum of their sizes, -1 to 1, and `copying_low, copying_high`, the
+    bounds within which 95 % of heads with random parameters lie (with `copying=False` these three are NaN)."""
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per kind of sequences and behaviour: how many heads are called, and which is the strongest.
+        """Return a row per kind of sequences and behaviour: the number of heads that have it, and the strongest head.
 
         `on, behaviour, heads`, then `layer, head, score, expected, excess` of the head with the largest excess.
         """
@@ -106,7 +105,7 @@ class AttentionBehaviour(Result):
         return called.reset_index().merge(best[columns], on=["on", "behaviour"])
 
     def report(self) -> list[str]:
-        """Return which behaviours heads are called by, the strongest heads, and what could not be seen."""
+        """Report which behaviours the heads have, the strongest heads, and what could not be measured."""
         sentences = []
         for on, part in whole_summary(self).groupby("on", sort=False):
             called = [row for row in each_row(part) if row["heads"]]
@@ -138,7 +137,7 @@ class AttentionBehaviour(Result):
         return [*sentences, "A head that attends to something need not move anything from there."]
 
     def _heads_by(self, on: object, row: Mapping[str, Any]) -> str:
-        """Name the heads that are called by a behaviour, the strongest first; those that rest are too many to name."""
+        """Name the heads that have a behaviour, the strongest first; resting heads are too many to name."""
         if row["behaviour"] == RESTING:
             return ""
         rows = self.table.query("called and on == @on and behaviour == @row['behaviour']")
@@ -150,13 +149,13 @@ class AttentionBehaviour(Result):
     def plot(
         self, ax: Axes | None = None, *, on: str | None = None, title: str | None = None, figsize: Size | None = None
     ) -> Axes | Figure:
-        """Draw layer by head: what each head attends to on random tokens and on text, and what its parameters say.
+        """Plot maps of layer by head: behaviours on random tokens and on text, `copying` and `position`.
 
-        `on` is one map alone: "random" or "text", with a mark per head in the colour and shape of what names it there;
-        "copying" or "position", with the numbers of `heads`. By default there is a map of each on a new figure.
+        `on` selects one map: "random" or "text" draw a mark per head, in the colour and shape of its label there;
+        "copying" or "position" draw the numbers of `heads`. By default every map is drawn on a new figure.
 
         Raises:
-            InputError: there is no such map, or `ax` was given for several.
+            InputError: the map is unknown, or `ax` was passed for several maps.
         """
         return self._drawn(ax, title, figsize, on=on)
 
@@ -176,30 +175,31 @@ def attention_behaviour(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> AttentionBehaviour:
-    """Say what each head attends to: current, first, previous, delimiter, duplicate, induction or successor tokens.
+    """Score what each head attends to: current, first, previous, delimiter, duplicate, induction or successor tokens.
 
-    The score of a behaviour is the mean attention on its keys; its excess is (score - expected) / (1 - expected),
-    expected for as many keys at shuffled positions.
+    The score of a behaviour is the mean attention on its keys. Its excess is (score - expected) / (1 - expected), where
+    `expected` is the score of as many keys at shuffled positions.
 
     Args:
         model: a loaded model.
-        texts: texts, or anything else that `model.tokenize` takes. By default texts of the embedded model's world, for
-            the embedded model; for others random tokens alone.
-        sequences: how many sequences of random tokens, at most 10,000.
-        length: how many random tokens before they are said again; fewer where the vocabulary or the context is small.
-        threshold: the chance-corrected score from which on a head is called by a behaviour.
-        copying: whether the eigenvalues of each head's OV circuit are computed, too.
-        embedding: what heads from layer 1 on read for a token there: "raw", "mlp0", "embed+mlp0" or "layer0"; default
-            as in `classify_heads`. It is made for every token: with a large vocabulary "raw" is much cheaper.
-        batch_size: sequences in one run of the model; fewer where their patterns would take too much memory.
-        seed: of the random tokens, the intervals and the random heads.
-        progress: show a bar over sequences.
-        out: a folder for the result. An interrupted run, repeated with it, continues.
+        texts: texts, or anything else that `model.tokenize` accepts. Default: for the embedded model, texts of its
+            world; for other models no texts, only random tokens.
+        sequences: number of sequences of random tokens, at most 10,000.
+        length: number of random tokens before they repeat; fewer if the vocabulary or the context is small.
+        threshold: the smallest chance-corrected score with which a head has a behaviour.
+        copying: also compute the eigenvalues of each head's OV circuit.
+        embedding: the input of heads from layer 1 on for these: "raw", "mlp0", "embed+mlp0" or "layer0"; default: the
+            published one ("raw" without MLPs). It is computed for every token, so "raw" is much cheaper with large
+            vocabularies.
+        batch_size: sequences in one forward pass; fewer if their patterns would take too much memory.
+        seed: seed of the random tokens, the intervals and the random heads.
+        progress: show a progress bar over sequences.
+        out: a folder for the result; a repeated call resumes an interrupted run.
 
     Raises:
-        InputError: the model is none that runs, texts or an option cannot be used, the vocabulary or the context is too
-            small to say a sequence twice, or a text is too long for the context or for memory.
-        ModelError: with `copying`, the model has no factors of single heads, or not this embedding.
+        InputError: the model cannot be run, texts or an option cannot be used, the vocabulary or the context is too
+            small to repeat a sequence, or a text is too long for the context or for memory.
+        ModelError: with `copying`, the model has no factors of single heads, or cannot compute this embedding.
         RunFolderError: `out` holds another run.
     """
     check_model(model)
@@ -209,7 +209,7 @@ def attention_behaviour(
     batch_size, seed = checked_count("batch_size", batch_size), checked_seed(seed)
     kind = None
     if checked_flag("copying", copying):
-        # As requested, or as published; raw where there is no MLP.
+        # The requested or published embedding; raw without an MLP.
         published = published_embedding(model.shape) if model.shape.d_mlp else "raw"
         kind = published if embedding is None else checked_name("embedding", embedding, KINDS)
     kinds, layers = token_kinds(model), layers_read(model)
@@ -245,7 +245,7 @@ def attention_behaviour(
 def _copying(
     model: HookedModel, embedding: str | None, seed: int, run: Run, layers: Sequence[int]
 ) -> dict[str, Numbers | float]:
-    """Return the columns of the eigenvalues, a number per head."""
+    """Return the `copying` columns, a number per head."""
     names = ("copying", "copying_low", "copying_high")
     if embedding is None:
         return dict.fromkeys(names, np.nan)
@@ -261,8 +261,8 @@ def _copying(
 def _summed(
     model: HookedModel, batch: Batch, kinds: TokenKinds, run: Run, on: str, at_once: int, bar: Bar
 ) -> dict[str, Tensor]:
-    """Read what heads attend to in all sequences, like lengths together; in pieces, some sequences each."""
-    # Like lengths together: a pattern of padding is as large as one of tokens.
+    """Sum what heads attend to in all sequences, in pieces of some sequences each."""
+    # Similar lengths together, because patterns of padding take as much memory as patterns of tokens.
     order = [row for part in by_length(batch.lengths.tolist(), len(batch)) for row in part]
     batch = Batch(batch.tokens[order], batch.mask[order])
     n_bos = len(model.bos)
@@ -278,13 +278,13 @@ def _summed(
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Put the sums of several runs together: those by sequence one after the other, the others added up."""
+    """Combine the sums of several forward passes: concatenate those by sequence, add up the others."""
     by_name = {name: [part[name] for part in parts] for name in parts[0]}
     return {name: sum(some[1:], some[0]) if name in POSITION else torch.cat(some) for name, some in by_name.items()}
 
 
 def scored(on: str, sums: Mapping[str, Tensor], seed: int, layers: Sequence[int]) -> pd.DataFrame:
-    """Make the rows of one kind of sequences: scores, intervals, and what shuffled positions would give."""
+    """Return the rows of one kind of sequences: scores, intervals, and expected scores at shuffled positions."""
     _, n_classes, _, n_heads = sums["on"].shape
     draws, parts = Bootstrap.of(range(len(sums["on"])), seed=seed), []
     for place, name in enumerate(list(BEHAVIOURS)[:n_classes]):
@@ -307,7 +307,7 @@ def scored(on: str, sums: Mapping[str, Tensor], seed: int, layers: Sequence[int]
 
 
 def _estimates(draws: Bootstrap, attended: Numbers, expected: Numbers, queries: Numbers) -> dict[str, Numbers]:
-    """Return the score of every head with its interval, what shuffled positions would give, and the excess."""
+    """Return each head's score with its interval, the expected score at shuffled positions, and the excess."""
     whole = queries.sum() or np.nan
     score, chance = attended.sum(0) / whole, expected.sum(0) / whole
     size = max(1, NUMBERS_AT_ONCE // (draws.draws + 1))
@@ -319,18 +319,18 @@ def _estimates(draws: Bootstrap, attended: Numbers, expected: Numbers, queries: 
 
 
 def named(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per head: all that it is called by, the largest excess first, and the one that names it."""
+    """Return a row per head: all its behaviours, the largest excess first, and its label."""
     strongest = table[table["called"]].sort_values("excess", ascending=False, kind="stable")
     by_head = strongest.groupby(["layer", "head"], sort=False)["behaviour"].unique().to_dict()
     heads = table[["layer", "head"]].drop_duplicates(ignore_index=True)
     behaviours = [tuple(by_head.get(head, ())) for head in heads.itertuples(index=False, name=None)]
-    # A head rests on the first position where it has nothing to do: that names it only if nothing else does.
+    # Heads rest on the first position when they find nothing, so it is the label only if there is no other.
     labels = [next((name for name in found if name != RESTING), found[0] if found else NONE) for found in behaviours]
     return heads.assign(behaviours=pd.Series(behaviours, dtype=object), label=labels)
 
 
 def words(behaviour: object) -> str:
-    """Return a behaviour's name as it is in a sentence."""
+    """Return a behaviour's name as written in a sentence."""
     return str(behaviour).replace("_", " ")
 
 

@@ -1,6 +1,6 @@
-"""A head's card: all that is known of one head, on one page: as text, and as HTML in a notebook.
+"""A head's card: all results for one head on one page, as text, and as HTML in a notebook.
 
-Words and tokens are another's text: HTML escapes them, and what no terminal prints is spelled out in both.
+Words and tokens are untrusted text: HTML escapes them, and both forms spell out unprintable characters.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ from headwater.runs.result import plain_text
 
 NUMBERS = ("score", "expected", "excess", "q_value")
 AT_LEAST = 3
-"""How many relations a card shows of a head that is called for none."""
+"""Number of relations on the card of a head that neither implements nor suppresses any."""
 AT_MOST = 15
-"""How many of those that it is called for."""
+"""Most relations on the card of a head that implements or suppresses some."""
 USE = ("loss", "loss_low", "loss_high", "used")
 BEHAVIOUR = ("layer", "head", "behaviour", "score")
 """The columns that a table of behaviours must have."""
 OF_BEHAVIOUR = ("layer", "head", "on", "behaviour", "score", "expected", "excess", "q_value", "called")
-"""Those that are shown, as far as they are there."""
+"""The columns of such a table that a card shows (if present)."""
 
 
 AttentionTable: TypeAlias = AttentionBehaviour | pd.DataFrame
-"""What a card takes as behaviour: the result of `hw.attention_behaviour`, or its table."""
+"""Behaviours for a card: the result of `hw.attention_behaviour`, or its table."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadCard:
-    """What `HeadMap.head` returns; it prints as text, and shows as HTML in a notebook."""
+    """The result of `HeadMap.head`; it prints as text, and displays as HTML in a notebook."""
 
     model: str
     """The model's short name."""
     layer: int
     head: int
     label: str
-    """What the head map calls the head."""
+    """The head's label in the head map."""
     relations: pd.DataFrame
-    """A row per relation and sign, the called ones first and by excess: `relation, category, says` ("implements",
-    "suppresses", "copies", or empty), `score, expected, excess, q_value`; of a validated map also `loss`,
-    its interval `loss_low, loss_high`, and `used`."""
+    """A row per relation and sign, rows with a nonempty `says` first, then by excess: `relation, category, says`
+    ("implements", "suppresses", "copies", or empty), `score, expected, excess, q_value`; for a validated map also
+    `loss`, its interval `loss_low, loss_high`, and `used`."""
     writes: pd.DataFrame | None
-    """What `HeadMap.salient` returns; None where no sources were requested."""
+    """The result of `HeadMap.salient`; None if no sources were requested."""
     behaviour: pd.DataFrame | None
-    """The head's rows of the table given, the strongest first; None without one."""
+    """The head's rows of the table of behaviours, the strongest first; None without such a table."""
 
     @property
     def title(self) -> str:
-        """What head it is, of which model, and its label."""
+        """The head, its model, and its label."""
         return f"Head {self.head} of layer {self.layer}, {self.model}: {self.label}"
 
     @property
     def sections(self) -> list[tuple[str, pd.DataFrame]]:
-        """The tables that are shown, each with its heading, all cells as text."""
+        """The tables on the card, each with its heading, all cells as text."""
         called = int((self.relations["says"] != "").sum())
         heading = "Relations" if called <= AT_MOST else f"Relations, the first {AT_MOST} of {called}"
         tables = [(heading, self.relations.head(min(called, AT_MOST)))]
@@ -83,7 +83,7 @@ class HeadCard:
 
     @property
     def use(self) -> str:
-        """Whether the running model uses the head, as a sentence."""
+        """Whether the running model uses the head, as text."""
         if "used" not in self.relations:
             return "Whether the running model uses it was not measured: HeadMap.validate does."
         called = self.relations[self.relations["says"].isin(list(SAYS.values()))]
@@ -117,7 +117,7 @@ class HeadCard:
 
 
 def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFrame:
-    """Return `HeadCard.relations`, from the table of a head map."""
+    """Return `HeadCard.relations` from the table of a head map."""
     rows = table[(table["layer"] == layer) & (table["head"] == head)]
     larger = np.where(rows["suppression"] > rows["score"], "suppression", "score")
     found = by_sign(rows.assign(larger=larger))
@@ -130,7 +130,7 @@ def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFram
 
 
 def behaviour_of_head(behaviour: AttentionTable, layer: int, head: int) -> pd.DataFrame:
-    """Return the rows of one head of a table of behaviours, which has at least `BEHAVIOUR`, the strongest first."""
+    """Return one head's rows of a table of behaviours, which needs the columns `BEHAVIOUR`; the strongest first."""
     table = behaviour.table if isinstance(behaviour, AttentionBehaviour) else behaviour
     if not isinstance(table, pd.DataFrame) or (lacking := [name for name in BEHAVIOUR if name not in table]):
         found = f"lacks {', '.join(lacking)}" if isinstance(table, pd.DataFrame) else "is not a table"
@@ -147,7 +147,7 @@ def behaviour_of_head(behaviour: AttentionTable, layer: int, head: int) -> pd.Da
 
 
 def _by_source(writes: pd.DataFrame) -> pd.DataFrame:
-    """Lay salient operations out, a row per source."""
+    """Return salient operations as a table with a row per source."""
     rows = []
     for (_, source), of_source in writes.groupby(["rank", "source"], sort=False):
         targets = {sign: of_source.loc[of_source["sign"] == sign, "target"] for sign in SIGNS}
@@ -157,7 +157,7 @@ def _by_source(writes: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cell(value: Any) -> str:
-    """A cell as text: numbers short, what is missing as a dash."""
+    """Return a cell as text: numbers shortened, missing values as a dash."""
     if isinstance(value, str):
         return plain_text(value)
     if value is None or pd.isna(value):
@@ -169,15 +169,15 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-# Salient operations of a head: the tokens it writes most strongly about, and what it maps them to.
+# Salient operations of a head: the tokens for which its output is strongest, and the tokens that it maps them to.
 #
-# Elhelo & Geva (ACL 2025), beside the predefined relations. With x_t what the head reads for token t (its effective
-# embedding) and W_V, W_O the head's factors:
+# Elhelo & Geva (ACL 2025), in addition to the predefined relations. With x_t the head's input for token t (its
+# effective embedding) and W_V, W_O the head's factors:
 #
 # 1. Every token of the vocabulary gets the gain sigma_t = |x_t W_V W_O| / |x_t|.
 # 2. The tokens with the largest gains are the head's salient sources.
-# 3. Each is described by the n largest entries of x_t W_V W_O W_U (what the head writes) and by the n smallest (what it
-#    suppresses).
+# 3. Each source is described by the n largest entries of x_t W_V W_O W_U (tokens that the head writes) and by the n
+#    smallest (tokens that it suppresses).
 
 
 SIGNS = ("writes", "suppresses")
@@ -198,20 +198,20 @@ def salient_operations(
     sources: int = 15,
     targets: int = 5,
 ) -> pd.DataFrame:
-    """Return what a head does to the tokens it writes most strongly about.
+    """Return a head's salient tokens, those with the strongest output, and the tokens that it maps them to.
 
     Args:
         weights: the model's parameters.
-        layer: the head's layer, or the head by its name, as "9.2" or (9, 2).
-        head: the head, where it is not named.
-        embedding: what the head reads: "raw", "mlp0", "embed+mlp0" or "layer0".
-        sources: how many salient tokens.
-        targets: how many tokens to list for each, on either side.
+        layer: the head's layer, or the head itself as "9.2" or (9, 2).
+        head: the head's index, if `layer` is a layer.
+        embedding: the head's input: "raw", "mlp0", "embed+mlp0" or "layer0".
+        sources: number of salient tokens.
+        targets: number of written and of suppressed tokens to list for each.
 
     Returns:
-        A row per source, sign and place: `rank` of the source (from 1), `sigma` (how many times longer the head's
-        output is than what it reads), `source, source_id`, `sign` ("writes", "suppresses"), `place` (from 1),
-        `target, target_id`, `logit`.
+        A row per source, sign and place: `rank` of the source (from 1), `sigma` (the norm of the head's output over
+        the norm of its input), `source, source_id`, `sign` ("writes", "suppresses"), `place` (from 1), `target,
+        target_id`, `logit`.
 
     Raises:
         InputError: the head or the embedding does not exist, or less than one token is requested.
@@ -230,7 +230,7 @@ def salient_of_heads(
     sources: int = 15,
     targets: int = 5,
 ) -> pd.DataFrame:
-    """Return the rows of `salient_operations` of several heads, `layer, head` in front; the vocabulary is read once."""
+    """Return `salient_operations` of several heads, with columns `layer, head`; the vocabulary is read once."""
     checked_name("embedding", embedding, KINDS)
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)
     places = [head_named(name, None, weights.shape) for name in heads]
@@ -243,7 +243,7 @@ def salient_of_heads(
             ov = weights.ov(layer)
             factors.append((ov.W_V[ov.value_head(head)], ov.W_O[head]))
         gains = gains_of_heads(weights, factors, embedding)
-        unembedding = weights.unembedding()  # once for all heads: each reading looks through it for NaN
+        unembedding = weights.unembedding()  # once for all heads, because each call checks it for NaN
         for (layer, head), (W_V, W_O), of_head in zip(places, factors, gains, strict=True):
             n_tokens = len(of_head)
             strongest = of_head.topk(min(sources, n_tokens))
@@ -258,18 +258,18 @@ def gains_of_heads(
     weights: WeightSource, factors: Sequence[Factors], embedding: str, piece: int = PIECE
 ) -> list[Float[Tensor, " token"]]:
     """Return sigma_t = |x_t W_V W_O| / |x_t| of every token the tokenizer knows, for each head; 0 where x_t is 0."""
-    # |z W_O|² = z (W_O W_Oᵀ) zᵀ: d_head² numbers a head, and no token's output is made.
+    # |z W_O|² = z (W_O W_Oᵀ) zᵀ needs d_head² numbers per head and no token's output.
     grams = [(W_O @ W_O.T).double() for _, W_O in factors]
     gains: list[list[Tensor]] = [[] for _ in factors]
-    # Vocabularies are padded: a row that no token has is not a word.
+    # Vocabularies are padded; rows beyond the tokenizer's are no tokens.
     known = min(len(weights.tokenizer), weights.shape.d_vocab)
     for tokens in torch.arange(known, device=factors[0][0].device if factors else None).split(piece):
-        # For all heads at once: an MLP's output of the whole vocabulary costs more than they do.
+        # For all heads at once, because the MLP's output for the vocabulary costs more than the heads.
         x = weights.effective_embedding(tokens, embedding)
         read = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
         for of_head, (W_V, _), gram in zip(gains, factors, grams, strict=True):
             z = (x @ W_V).double()
-            # Rounding can leave a length of nearly 0 below 0.
+            # Rounding can make a squared norm near 0 negative.
             written = torch.linalg.vecdot(z @ gram, z).clamp(min=0).sqrt()
             of_head.append(torch.where(read > 0, written / read, 0.0))
     return [torch.cat(of_head).float() for of_head in gains]
@@ -278,7 +278,7 @@ def gains_of_heads(
 def _rows(
     weights: WeightSource, strongest: torch.return_types.topk, ends: list[torch.return_types.topk]
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield `COLUMNS` of the strongest sources and both ends of their maps, by source, sign and place."""
+    """Yield `COLUMNS` for the strongest sources and both ends of their logits, by source, sign and place."""
     values, ids = strongest.values.tolist(), strongest.indices.tolist()
     for index, word in enumerate(token_strings(weights.tokenizer, ids)):
         for sign, (logits, tokens) in zip(SIGNS, ends, strict=True):

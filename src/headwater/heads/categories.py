@@ -1,14 +1,14 @@
-"""From scores to categories: which head implements which relation, and what a head is called for it.
+"""From scores to categories: which head implements which relation, and the label that this gives the head.
 
 A head belongs to a category when it implements, or suppresses, at least one relation of that category.
 
 - `rule="published"` (Elhelo & Geva, ACL 2025): a relation counts when its score reaches the threshold.
-- `rule="controlled"`: the chance-corrected score, `excess`, reaches the threshold (`chance_corrected`: how far the head
-  has come from what its habits score to perfection); shuffled targets (`stats.significance`) are rejected at a
-  false-discovery rate of 5 % over all heads, relations and both signs; and the excess still reaches the threshold when
-  only those items count as hits whose target beats the source itself. Where only this last condition fails the head is
-  copying, and is marked so. A head without habits has excess = score: the threshold means what it does in the
-  publication.
+- `rule="controlled"`: a relation counts when three conditions hold. (1) The chance-corrected score, `excess`, reaches
+  the threshold (`chance_corrected`: 0 is the score from the head's habits alone, 1 a perfect score). (2) The null of
+  shuffled targets (`stats.significance`) is rejected at a false-discovery rate of 5 % over all heads, relations and
+  both signs. (3) The excess still reaches the threshold when an item is a hit only if its target beats the source
+  itself. If only (3) fails, the head is copying, and `copying` is set. A head without habits has excess = score, so the
+  threshold means the same as in the publication.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ from headwater.stats.significance import Numbers, chance_corrected
 
 @dataclass(frozen=True)
 class Category:
-    """A kind of relation, and how a head of it is drawn.
+    """A kind of relation, and how its heads are drawn.
 
-    `color` is one of matplotlib's, `mark` one of its markers: shapes say the same as colours.
+    `color` is a matplotlib colour and `mark` a matplotlib marker; both encode the category.
     """
 
     color: str
@@ -35,7 +35,7 @@ class Category:
 
 CATEGORIES: Registry[str, Category] = Registry("category")
 """The categories, in the order of tables and legends. `CATEGORIES.add("arithmetic", Category("#8c5a3c", "v"))` adds
-one: relations may then be of it, and head maps count and draw it."""
+one: relations may then use it, and head maps count and draw it."""
 CATEGORIES.add("algorithmic", Category(BLUE, "s"))
 CATEGORIES.add("knowledge", Category(ORANGE, "o"))
 CATEGORIES.add("linguistic", Category(GREEN, "^"))
@@ -57,17 +57,17 @@ RULES = ("controlled", "published")
 UNCLASSIFIED = "unclassified"
 FALSE_DISCOVERY_RATE = 0.05
 PREFIXES = {"score": "", "suppression": "suppression_"}
-"""What the names of a sign's columns begin with, but for the score itself."""
+"""By sign, the prefix of its column names, except of the score itself."""
 FLAGS = {"score": "implemented", "suppression": "suppressed"}
 SAYS = {"score": "implements", "suppression": "suppresses"}
-"""By sign, the flag of a score table, and what it says of the head."""
+"""By sign: `FLAGS` names the flag column of a score table, `SAYS` the verb that describes the head."""
 
 
 def apply_rule(table: pd.DataFrame, rule: str, threshold: float) -> pd.DataFrame:
     """Return the flags of each row of a score table: implemented, suppressed, copying.
 
-    The threshold is the score, or under the controlled rule the excess, from which on a relation counts. For that rule
-    the table has expected, excess, q_value, beyond_copying and the same four of the suppression side.
+    The threshold is the smallest score, or under the controlled rule the smallest excess, with which a relation counts.
+    The controlled rule needs the columns expected, excess, q_value, beyond_copying, and the same four for suppression.
     """
     checked_name("rule", rule, RULES)
     if rule == "published":
@@ -83,7 +83,7 @@ def apply_rule(table: pd.DataFrame, rule: str, threshold: float) -> pd.DataFrame
 
 
 def by_sign(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a score table with a row per sign: `sign, called`, and `score, expected, excess, q_value` of the sign."""
+    """Return a score table with a row per sign: `sign, called`, and that sign's `score, expected, excess, q_value`."""
     parts = []
     for sign, prefix in PREFIXES.items():
         columns = {"called": FLAGS[sign], "score": sign}
@@ -93,7 +93,7 @@ def by_sign(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def add_excess(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a score table with the columns `excess` and `suppression_excess`, each after what was expected."""
+    """Return a score table with the columns `excess` and `suppression_excess`, each after its expected column."""
     table = table.copy()
     for sign, prefix in PREFIXES.items():
         place = list(table.columns).index(f"{prefix}expected") + 1
@@ -102,12 +102,12 @@ def add_excess(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _excess(table: pd.DataFrame, share: str, prefix: str) -> Numbers:
-    """The chance-corrected values of a column of shares."""
+    """Return the chance-corrected values of a column of shares."""
     return chance_corrected(*(table[name].to_numpy(dtype=float) for name in (share, f"{prefix}expected")))
 
 
 def best_excess(table: pd.DataFrame) -> pd.Series:
-    """Return the largest excess among what each head implements or suppresses, by (layer, head); NaN for none."""
+    """Return, by (layer, head), the largest excess of any relation the head implements or suppresses; NaN for none."""
     called = [table[f"{PREFIXES[sign]}excess"].where(table[flag]) for sign, flag in FLAGS.items()]
     best = pd.concat(called, axis=1).max(axis=1)
     return best.groupby([table["layer"], table["head"]]).max()
@@ -120,25 +120,25 @@ def head_categories(table: pd.DataFrame) -> pd.DataFrame:
     of_head = called.groupby(["layer", "head"])["category"].agg(set).to_dict()
     places = zip(heads["layer"], heads["head"], strict=True)
     categories = [tuple(name for name in CATEGORIES if name in of_head.get(place, ())) for place in places]
-    # numpy would make a table of tuples of one length.
+    # Filled in place, because numpy turns tuples of equal length into a two-dimensional array.
     cells = np.empty(len(heads), dtype=object)
     cells[:] = categories
     return heads.assign(categories=cells, label=[label_of(names) for names in categories])
 
 
 def label_of(categories: tuple[str, ...]) -> str:
-    """Return what the figure calls a head with these categories."""
+    """Return the label of a head with these categories in figures."""
     if len(categories) > 1:
         return f"{len(categories)} categories"
     return categories[0] if categories else UNCLASSIFIED
 
 
 def labels() -> tuple[str, ...]:
-    """Return what a head can be called: unclassified, one category, or a number of them."""
+    """Return the possible labels of a head: unclassified, one category, or a number of categories."""
     return (UNCLASSIFIED, *CATEGORIES, *(f"{several} categories" for several in range(2, len(CATEGORIES) + 1)))
 
 
 def label_counts(categories: pd.DataFrame) -> dict[str, int]:
-    """Return the number of heads of every label, in the order of `labels()`."""
+    """Return the number of heads with each label, in the order of `labels()`."""
     counts = categories["label"].value_counts()
     return {label: int(counts.get(label, 0)) for label in labels()}

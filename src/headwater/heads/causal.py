@@ -1,31 +1,30 @@
-"""Does the running model need a head? It is ablated, beside other heads: for what its parameters say, or for a claim.
+"""Does the running model need a head? Ablate it and compare with other heads, to validate a head map or test a claim.
 
-For what its parameters say (`HeadMap.validate`):
+To validate what the parameters suggest (`HeadMap.validate`):
 
 1. The items of each relation become prompts, as in `ablation`: some examples, then the source; the next token should be
-   a target. Right is an item whose most likely next token is an accepted target; the share of these is the accuracy.
-2. For each head that implements or suppresses the relation: the accuracy when the head writes nothing at the last
-   position (zero for its z), everything else of the model running on from there.
-3. The same for other heads, one at a time: drawn from the head's own layer among those that the rule does not say to
-   implement or suppress the relation, or from the nearest layer that has such heads. `others` is the mean over them.
-4. loss = others - without: what ablating this head costs beyond ablating another head. Intervals are percentiles of a
-   bootstrap over sources, all items of a source together.
-5. p is the larger of two: that of McNemar's exact test against the whole model (sources that lose more items than they
-   gain, or gain more), and that of flipped signs against the others; 1 where the two point in different directions. A
-   head passes only by differing from both. q: false-discovery control (Benjamini and Hochberg) over all called heads
-   and relations.
-6. A head that implements is used where q is at most 5 % and the loss is above 0; one that suppresses, where it is
-   below. Where q is at most 5 % and the sign is the other one, the head is opposed: the model answers better without a
-   head that, by its parameters, writes the right answers. Otherwise `used` is False: its use is not shown, which is not
-   to say that there is none. The interval of the loss says how much it may be worth.
+   a target. An item is correct if its most likely next token is an accepted target; accuracy is the share of these.
+2. For each called head (it implements or suppresses the relation): the accuracy when its z is set to zero at the last
+   position, with the rest of the model computed from there.
+3. The same for other heads, one at a time. They are drawn from the head's layer, among those that by the rule neither
+   implement nor suppress the relation, or from the nearest layer that has such heads. `others` is the mean over them.
+4. loss = others - without: the cost of ablating this head beyond ablating another head. Intervals are percentiles of a
+   bootstrap over sources, with all items of a source together.
+5. p is the larger of two: McNemar's exact test against the whole model (sources that lose more items than they gain,
+   or gain more), and a sign-flip test against the other heads; 1 if they point in different directions. So a head must
+   differ from both. q: false-discovery control (Benjamini and Hochberg) over all called heads and relations.
+6. An implementing head is used if q is at most 5 % and the loss is above 0; a suppressing head, if the loss is below 0.
+   If q is at most 5 % and the sign is opposite, the head is opposed: for example, the model answers better without a
+   head that, by its parameters, writes the correct answers. Otherwise `used` is False: its use is not shown, but not
+   ruled out either. The interval of the loss bounds its effect.
 
-An accuracy of 0 leaves nothing to lose: where the whole model answers no item of a relation, no head is ablated.
+With an accuracy of 0 there is nothing to lose: if the whole model answers no item of a relation, no head is ablated.
 
-A claim: heads ablated together change the answer more than other heads of their layers do. The effect of a set of heads
-on a prompt is that of `hw.ablate`: the metric when all of them are replaced at once, less that of the run as it is.
-Random sets are as many other heads of the same layers; halves of the prompts are compared in how they rank the set
-among these; held out are the prompts that did not choose the heads. What is made of these numbers is
-`headwater.stats.claims`.
+A claim: ablating some heads together changes the answer more than ablating other heads of their layers. The effect of a
+set of heads on a prompt is that of `hw.ablate`: the metric with all of them replaced at once, minus the metric of the
+unchanged run. Random sets have the same number of other heads of the same layers. Half of the prompts are compared with
+the other half in how they rank the set among these. Held-out prompts are those that did not choose the heads.
+`headwater.stats.claims` evaluates these numbers.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ COLUMNS = (*MEASURED, "loss_q_value", "used")
 CLAIMED = "claimed"
 MOST_PLACEBOS = 1000
 REDRAWS = 20
-"""At most so many draws for each requested random set; a small model may not have as many different ones."""
+"""Most draws per requested random set, because a small model may not have enough distinct sets."""
 
 
 def head_use(
@@ -86,10 +85,10 @@ def head_use(
     seed: int,
     progress: bool,
 ) -> pd.DataFrame:
-    """Return `COLUMNS` for each row of a head map's table: what its called heads are worth to the running model.
+    """Return `COLUMNS` for each row of a head map's table: the effect of its heads in the running model.
 
-    `template` is one text for all relations, or a mapping that names the relations to ask for. NaN where a head was not
-    called or its relation not requested, and, but for the accuracy of 0, where no item of it was answered.
+    `template` is one text for all relations, or a mapping from the requested relations to their texts. NaN if the head
+    is not called, its relation is not requested, or (except for the accuracy of 0) the model answers none of its items.
     """
     called = table[table["implemented"] | table["suppressed"]]
     measured = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))
@@ -101,7 +100,7 @@ def head_use(
             rows = called[called["relation"] == name]
             measured.loc[rows.index] = _of_relation(model, task, rows, relations[name], draws, seed)
             bar.update()
-    # NaN stays out: what was not measured is not a test.
+    # NaN is not counted as a test.
     q = q_values(measured["loss_p_value"].to_numpy())
     is_clear = q <= FALSE_DISCOVERY_RATE
     is_used = (table["implemented"] & (measured["loss"] > 0)) | (table["suppressed"] & (measured["loss"] < 0))
@@ -110,7 +109,7 @@ def head_use(
 
 
 def use_counts(table: pd.DataFrame) -> dict[str, Any]:
-    """Say of a validated head map how many called heads and relations were measured, are used or opposed, as JSON."""
+    """Return, as JSON, how many pairs of head and relation of a validated map are called, measured, used, opposed."""
     called = table[table["implemented"] | table["suppressed"]]
     measured = called[called["used"].notna()]
     is_clear = measured["loss_q_value"] <= FALSE_DISCOVERY_RATE
@@ -127,7 +126,7 @@ def use_counts(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
-    """Say what `use_counts` found."""
+    """Return the counts of `use_counts` as sentences."""
     if not counts["called"]:
         return ["No head implements or suppresses a relation: there was no head to ablate."]
     sentences = []
@@ -150,7 +149,7 @@ def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
 
 
 def whole(model: HookedModel, task: TaskPrompts, batch_size: int = 64) -> Float[ndarray, "metric item"]:
-    """Return of each item whether the model answers it (1 or 0), and the logit difference."""
+    """Return, for each item, whether the model answers it (1 or 0), and the logit difference."""
     by_batch: list[list[Tensor]] = []
     for rows, batch in task.batch.split(batch_size):
         logits = model.run(batch, keep="last").cpu()
@@ -166,9 +165,9 @@ def without(
     values: str = "zero",
     batch_size: int | None = None,
 ) -> dict[str, Float[ndarray, "metric item"]]:
-    """Return what `whole` does where the heads of each set write nothing, or their mean, at the last position.
+    """Return the result of `whole` with each set's heads replaced by zero, or their mean, at the last position.
 
-    Under "none" are the same runs with every head, so that a difference is not one of rounding.
+    "none" holds the same runs without ablation, so that differences do not come from rounding.
     """
     given: dict[str, Any] = {"metric": _metrics(task), "positions": "last", "values": values, "batch_size": batch_size}
     table = ablate(model, task.batch, sets=sets, progress=False, **given).table
@@ -180,7 +179,7 @@ def without(
 
 
 def _metrics(task: TaskPrompts) -> list[Metric]:
-    """Return the accuracy of a task, 1 where the most likely next token is accepted, and its logit difference."""
+    """Return a task's metrics: accuracy, 1 where the most likely next token is accepted, and logit difference."""
     most = max(map(len, task.accepted))
     padded = [(*targets, *targets[:1] * (most - len(targets))) for targets in task.accepted]
 
@@ -195,7 +194,7 @@ def _metrics(task: TaskPrompts) -> list[Metric]:
 def other_heads(
     head: Head, excluded: Heads, n_layers: int, n_heads: int, draws: int, rng: np.random.Generator
 ) -> list[Head]:
-    """Draw up to `draws` heads that are not excluded, from the head's layer or the nearest layer that has any."""
+    """Draw up to `draws` non-excluded heads, from the head's layer or the nearest layer that has any."""
     for layer in sorted(range(n_layers), key=lambda one: (abs(one - head[0]), one)):
         free = [(layer, other) for other in range(n_heads) if (layer, other) not in excluded]
         if free:
@@ -262,36 +261,37 @@ def claim(
     batch_size: int | None = None,
     progress: bool = True,
 ) -> Claim:
-    """Judge whether some heads matter together, on prompts that did not choose them.
+    """Test whether some heads matter together, on prompts that did not choose them.
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is not changed.
         prompts: one prompt, several, or token ids.
         heads: pairs (layer, head), names such as "9.2", or rows with the columns `layer` and `head`, such as those of a
             head map's table.
-        corrupted: the other prompt of each, for values from the other run.
+        corrupted: the counterpart of each prompt, for values from the other run.
         metric: one metric; see `hw.patch`.
         values: what replaces the heads' outputs; see `hw.ablate`.
-        other: the other ablation, in a second run; None for none.
-        chosen_on: the prompts that chose the heads: those among `prompts` do not count as held out, which the claim
-            says. An empty list where no prompt did, as for heads that were classified from parameters.
-        placebos: how many random sets of other heads from the same layers; all where there are no more.
-        margin: how large an effect has to be to matter, in units of the metric; default: the 95 % quantile of the
-            random sets' sizes.
-        level: of the interval.
-        seed: of the random sets, the bootstrap, the halves, and of `resample`.
+        other: the values of a second ablation, as a check of the first; None for no second ablation.
+        chosen_on: the prompts that chose the heads. If they occur in `prompts` they do not count as held out, and the
+            claim says so. Pass an empty list if no prompt did, as for heads that were classified from parameters.
+        placebos: number of random sets of other heads from the same layers; all such sets if there are fewer.
+        margin: the smallest effect that matters, in units of the metric; default: the 95 % quantile of the sizes of
+            the random sets' effects.
+        level: level of the interval.
+        seed: seed of the random sets, the bootstrap, the halves, and of `resample`.
         batch_size: see `hw.patch`.
         progress: show progress bars.
 
     Returns:
-        A `Claim`, as `Sweep.claim` gives it.
+        A `Claim`, as returned by `Sweep.claim`.
 
     Raises:
-        InputError: there are no such heads, as many others, or several metrics; or another option cannot be used.
+        InputError: the heads do not exist, the model has too few other heads, there are several metrics, or another
+            option cannot be used.
     """
     check_model(model)
     pairs = parts_of_kind("heads", heads, model.shape)
-    # For its checks alone: a head named twice, or of a layer that has none.
+    # Called only for its checks: a head named twice, or in a layer without heads.
     read_sets(model, {"heads": pairs})
     chosen = [(layer, head) for layer, head in pairs]
     level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
@@ -320,7 +320,7 @@ def claim(
 
 
 def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Generator) -> list[Head]:
-    """Draw as many other heads, from the same layers one by one, or the nearest layer where one has too few."""
+    """Draw one other head per head, from its layer, or from the nearest layer if that has too few."""
     free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
     if sum(map(len, free.values())) < len(heads):
         raise InputError(f"{len(heads)} heads are to be matched, but the model has no {len(heads)} others: lower top=.")
@@ -341,9 +341,9 @@ def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Gene
 
 
 def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
-    """Draw different sets of as many other heads of the same layers, or of the nearest where one has too few."""
+    """Draw up to `n` distinct sets of other heads, matched to the chosen heads' layers by `layer_matched`."""
     generator, sets = np.random.default_rng(seed), dict[Heads, Heads]()
-    # Few heads have few sets of their layers: after so many draws what is there is all that is found.
+    # Layers with few heads have few distinct sets, so the number of draws is limited.
     for _ in range(REDRAWS * n):
         drawn = layer_matched(chosen, model.shape.n_layers, model.shape.n_heads, generator)
         sets.setdefault(tuple(sorted(drawn)), drawn)
@@ -353,6 +353,6 @@ def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[H
 
 
 def _effects(swept: Sweep) -> Float[ndarray, "draw example"]:
-    """Return the effect of each set on each prompt, the claimed one first."""
+    """Return the effect of each set on each prompt, the claimed set first."""
     effects = swept.table.groupby(["set", "example"], sort=False)["effect"].mean().unstack("example")
     return np.asarray(effects.to_numpy(), dtype=np.float64)

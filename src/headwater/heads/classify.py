@@ -6,14 +6,14 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
     score       = share of items with a target among the k largest entries of m_s
     suppression = share of items with a target among the k smallest
 
-1. Relations are turned into tokens; pairs whose words are not one token, that are repeated, or that a head would hit by
-   copying fall out, and so do relations with fewer than 30 pairs left (`relations`).
-2. x_s is the token's embedding at layer 0, and from layer 1 on what the first block makes of it (`embedding_choice`).
-3. Every layer's heads are scored on all relations, layer by layer (`scores`).
-4. The null model: what would shuffled targets have scored? p-values of all scores from the threshold (or from 0.10,
-   where that is less) on, then false-discovery control over all heads, relations and both signs, in which what scores
-   less counts as p = 1 (`stats.significance`). Below the threshold nothing is called, whatever its p.
-5. A rule says which scores count, and the categories of these relations are the head's categories (`categories`).
+1. Relations are tokenized. Pairs are dropped if a word is not a single token, if they are repeated, or if a head would
+   hit them by copying; relations with fewer than 30 remaining pairs are dropped too (`relations`).
+2. x_s is the token's raw embedding at layer 0, and its effective embedding from layer 1 on (`scoring`).
+3. All heads are scored on all relations, layer by layer (`scores`).
+4. The null model shuffles the targets. p-values are computed for scores at or above the threshold (or 0.10, if less).
+   False-discovery control covers all heads, relations and both signs; lower scores count as p = 1
+   (`stats.significance`). Below the threshold no relation counts, whatever its p.
+5. A rule decides which scores count; the categories of these relations are the head's categories (`categories`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,41 +69,41 @@ def classify_heads(
     attention: bool = False,
     device: str | torch.device | None = None,
 ) -> HeadMap:
-    """Classify every attention head as algorithmic, knowledge, linguistic, translation, several of them, or none.
+    """Classify every attention head as algorithmic, knowledge, linguistic, translation, several of these, or none.
 
         hw.classify_heads(model, relations=["country_to_capital", "verb_to_past"])
         hw.classify_heads("gpt2-xl", every_excess=True)  # from its files; p and q of every head, to rank them
 
     The score of a relation is the share of its pairs (s, t) whose t is among the k largest logits of x_s W_V W_O
-    W_U; its excess is (score - expected) / (1 - expected), expected where targets are shuffled (Elhelo and Geva,
-    ACL 2025).
+    W_U. Its excess is (score - expected) / (1 - expected), where `expected` is the score with shuffled targets (Elhelo
+    and Geva, ACL 2025).
 
     Args:
-        model: a loaded model; or a checkpoint folder, GGUF file or hub name, then read straight from safetensors (or
-            dequantised as it is read) with one layer in memory at a time.
-        relations: a folder or file of relations, the name of one of the suite that comes with headwater, a relation,
-            or several of these; by default the whole suite.
+        model: a loaded model; or a checkpoint folder, GGUF file or hub name, whose weights are read directly from
+            safetensors (GGUF is dequantised while reading) with one layer in memory at a time.
+        relations: a folder or file of relations, the name of a relation in headwater's suite, a relation object, or
+            several of these; default: the whole suite.
         rule: "controlled" (chance-corrected score, null model and copying control) or "published" (score alone).
-        k: how many of the largest logits count as a hit; by default 1 for copying relations and 10 for others, on
-            Llama 3 vocabularies 3 and 25.
-        threshold: the chance-corrected score (with `rule="published"`, the score) from which on a head implements a
+        k: a target among the k largest logits is a hit; default: 1 for copying relations and 10 for others, or 3 and
+            25 with Llama 3 vocabularies.
+        threshold: the smallest chance-corrected score (with `rule="published"`, score) with which a head implements a
             relation.
-        embedding: what heads from layer 1 on read for a token: "raw", "mlp0", "embed+mlp0", "layer0", or "auto", the
-            default of the controlled rule: the one that agrees best with what the first block writes
-            (`heads.scoring`). With `rule="published"` by default as published, "mlp0", and "raw" for the shape
-            of Llama-3.1-70B. Heads of layer 0 read the raw embedding.
+        embedding: the input of heads from layer 1 on for a token: "raw", "mlp0", "embed+mlp0", "layer0", or "auto",
+            which picks the one that agrees best with the first block's output (`heads.scoring`). Default: "auto" with
+            the controlled rule; with `rule="published"`, as published, "mlp0", or "raw" for the shape of
+            Llama-3.1-70B. Heads of layer 0 read the raw embedding.
         progress: show a progress bar over layers.
-        out: a folder for the result. It keeps finished layers: an interrupted call, repeated, goes on from there.
-        multi_token: by default words of several tokens fall out. "first" lets the first token represent a word,
-            "distinguishing" for a target the first one that no other target of the relation has (`relation_tokens`).
-        norm_gain: fold the gain of each layer's own norm into what its heads read, and that of the final norm into W_U;
-            left out by default, as published.
-        every_excess: compute `expected`, `excess`, p and q of every head and relation, not only of scores that could be
-            called, so that heads can be ranked by them; several times slower. `margin` is there for every head anyway.
-        attention: run the model on repeated random tokens as well, and add what each head attends to (previous token,
+        out: a folder for the result. It keeps finished layers, so that a repeated call resumes an interrupted one.
+        multi_token: how to treat words of several tokens; by default they are dropped. "first" represents a word by its
+            first token, "distinguishing" a target by its first token that no other target has (`heads.relations`).
+        norm_gain: fold the gain of each layer's norm into the input of its heads, and the final norm's gain into W_U;
+            by default gains are left out, as published.
+        every_excess: compute `expected`, `excess`, p and q for every head and relation, not only for scores that can
+            pass the rule, so that heads can be ranked; several times slower. `margin` is always computed.
+        attention: also run the model on repeated random tokens, and add each head's attention scores (previous token,
             duplicate token, induction) as columns of `HeadMap.categories`; see `heads.patterns`.
-        device: where a checkpoint is scored, as "cpu" or "cuda"; default: a CUDA device if there is one, else the CPU.
-            Scores do not depend on it. A loaded model is scored where it is.
+        device: the device for scoring a checkpoint, such as "cpu" or "cuda"; default: a CUDA device if there is one,
+            else the CPU. Scores do not depend on it. A loaded model is scored on its own device.
 
     Raises:
         ModelError: the model cannot be read, or its weights are NaN or infinite.
@@ -134,7 +134,7 @@ def classify_heads(
     }
 
     def work(run: Run) -> HeadMap:
-        # Below this no head is called whatever its p: the null model there is most of the price and decides nothing.
+        # Below this score no relation counts, whatever its p; the null model there is most of the cost for nothing.
         called_from = callable_from(threshold) if rule == "controlled" else None
         null_from = 0.0 if every_excess else called_from
         layers = scored_layers(weights, usable, options, run, null_from=null_from)
@@ -148,11 +148,11 @@ def classify_heads(
     return run_or_resume(HeadMap, "classify_heads", weights, options, work, out=out, progress=progress)
 
 
-# The margin of every head and relation alone (step 5 of `heads.scores`), of targets as they are and shuffled.
+# Only the margin of every head and relation (step 5 of `heads.scores`), with original and with shuffled targets.
 #
 # The logits of source i and target j are z_i W_O u_j, with z_i = x_i W_V and u_j the mean column of W_U over the
-# accepted targets of item j. With targets shuffled among the items the diagonal is another one of the same matrix, so
-# that a draw costs a sum of n numbers.
+# accepted targets of item j. Shuffling the targets among the items selects another diagonal of the same matrix, so
+# each draw costs a sum of n numbers.
 
 
 @checked_call
@@ -164,14 +164,14 @@ def head_margins(
     norm_gain: bool = False,
     device: str | torch.device | None = None,
 ) -> pd.DataFrame:
-    """Return the column `margin` of `classify_heads` alone: how far a head puts a source's target above the others.
+    """Return only the column `margin` of `classify_heads`: how far a head puts a source's target above other targets.
 
     Args:
         model: a loaded model, a checkpoint folder, a GGUF file or a hub name.
-        relations: as in `classify_heads`; those that keep 30 pairs count.
-        embedding: what heads from layer 1 on read; see `classify_heads`.
+        relations: see `classify_heads`; only relations that keep 30 pairs are used.
+        embedding: the input of heads from layer 1 on; see `classify_heads`.
         norm_gain: see `classify_heads`.
-        device: where a checkpoint is read to.
+        device: the device to read a checkpoint to.
 
     Returns:
         A row per layer, head and relation: `layer, head, relation, category, margin`, in logits.
@@ -201,13 +201,13 @@ def layer_margins(
     options: Mapping[str, object],
     orders: Sequence[Int[Tensor, "draw _"]] | None = None,
 ) -> Iterator[Float[Tensor, "draw head relation"]]:
-    """Yield the margins of each layer's heads, on the CPU; the first draw is the relation as it is.
+    """Yield the margins of each layer's heads, on the CPU; the first draw has the original targets.
 
-    Each relation has two items or more; `options` are `embedding` and `norm_gain`. `orders` are, of each relation, as
-    many orders of its items' targets: each is one more draw.
+    Each relation needs two or more items. `options` holds `embedding` and `norm_gain`. `orders` holds, for each
+    relation, the same number of permutations of its items' targets; each permutation adds one draw.
     """
     suite = suite_pairs(relations, [1] * len(relations))
-    # The relation itself is the first order, so that it and its shuffles round alike.
+    # The identity is the first permutation, so that original and shuffled targets round alike.
     as_it_is = [torch.arange(len(one.targets))[None] for one in relations]
     orders = [torch.cat(both) for both in zip(as_it_is, orders or [one[:0] for one in as_it_is], strict=True)]
     sources = suite.item_source.split([len(one.targets) for one in relations])
@@ -224,10 +224,10 @@ def layer_margins(
 def _own_means(
     maps: OVMaps, sources: Int[Tensor, " item"], targets: Sequence[Sequence[int]], orders: Int[Tensor, "draw item"]
 ) -> Float[Tensor, "draw head"]:
-    """Return the mean over items i of z_i W_O u_j, j the item whose targets each order deals to i."""
+    """Return the mean over items i of z_i W_O u_j, where j is the item whose targets the permutation assigns to i."""
     device = maps.x.device
     x = maps.x[to_device(sources, device)].float()
-    # The scale that a norm gives: else long embeddings would weigh more than others.
+    # Scaled as by a norm, because otherwise long embeddings would weigh more than others.
     x = x / x.square().mean(1, keepdim=True).sqrt()
     counts = torch.tensor([len(accepted) for accepted in targets])
     ids = to_device(torch.tensor([one for accepted in targets for one in accepted]), device)
@@ -235,8 +235,8 @@ def _own_means(
     item = to_device(torch.arange(len(counts)).repeat_interleave(counts), device)
     u = torch.zeros(len(counts), columns.shape[1], device=device).index_add_(0, item, columns)
     z = ov_blocked.head_values(maps, x)[ov_blocked.value_heads(maps, device)]
-    # W_O u before z: items of d_head numbers, not sources of d_model.
+    # W_O u first: its results have d_head numbers per item, where z W_O has d_model per source.
     readers = einsum(maps.W_O.float(), u, "head d_head d_model, item d_model -> head d_head item")
-    # All pairs at once: with a hundred draws or more that is less than the draws one by one.
+    # All pairs at once: from a hundred draws on this is cheaper than computing each draw.
     picked = (z @ readers)[:, torch.arange(len(x), device=device), to_device(orders, device)]
     return picked.mean(-1).T.double()

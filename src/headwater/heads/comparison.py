@@ -1,18 +1,18 @@
 """Which heads differ between models of one shape: base and instruct, checkpoints of one training, before and after.
 
-All are scored on the same items, straight from their parameters (`classify`); what is compared is which items hit.
+All models are scored on the same items, directly from their parameters (`classify`), and compared by which items hit.
 
-1. The relations keep the pairs that every model's tokenizer has as single tokens (`shared_relations`).
-2. Each model is classified under the controlled rule, one model and one layer at a time, and keeps the hits of its
-   items: whether a target is among the k largest logits (sign "score") or the k smallest (sign "suppression").
-3. A source gains where more of its items hit than in the first model, and is lost where fewer do; items of one source
-   are one source, because a head reads them alike. McNemar's exact test: were gains and losses equally likely, how
-   often would the two numbers be this far apart? q: false-discovery control over heads, relations and signs.
+1. The relations keep the pairs whose words are single tokens for every model's tokenizer (`shared_relations`).
+2. Each model is classified under the controlled rule, one model and one layer at a time. The hits of its items are
+   kept: whether a target is among the k largest logits (sign "score") or the k smallest (sign "suppression").
+3. A source is gained if more of its items hit than in the first model, and lost if fewer do. All items of a source
+   count as one source, because a head reads them alike. McNemar's exact test: if gains and losses were equally likely,
+   how often would their numbers differ this much? q: false-discovery control over heads, relations and signs.
 4. The effect is the difference of the excess, the chance-corrected score: a head that only changed its favourite answer
-   gains and loses items, and its excess stays where it was. What chance would give is computed where any of the models
-   scores high enough to be called; elsewhere `expected`, `excess` and `difference` are NaN.
-5. A change is named where q is at most 5 %: `gained` and `lost` where the rule says so of one model only, `stronger`
-   and `weaker` where it says so of both.
+   gains and loses items, but its excess stays the same. The null model is computed if any of the models scores high
+   enough to pass the rule; elsewhere `expected`, `excess` and `difference` are NaN.
+5. A change gets a name if q is at most 5 %: `gained` or `lost` if the rule finds the head in one of the two models
+   only, `stronger` or `weaker` if it finds the head in both.
 """
 
 from __future__ import annotations
@@ -65,29 +65,29 @@ FOUND = ("share", "expected", "excess", "found")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadComparison(Result):
-    """What `compare_heads` returns."""
+    """The result of `compare_heads`."""
 
     table: pd.DataFrame
     """A row per model, layer, head, relation and sign ("score", "suppression").
 
-    `model, layer, head, relation, category, sign`; `pairs`, the number of items, `sources`, of distinct sources among
-    them; `share`, the share of items that hit; `expected`, that share under shuffled targets; `excess`, the
-    chance-corrected share (both NaN where no model's share is large enough to be called); `found`, whether the
-    controlled rule says that the head implements (suppresses) the relation. Against the first model: `difference` of
-    the excess; `gained, lost`, the numbers of sources that hit more and less often; `p_value` (McNemar) and `q_value`;
-    `change`, one of gained, lost, stronger, weaker, or empty. The rows of the first model have none of these.
+    `model, layer, head, relation, category, sign`; `pairs`, the number of items, and `sources`, of distinct sources;
+    `share`, the share of items that hit; `expected`, that share under shuffled targets; `excess`, the chance-corrected
+    share (both NaN if no model's share is large enough to pass the rule); `found`, whether by the controlled rule the
+    head implements (suppresses) the relation. Compared with the first model: `difference` of the excess; `gained,
+    lost`, the numbers of sources that hit more and less often; `p_value` (McNemar) and `q_value`; `change`, one of
+    gained, lost, stronger, weaker, or empty. In the rows of the first model these columns are NaN or empty.
     """
     relations: pd.DataFrame
-    """A row per relation: `relation, category, pairs, shared, used`: how many of its pairs every tokenizer has; and
-    `words, shared_words`: how many of its words are single tokens for some model, and how many for every one."""
+    """A row per relation: `relation, category, pairs`; `shared`, the number of pairs kept for every tokenizer; `used`;
+    and `words, shared_words`, the numbers of its words that are single tokens for some model, and for every model."""
     words: pd.DataFrame
-    """A row per word, however many relations have it, that is a single token for some model: `word`, and `shared`,
-    whether it is one for every model."""
+    """A row per distinct word that is a single token for some model: `word`, and `shared`, whether it is a single token
+    for every model."""
     run: RunRecord
 
     @property
     def models(self) -> list[str]:
-        """The names of the models, the first one the one that the others are compared with."""
+        """The names of the models; the others are compared with the first."""
         return list(dict.fromkeys(self.table["model"]))
 
     @property
@@ -97,7 +97,7 @@ class HeadComparison(Result):
         return rows.reindex(rows["difference"].abs().sort_values(ascending=False).index)
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per model and category: how many heads are in it, and what changed against the first model.
+        """Return a row per model and category: the number of heads in it, and changes from the first model.
 
         `model, category, heads`, and the numbers of heads with a relation of the category that is `gained, lost,
         stronger, weaker`. Category "any" counts heads over all categories.
@@ -129,7 +129,7 @@ class HeadComparison(Result):
         }
 
     def report(self) -> list[str]:
-        """Return what changed from the first model to each other, and which change is the largest."""
+        """Report what changed from the first model to each other model, and the largest change."""
         first, *others = self.models
         by_model = whole_summary(self).query("category == 'any'").set_index("model")
         sentences = []
@@ -150,7 +150,7 @@ class HeadComparison(Result):
         return sentences + sentences_of_words(self.findings())
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw layer by head what changed; of more than two models, the heads of each category, model by model."""
+        """Plot changes by layer and head; for more than two models, plot the heads of each category by model."""
         return self._drawn(ax, title, figsize)
 
     def __repr__(self) -> str:
@@ -158,7 +158,7 @@ class HeadComparison(Result):
 
 
 def sentences_of_words(findings: Mapping[str, Any]) -> list[str]:
-    """Say whether the vocabularies differ, and which relations have too few pairs that all models share."""
+    """Return sentences on whether the vocabularies differ, and which relations have too few shared pairs."""
     sentences, kind = [], findings["multi_token"]
     if findings["shared_words"] < findings["words"]:
         on = "these" if kind is None else f"these, and on words of several tokens by one of them (multi_token={kind!r})"
@@ -189,28 +189,28 @@ def compare_heads(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> HeadComparison:
-    """Say which heads implement or suppress which relations more, or less, than in the first of several models.
+    """Find heads that implement or suppress a relation more, or less, than in the first of several models.
 
-    A change is tested on the sources that one model hits and the other does not, by McNemar's exact test (1947).
+    A change is tested with McNemar's exact test (1947), on the sources that hit more often in one model than the other.
 
     Args:
-        models: two or more models of the same layers and heads: loaded, or checkpoint folders, GGUF files or hub names,
-            read with one layer of one model in memory at a time. A mapping names them; else they are named after their
-            folders.
-        relations: as in `classify_heads`. Those are compared whose pairs are single tokens for every model.
-        k: how many of the largest logits count as a hit; by default as published for each model's vocabulary.
-        threshold: the chance-corrected score from which on a head implements a relation.
-        embedding: what heads from layer 1 on read for a token, as in `classify_heads`; by default "auto", which is
-            decided on the first model.
-        multi_token: what represents words of several tokens, as in `classify_heads`; by default they fall out.
-        norm_gain: fold the norms' gains into what heads read and write, as in `classify_heads`.
-        device: where checkpoints are scored, as "cpu" or "cuda"; default: a CUDA device if there is one, else the CPU.
-        progress: show a bar for each model.
-        out: a folder for the result. It keeps finished layers: an interrupted call, repeated, goes on from there.
+        models: two or more models with the same numbers of layers and heads: loaded, or checkpoint folders, GGUF files
+            or hub names, read with one layer of one model in memory at a time. A mapping names them; otherwise they are
+            named after their folders.
+        relations: see `classify_heads`. Only pairs of words that are single tokens for every model are compared.
+        k: a target among the k largest logits is a hit; default: the published k for each model's vocabulary.
+        threshold: the smallest chance-corrected score with which a head implements a relation.
+        embedding: the input of heads from layer 1 on for a token, as in `classify_heads`; default: "auto", chosen on
+            the first model.
+        multi_token: how to treat words of several tokens, as in `classify_heads`; by default they are dropped.
+        norm_gain: fold the norms' gains into the heads' input and into W_U, as in `classify_heads`.
+        device: the device for scoring checkpoints, such as "cpu" or "cuda"; default: CUDA if available, else the CPU.
+        progress: show a progress bar for each model.
+        out: a folder for the result. It keeps finished layers, so that a repeated call resumes an interrupted one.
 
     Raises:
-        InputError: fewer than two models, models of other shapes or with one name, no relation that keeps 30 pairs for
-            all of them, or an option that does not exist.
+        InputError: there are fewer than two models, they differ in shape or share a name, no relation keeps 30 pairs
+            for all of them, or an option does not exist.
         ModelError: a model cannot be read.
         RunFolderError: `out` holds another run.
     """
@@ -248,7 +248,7 @@ def compare_heads(
             arguments = weights, usable[name], options, parts[name]
             scored[name] = scored_layers(*arguments, null_from=null_from, items=True, desc=f"Scoring {name}")
         shares = [[torch.stack([one["score"], one["suppression"]]) for one in layers] for layers in scored.values()]
-        # Where a head of any model could be called, chance is measured in all: a difference needs both.
+        # If any model's head can pass the rule, all models get the null model, because a difference needs both.
         mask = (torch.stack([torch.stack(share) for share in shares]) >= null_from).any(0)
         tables, hits = [], []
         for name, weights in compared.items():
@@ -268,7 +268,7 @@ def compare_heads(
 
 
 def _named(models: Sequence[AnyModel] | Mapping[str, AnyModel]) -> dict[str, AnyModel]:
-    """Return the models by the names that the table gives them."""
+    """Return the models by their names in the table."""
     if isinstance(models, Mapping):
         named = {str(name): model for name, model in models.items()}
     elif is_one(models) or has_no_order(models):
@@ -282,7 +282,7 @@ def _named(models: Sequence[AnyModel] | Mapping[str, AnyModel]) -> dict[str, Any
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Return the ends of paths, as short as tells them apart."""
+    """Return the shortest distinct endings of paths."""
     parts = [Path(path).parts for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(one[-length:]) for one in parts]
@@ -297,7 +297,7 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def _words(relations: Sequence[Relation], tokenizers: Sequence[Any]) -> pd.DataFrame:
-    """Return a row per word that is a single token for some tokenizer, and whether it is one for each."""
+    """Return a row per word that is a single token for some tokenizer, and whether it is one for every tokenizer."""
     words = sorted({word for relation in relations for word in _words_of(relation)})
     single = np.array([[len(ids) == 1 for ids in word_tokens(one, words)] for one in tokenizers], dtype=bool)
     by_word = zip(words, single.T, strict=True)
@@ -312,7 +312,7 @@ def _words_of(relation: Relation) -> set[str]:
 def _relations(
     loaded: Sequence[Relation], shared: Sequence[Relation], used: Set[str], words: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return a row per relation: its pairs, those that every tokenizer has, and the same of its words."""
+    """Return a row per relation: the numbers of its pairs and words, and of those that every tokenizer has."""
     by_any, by_all = set(words["word"]), set(words.loc[words["shared"], "word"])
     rows = []
     for relation, common in zip(loaded, shared, strict=True):
@@ -330,9 +330,9 @@ def _changes(
     counts: dict[str, list[Tensor]] = {"sources": [], "gained": [], "lost": []}
     changes = (now.int() - before.int()).split([len(tokens.source) for tokens, _ in usable], dim=-1)
     for (tokens, _), change in zip(usable, changes, strict=True):
-        # Items of one source are read alike: McNemar's pairs are sources.
+        # A head reads items of one source alike, so McNemar's pairs are sources.
         distinct, source = tokens.source.unique(return_inverse=True)
-        # The number of each source's items that hit now, less those that hit before.
+        # Per source, the number of items that hit now minus the number that hit before.
         net = torch.zeros(*change.shape[:-1], len(distinct), dtype=torch.int32).index_add_(-1, source, change)
         counts["gained"].append((net > 0).sum(-1))
         counts["lost"].append((net < 0).sum(-1))
@@ -341,7 +341,7 @@ def _changes(
 
 
 def _compared(table: pd.DataFrame, first: pd.DataFrame, change: Mapping[str, Numbers]) -> pd.DataFrame:
-    """Put what changed against the first model beside a model's rows."""
+    """Return a model's rows with the columns that compare it with the first model."""
     counts = pd.DataFrame(dict(change), index=table.index).astype({"sources": int})
     p = mcnemar_p(counts["gained"].to_numpy(), counts["lost"].to_numpy())
     tested = counts.assign(difference=table["excess"] - first["excess"], p_value=p, q_value=q_values(p))

@@ -1,15 +1,15 @@
-"""Do heads do in a running model what their parameters say? Dynamic scores beside the static ones.
+"""Do heads do in a running model what their parameters suggest? Dynamic scores, compared with static scores.
 
 Elhelo & Geva (ACL 2025), first experiment. For a relation's items, each put into several sentences:
 
-1. Run the model. What head h adds at the last position is z_h W_O, with z_h its weighted values there; projected to
-   the vocabulary, without bias and final norm, it is z_h W_O W_U.
-2. An item hits when an accepted target is among the k largest entries (suppression: the k smallest), k as in the
+1. Run the model. Head h adds z_h W_O at the last position, where z_h is its attention-weighted sum of values there.
+   Projected to the vocabulary, without bias and final norm, this is z_h W_O W_U.
+2. An item is a hit if an accepted target is among the k largest entries (suppression: the k smallest), k as in the
    static score. The share of items that hit is the dynamic score, per layer, head, relation and template.
-3. With context, attention is as it is. Without context it is forced onto the source token while the rest of the model
-   stays as it was: then z_h is the value vector at the source, so that one run serves both.
+3. With context, attention is unchanged. Without context, attention is forced onto the source token and the rest of the
+   model is unchanged: then z_h is the value vector at the source, so one run provides both.
 4. Pearson's correlation of static and dynamic scores over heads and templates, per relation, with an interval from
-   Fisher's transformation in which the number of heads, not of heads and templates, counts as the sample size.
+   Fisher's transformation, whose sample size is the number of heads, not of heads times templates.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ CONTEXTS = ("with_context", "without_context")
 
 @dataclass(frozen=True, repr=False)
 class DynamicScores(Result):
-    """What `dynamic_scores` returns."""
+    """The result of `dynamic_scores`."""
 
     table: pd.DataFrame
     """A row per layer, head, relation and template: `category, items, static, static_suppression`, and the dynamic
     scores `with_context, without_context, with_context_suppression, without_context_suppression`."""
     correlations: pd.DataFrame
     """A row per relation, sign ("score", "suppression") and context ("with", "without"): `pearson, low, high, heads`;
-    NaN where a score is the same for all heads."""
+    NaN if a score is the same for all heads."""
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per sign and context: how the correlations of the relations are distributed.
+        """Return a row per sign and context: the distribution of the relations' correlations.
 
-        `sign, context, relations` (that have a correlation), `pearson` (their median), `lowest, highest`, and
-        `above_0`, how many have an interval above 0.
+        `sign, context, relations` (number with a correlation), `pearson` (median), `lowest, highest`, and `above_0`,
+        how many have an interval above 0.
         """
         measured = self.correlations.dropna(subset=["pearson"])
         by_kind = measured.assign(above=measured["low"] > 0).groupby(["sign", "context"], sort=False)
@@ -86,7 +86,7 @@ class DynamicScores(Result):
         ).reset_index()
 
     def report(self) -> list[str]:
-        """Return how well what heads write in a running model agrees with their parameters."""
+        """Report how well the heads' outputs in the running model agree with their parameters."""
         sentences = [
             f"{row['sign']}, {row['context']} context: static and dynamic scores of heads correlate by "
             f"{row['pearson']:.2f} (median of {row['relations']} relations, {row['lowest']:.2f} to "
@@ -101,7 +101,7 @@ class DynamicScores(Result):
         return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw the correlations, a line per relation."""
+        """Plot the correlations, a line per relation."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
@@ -117,19 +117,18 @@ def dynamic_scores(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> DynamicScores:
-    """Score heads by what they write while the model runs, and correlate that with a head map.
+    """Score heads by their outputs in the running model, and correlate these scores with a head map.
 
     Args:
         model: the model that was classified.
-        head_map: its static scores; relations and k are taken from there.
-        relations: what `classify_heads` was given, if it was given relations.
+        head_map: its static scores, with the relations and k to use.
+        relations: the relations that were passed to `classify_heads`, if any.
         templates: sentences with one `{source}`, after a space.
-        bos: what each sentence begins with, as in `hw.load`; by default what the model's texts do. The publication
-            did as the tokenizer does by itself, `bos="tokenizer"`: without one for GPT-2, where heads that rest on the
-            first position give other scores.
-        batch_size: sentences in a run.
-        progress: show a bar.
-        out: a folder to write to; an interrupted run goes on where it stopped.
+        bos: BOS of each sentence, as in `hw.load`; default: the model's own. The publication followed the tokenizer
+            (`bos="tokenizer"`): GPT-2 then gets no BOS, and heads that rest on the first position get other scores.
+        batch_size: sentences in a forward pass.
+        progress: show a progress bar.
+        out: a folder for the result; a repeated call resumes an interrupted run.
 
     Raises:
         ModelError: the map is of another model.
@@ -156,7 +155,7 @@ def scored_prompts(
     templates: Sequence[str],
     batch_size: int,
 ) -> DynamicScores:
-    """Return the dynamic scores of relations, given prompts, items and k of each, beside the map's static ones."""
+    """Return the dynamic scores of relations, from each one's prompts, items and k, with the map's static scores."""
     weights = open_weights(model)
     W_U = weights.unembedding()
     longest = longest_column(W_U)
@@ -185,16 +184,16 @@ def scored_prompts(
 def last_values(
     model: HookedModel, prompts: SourcePrompts, batch_size: int
 ) -> Float[Tensor, "context layer row head d_head"]:
-    """Return what each head's output at the last position is made of: z as it is, and z were attention on the source.
+    """Return each head's z at the last position, unchanged and with attention forced onto the source.
 
-    The second is the value vector at the source position (of the shared value head, where heads are grouped).
+    The z with forced attention is the value vector at the source position (of the shared value head in grouped heads).
     """
     shape, last = model.shape, prompts.batch.lengths - 1
     values = torch.zeros(len(CONTEXTS), shape.n_layers, len(last), shape.n_heads, shape.d_head)
 
     def keep(activation: Tensor, hook: object, by_layer: dict[int, Tensor], layer: int, position: Tensor) -> None:
         device = activation.device
-        # An index by tensors copies: a slice would hold the whole activation.
+        # Indexing by tensors copies; a slice would keep the whole activation in memory.
         at = activation[torch.arange(len(position), device=device), to_device(position, device)]
         by_layer[layer] = at.repeat_interleave(shape.n_heads // at.shape[1], dim=1).float()
 
@@ -223,7 +222,7 @@ def score_outputs(
 ) -> Float[Tensor, "context sign template head"]:
     """Return the share of items with a target among the k largest (k smallest) of z W_O W_U, for one layer's heads.
 
-    It is the static score's count (`kernels.ov`) with z in place of x W_V: x holds z, and W_V is the identity.
+    This is the static score's count (`kernels.ov`) with z in place of x W_V: x holds z, and W_V is the identity.
     """
     n_rows, d_head = values.shape[1], values.shape[-1]
     accepted = [tokens.targets[item] for item in prompts.item.tolist()]
@@ -231,7 +230,7 @@ def score_outputs(
     rows = torch.cat([pair_row + context * n_rows for context in range(len(values))])
     targets = torch.tensor([target for row in accepted for target in row]).repeat(len(values))
     in_template = torch.nn.functional.one_hot(prompts.template).double()
-    # W_V = [I; 0] takes z as it is, so that the static score's kernel counts here too.
+    # W_V = [I; 0] passes z through unchanged, so that the static score's kernel can be used.
     identity = torch.eye(len(W_U), d_head, device=W_U.device)[None]
     scores = []
     for z, output in zip(values.to(W_U).flatten(0, 1).unbind(1), W_O, strict=True):
@@ -244,7 +243,7 @@ def score_outputs(
 
 
 def correlate(table: pd.DataFrame) -> pd.DataFrame:
-    """Return Pearson's correlation of static and dynamic scores per relation, sign and context, with its interval."""
+    """Return Pearson's correlation of static and dynamic scores by relation, sign and context, with its interval."""
     rows = []
     for relation, scores in table.groupby("relation", sort=False):
         n_heads = len(scores[["layer", "head"]].drop_duplicates())
@@ -262,7 +261,7 @@ def laid_out(
     prompts: SourcePrompts,
     templates: Sequence[str],
 ) -> pd.DataFrame:
-    """Lay one relation's scores out, a row per layer, template and head."""
+    """Return one relation's scores as a table with a row per layer, template and head."""
     layer, template, head = (index.ravel() for index in np.indices(scores.shape[2:]))
     columns = {"layer": layer, "head": head, "relation": relation, "template": [templates[i] for i in template]}
     columns["items"] = prompts.template.bincount(minlength=len(templates)).numpy()[template]

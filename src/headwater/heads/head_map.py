@@ -1,4 +1,4 @@
-"""The result of head classification: its tables, and what they show."""
+"""The result of head classification: its tables, findings, validation and head cards."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 VARIED = ("embedding", "k", "norm_gain")
-"""The options of `classify_heads` that `HeadMap.sensitivity` changes, given the model."""
+"""The options of `classify_heads` that `HeadMap.sensitivity` varies if it has the model."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadMap(Result):
-    """The heads of a model, scored on relations and put into categories."""
+    """The heads of a model, scored on relations and assigned to categories."""
 
     table: pd.DataFrame
     """A row per layer, head and relation.
@@ -62,25 +62,25 @@ class HeadMap(Result):
     `layer, head, relation, category`; `score, suppression` (0 to 1); `expected`, the mean score under shuffled targets;
     `excess`, the chance-corrected score (score - expected) / (1 - expected); `p_value, q_value` of the score under
     shuffled targets; `margin`, by how many logits the head puts a target above the other items' targets, which ranks
-    heads also where they hit nothing; `pairs`, the number of items; `low, high`, the 95 % interval of the score;
-    `beyond_copying`, the score that counts only items whose target beats the source itself; the same of the suppression
-    side; and what the rule says: `implemented, suppressed, copying`. The null model is made of scores from 0.10, or
-    from the threshold where that is less, on (`every_excess=True`: of all): below, nothing can be called, `expected`,
-    `excess`, p and q are NaN, and the q of the others count them as p = 1. Where a head hits no item of a relation p is
-    1 by definition. With `rule="published"` all columns of the null model, and so the excess, are NaN.
+    heads even if they hit nothing; `pairs`, the number of items; `low, high`, the 95 % interval of the score;
+    `beyond_copying`, the score that counts only items whose target beats the source itself; the same columns for
+    suppression; and the rule's flags `implemented, suppressed, copying`. The null model is computed for scores at or
+    above 0.10, or the threshold if that is less (`every_excess=True`: for all). Lower scores cannot pass the rule; for
+    them `expected`, `excess`, p and q are NaN, and the q of the others count them as p = 1. If a head hits no item of a
+    relation, p is 1 by definition. With `rule="published"` all columns of the null model and the excess are NaN.
 
-    After `validate` also, for each called head (one that implements or suppresses the relation), `accuracy`, the share
-    of items that the running model answers; `without`, that share when the head writes nothing, and `others`, when
-    another head of its layer does (mean over those drawn), each with `_low, _high`; `loss`, the latter less the former,
-    with its interval, `loss_p_value` and `loss_q_value`; and `used`, whether the model uses the head for the relation.
+    `validate` adds, for each called head (one that implements or suppresses the relation): `accuracy`, the share of
+    items that the running model answers; `without`, that share with the head ablated, and `others`, with another head
+    of its layer ablated (mean over those drawn), each with `_low, _high`; `loss`, `others` minus `without`, with its
+    interval, `loss_p_value` and `loss_q_value`; and `used`, whether the model uses the head for the relation.
     """
     categories: pd.DataFrame
-    """A row per layer and head: `categories`, a tuple of names, and `label`, the figure's name for it; with
-    `attention=True` also `previous_token, duplicate_token, induction` (0 to 1) and `attention_class`."""
+    """A row per layer and head: `categories`, a tuple of names, and `label`, its name in figures; with `attention=True`
+    also `previous_token, duplicate_token, induction` (0 to 1) and `attention_class`."""
     relations: pd.DataFrame
     """A row per relation: `relation, category, pairs, kept, used, k, note`."""
     embeddings: pd.DataFrame
-    """A row per effective embedding: `embedding, agreement` with what the first block writes, and `chosen`."""
+    """A row per effective embedding: `embedding, agreement` with the first block's output, and `chosen`."""
     run: RunRecord
 
     @property
@@ -96,17 +96,17 @@ class HeadMap(Result):
         vary: Sequence[str] = VARIED,
         progress: bool = True,
     ) -> Sensitivity:
-        """Return how many heads would be in each category under both rules, for thresholds from 0.10 to 0.30.
+        """Count the heads in each category under both rules, for thresholds from 0.10 to 0.30.
 
-        Given the model, the heads are scored again as often as there are other settings (every embedding, half and
-        twice the published k, norm gains), each as long as a map, or several times that with `embedding="raw"`. A map
-        made with `rule="published"` has no null model, so its rows are those of that rule alone.
+        With the model, the heads are scored again for each other setting (every embedding, half and twice the map's
+        largest k, norm gains). Each setting takes as long as a map, or several times as long with `embedding="raw"`. A
+        map with `rule="published"` has no null model, so it has rows of that rule only.
 
         Args:
-            model: the model that was classified; None varies threshold and rule alone.
-            relations: what `classify_heads` was given, if it was given relations.
-            vary: which of "embedding", "k" and "norm_gain" are changed, one at a time.
-            progress: show a bar over layers, for each setting.
+            model: the model that was classified; None varies only threshold and rule.
+            relations: the relations that were passed to `classify_heads`, if any.
+            vary: which of "embedding", "k" and "norm_gain" to vary, one at a time.
+            progress: show a progress bar over layers for each setting.
 
         Raises:
             ModelError: the map is of another model.
@@ -139,10 +139,10 @@ class HeadMap(Result):
     def summary(self) -> pd.DataFrame:
         """Return a row per relation: how many heads implement or suppress it, and its best head.
 
-        The best head is the called one with the largest excess of either sign, where a head is called; else the head
-        with the largest excess, where one was computed, else with the highest score. Columns: `relation, category,
-        pairs, heads, copying, layer, head, sign, score, expected, excess`. `copying` is how many heads would be called
-        if they did not copy; `sign` is "implements" or "suppresses", and `score, expected, excess` are of it.
+        The best head has the largest excess of either sign among the called heads. If none is called, it has the
+        largest excess of all, or the highest score if no excess was computed. Columns: `relation, category, pairs,
+        heads, copying, layer, head, sign, score, expected, excess`. `copying` is the number of heads rejected only
+        because they copy; `sign` is "implements" or "suppresses", and `score, expected, excess` belong to it.
         """
         table = self.table
         ranked = by_sign(table).sort_values(["called", "excess", "score"], ascending=False, kind="stable")
@@ -154,7 +154,7 @@ class HeadMap(Result):
         return best[[*about, "layer", "head", "sign", "score", "expected", "excess"]]
 
     def findings(self) -> dict[str, Any]:
-        """Return the numbers worth a glance, as JSON values: heads per label, and the rows of the summary."""
+        """Return the main numbers as JSON values: heads per label, and the rows of the summary."""
         return {
             "model": self.run.model,
             "rule": self.run.options["rule"],
@@ -179,7 +179,7 @@ class HeadMap(Result):
         } | ({"use": use_counts(self.table)} if self.is_validated else {})
 
     def report(self) -> list[str]:
-        """Return how many heads are classified, which is the strongest, and which relations have none."""
+        """Report how many heads are classified, the strongest head, and the relations without heads."""
         return sentences_of(self.findings())
 
     @property
@@ -188,7 +188,7 @@ class HeadMap(Result):
         return "used" in self.table
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw layer by head, a mark per head in the colour of its category; after `validate`, a ring if it is used."""
+        """Plot layer by head: a mark per head in its category's colour, and after `validate` a ring if it is used."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
     def validate(
@@ -202,31 +202,30 @@ class HeadMap(Result):
         seed: int = 0,
         progress: bool = True,
     ) -> HeadMap:
-        """Say of each called head whether the running model uses it: ablate it, and as many other heads of its layer.
+        """Test whether the running model uses each called head: ablate it, and other heads of its layer one at a time.
 
-        The accuracy on a relation when the head writes nothing at the last position, beside that when another head
-        writes nothing; see `heads.causal` for the test. A head that only looks as if it did something is not used, and
-        some heads harm what they seem to do: `loss` is below 0. Where the map lets one token represent several, the
-        model is asked for that token, after those before it.
+        Compares the accuracy on a relation with the head's z set to zero at the last position with the accuracy after
+        ablating another head; see `heads.causal` for the test. A head with the right weights but no effect is not used.
+        Ablating some heads even helps: their `loss` is below 0. If the map represents words of several tokens by one
+        token, the model is asked for that token, after the word's preceding tokens.
 
         Args:
             model: the model that was classified.
-            relations: what `classify_heads` was given, if it was given relations, or some of them: then these alone are
-                requested.
-            template: what asks for a target, with one `{source}` after a space; or a mapping from relations to such
-                texts, and then only these relations are requested.
-            shots: examples in front of each question.
-            draws: how many other heads are ablated, one at a time, for each.
-            seed: of examples, other heads and intervals.
-            progress: show a bar over relations.
+            relations: the relations that were passed to `classify_heads`, if any, or some of these, to test only them.
+            template: the prompt, with one `{source}` after a space; or a mapping from relations to such texts, to test
+                only these relations.
+            shots: number of examples before each prompt.
+            draws: number of other heads to ablate, one at a time, per called head.
+            seed: seed of examples, other heads and intervals.
+            progress: show a progress bar over relations.
 
         Returns:
             This head map with more columns in its `table`, among them `used`, which `plot` draws as rings. They are NaN
-            (`used` is NA) where a head is not called, its relation is not requested, or the whole model answers no item
-            of it; `report` names these relations.
+            (`used` is NA) if a head is not called, its relation is not tested, or the whole model answers no item of
+            it; `report` names the relations that it does not answer.
 
         Raises:
-            ModelError: the map is of another model, or the model is none that runs.
+            ModelError: the map is of another model, or the model cannot be run.
             InputError: a relation of the map is not among `relations`, or an option cannot be used.
         """
         multi_token = self.run.options["multi_token"]
@@ -258,23 +257,22 @@ class HeadMap(Result):
         sources: int = 5,
         targets: int = 5,
     ) -> HeadCard:
-        """Return the card of one head: its relations, what it writes for which tokens, and whether the model uses it.
+        """Return the card of one head: its relations, its output for salient tokens, and whether the model uses it.
 
         Args:
-            layer: the head's layer, or the head by its name, as "9.2" or (9, 2).
-            head: the head, where it is not named.
-            model: the model these heads belong to; by default it is opened again by its name. With `sources=0` no model
-                is needed.
-            behaviour: what `hw.attention_behaviour` returned for this model, or a table with `layer, head, behaviour,
+            layer: the head's layer, or the head itself as "9.2" or (9, 2).
+            head: the head's index, if `layer` is a layer.
+            model: the model of this map; default: it is opened by its name. Not needed with `sources=0`.
+            behaviour: the result of `hw.attention_behaviour` for this model, or a table with `layer, head, behaviour,
                 score`: what the head attends to.
-            sources: how many of the tokens it writes most strongly about are shown.
-            targets: how many tokens are shown for each, written and suppressed.
+            sources: number of salient tokens (those with the strongest output) to show.
+            targets: number of written and of suppressed tokens to show for each.
 
         Returns:
-            A card that prints as text and shows as HTML in a notebook.
+            A card that prints as text and displays as HTML in a notebook.
 
         Raises:
-            ModelError: the model cannot be opened by its name, or it or the behaviour is of another one.
+            ModelError: the model cannot be opened by its name, or it or the behaviour is of another model.
             InputError: the head does not exist, or the behaviour is not such a table.
         """
         layer, head = head_named(layer, head, self._sizes)
@@ -299,20 +297,20 @@ class HeadMap(Result):
         sources: int = 15,
         targets: int = 5,
     ) -> pd.DataFrame:
-        """Return the tokens a head writes most strongly about, and what it maps them to.
+        """Return a head's salient tokens, those with the strongest output, and the tokens that it maps them to.
 
         Args:
-            layer: the head's layer, or the head by its name, as "9.2" or (9, 2).
-            head: the head, where it is not named.
-            model: the model these heads belong to; by default it is opened again by its name.
-            embedding: what the head reads: "raw", "mlp0", "embed+mlp0" or "layer0"; by default what it is scored with:
-                the raw embedding in layer 0, and from layer 1 on that of the map. The publication takes "mlp0" in all
-                layers.
-            sources: how many salient tokens.
-            targets: how many tokens to list for each, written and suppressed.
+            layer: the head's layer, or the head itself as "9.2" or (9, 2).
+            head: the head's index, if `layer` is a layer.
+            model: the model of this map; default: it is opened by its name.
+            embedding: the head's input: "raw", "mlp0", "embed+mlp0" or "layer0"; default: the one used for scoring,
+                which is the raw embedding in layer 0 and the map's embedding from layer 1 on. The publication uses
+                "mlp0" in all layers.
+            sources: number of salient tokens.
+            targets: number of written and of suppressed tokens to list for each.
 
         Raises:
-            ModelError: the model cannot be opened by its name, or is another one.
+            ModelError: the model cannot be opened by its name, or is another model.
             InputError: the head or the embedding does not exist.
         """
         layer, head = head_named(layer, head, self._sizes)
@@ -327,16 +325,16 @@ class HeadMap(Result):
         sources: int = 5,
         targets: int = 5,
     ) -> pd.DataFrame:
-        """Return what `salient` says of several heads, with `layer, head` in front; the vocabulary is read once.
+        """Return the rows of `salient` for several heads, with columns `layer, head`; the vocabulary is read once.
 
         Args:
-            heads: the name of each, as "9.2" or (9, 2), or rows with `layer` and `head`, such as those of `table`.
-            model: the model these heads belong to; by default it is opened again by its name.
-            sources: how many salient tokens.
-            targets: how many tokens to list for each, written and suppressed.
+            heads: heads as "9.2" or (9, 2), or rows with `layer` and `head`, such as those of `table`.
+            model: the model of this map; default: it is opened by its name.
+            sources: number of salient tokens.
+            targets: number of written and of suppressed tokens to list for each.
 
         Raises:
-            ModelError: the model cannot be opened by its name, or is another one.
+            ModelError: the model cannot be opened by its name, or is another model.
             InputError: a head does not exist, or is not a pair.
         """
         places = [(layer, head) for layer, head in dict.fromkeys(parts_of_kind("heads", heads, self._sizes))]
@@ -348,7 +346,7 @@ class HeadMap(Result):
         return pd.concat(tables, ignore_index=True) if tables else salient_of_heads(weights, [])
 
     def read_by(self, layer: int) -> EmbeddingName:
-        """Return the effective embedding that heads of a layer are scored with."""
+        """Return the name of the effective embedding with which a layer's heads are scored."""
         return cast("EmbeddingName", self.run.options["embedding"]) if layer > 0 else "raw"
 
     @property
@@ -374,10 +372,10 @@ def relations_of(
     *,
     some: bool = False,
 ) -> dict[str, tuple[TokenRelation, int]]:
-    """Return the relations a head map was scored on, by name, as tokens, and each one's k.
+    """Return the tokenized relations that a head map was scored on, by name, each with its k.
 
-    `multi_token` says what represents words of several tokens; by default only items of single tokens are taken, also
-    where the map took others. With `some`, a part of the map's relations will do, where `relations` are given.
+    `multi_token` selects the token that represents a word of several tokens; by default only items of single tokens are
+    returned, even if the map has others. With `some`, `relations` may be a part of the map's relations.
     """
     if not isinstance(head_map, HeadMap):
         raise InputError(f"head_map={shown(head_map)} is not a head map: give what hw.classify_heads returns.")
@@ -390,7 +388,7 @@ def relations_of(
         )
     used = head_map.relations[head_map.relations["used"]]
     selected = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]
-    if some and relations is not None and selected:  # else what is lacking is named below
+    if some and relations is not None and selected:  # otherwise missing relations raise an error below
         used = used[used["relation"].isin([relation.name for relation in selected])]
     same_words = head_map.run.options["rule"] == "published"
     tokenized = tokenize_relations(selected, model.tokenizer, multi_token=multi_token, same_words=same_words)
@@ -407,7 +405,7 @@ def relations_of(
 
 
 def sentences_of(findings: Mapping[str, Any]) -> list[str]:
-    """Say what the findings of a head map show."""
+    """Return the findings of a head map as sentences."""
     labels = {name: count for name, count in findings["labels"].items() if count and name != UNCLASSIFIED}
     classified = sum(labels.values())
     named = ", ".join(f"{count} {'in ' * name.endswith('categories')}{name}" for name, count in labels.items())

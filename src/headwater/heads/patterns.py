@@ -1,16 +1,16 @@
-"""How much of its attention each head gives to the keys of every behaviour, and what keys drawn at random would get.
+"""The share of each head's attention on the keys of every behaviour, compared with keys drawn at random.
 
     score     the share of a query's attention on the behaviour's keys, averaged over the queries that have such keys
     expected  the same for as many keys, drawn at random from those that the query can see: shuffled positions
 
 TransformerLens's detector divides by all queries instead (`detector_scores`).
 
-1. The model runs on a few sequences at a time. A hook at each layer's pattern reduces it at once to sums over queries:
-   of no more than one layer there is a pattern in memory.
-2. Of n keys drawn from the N that a query sees, whose attention has the mean a and the variance s², the sum has the
-   mean n a and the variance n s² (N - n) / (N - 1).
-3. `position`: on tokens in random order a score before the softmax is a part that the two positions decide, its mean
-   over sequences, and what the tokens add. Up to a constant per query these scores are the logarithm of the pattern.
+1. The model runs on a few sequences at a time. A hook on each layer's pattern immediately reduces it to sums over
+   queries, so only one layer's pattern is in memory at a time.
+2. Let the attention on the N keys that a query sees have mean a and variance s². The attention on n keys drawn from
+   these has mean n a and variance n s² (N - n) / (N - 1).
+3. `position`: on tokens in random order, a pre-softmax score splits into a part that depends only on the two positions
+   (its mean over sequences) and a part from the tokens. Up to a constant per query it is the logarithm of the pattern.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ from headwater.registry import Registry
 ATTENTION_CLASSES = ("previous_token", "duplicate_token", "induction")
 """The behaviours that TransformerLens's detector has."""
 MOST_SEQUENCES = 10_000
-"""The score of a head, from 0 to 1, is then exact to 0.005 however much sequences differ."""
+"""With this many, a head's score (0 to 1) has a standard error of at most 0.005, however much sequences differ."""
 SEQUENCES_AT_ONCE = 64
-"""How many are in one run of the model: so memory does not grow with their number."""
+"""Sequences in one forward pass, so that memory does not grow with their number."""
 PATTERN_FLOATS = 1 << 28
-"""About how many numbers the patterns of one run may hold, and what is made of them."""
+"""Approximate limit on the numbers in the patterns of one forward pass and in what is computed from them."""
 SUMS = ("on", "expected", "variance")
-"""What is summed over the queries of each sequence, by class and head."""
+"""Names of the sums over the queries of each sequence, by class and head."""
 POSITION = ("count", "first", "second")
-"""What is summed over sequences, by head, query and key."""
+"""Names of the sums over sequences, by head, query and key."""
 
 
 @checked_call
 def attention_classes(
     model: HookedModel, *, sequences: int = 16, length: int = 24, threshold: float = 0.4, seed: int = 0
 ) -> pd.DataFrame:
-    """Score every head as previous-token, duplicate-token and induction head, on random tokens said twice.
+    """Score every head as previous-token, duplicate-token and induction head, on repeated random tokens.
 
     These are three of the behaviours of `attention_behaviour`, without its null.
 
     Args:
         model: the model.
-        sequences: how many random sequences, at most 10,000.
-        length: how many tokens before they are said again; fewer where the vocabulary or the context is small.
-        threshold: the score from which on a head is called by a class.
-        seed: of the random tokens.
+        sequences: number of random sequences, at most 10,000.
+        length: number of tokens before they repeat; fewer if the vocabulary or the context is small.
+        threshold: the smallest score with which a head gets a class.
+        seed: seed of the random tokens.
 
     Returns:
         A row per layer and head: `layer, head, previous_token, duplicate_token, induction` (scores, 0 to 1) and
         `attention_class` (one of these names, or "none").
 
     Raises:
-        ModelError: the model is none that runs.
+        ModelError: the model cannot be run.
         InputError: the vocabulary or the context is too small for a repeated sequence, or an option is not a number.
     """
     if not isinstance(model, HookedModel):
@@ -110,23 +110,23 @@ def heads_of(layers: Sequence[int], n_heads: int) -> pd.DataFrame:
 
 
 def rows_at_once(model: HookedModel, length: int) -> int:
-    """Return how many sequences of a length are run at once: one layer's pattern and what is made of it are kept."""
+    """Return the number of sequences of a length per pass, such that one layer's pattern and its sums fit in memory."""
     return max(1, PATTERN_FLOATS // (3 * (model.shape.n_heads + len(BEHAVIOURS)) * length**2))
 
 
 def pattern_sums(
     model: HookedModel, batch: Batch, kinds: TokenKinds, *, said_once: range | None = None
 ) -> list[dict[str, Tensor]]:
-    """Run the model on sequences, in parts where memory runs out, and sum what heads attend to over queries of each.
+    """Run the model on sequences, split if memory runs out, and sum each head's attention over the queries of each.
 
-    `said_once` has, of random tokens, the positions of those that the sequence has not said before; what
-    `position_share` takes is summed over these too.
+    For repeated random tokens, `said_once` holds the positions of the first copy; the inputs of `position_share` are
+    then summed over these positions too.
 
     Returns:
-        For each part `on, expected, variance` (example class layer head), sums over the queries that have keys of the
-        class; `queries, keys` (example class), how many such queries there are and keys of them; `tokens`, the length
-        of each; and with `said_once` `count, first, second` (layer head query key): over the sequences the number, the
-        sum and the sum of squares of centred scores.
+        For each part: `on, expected, variance` (example class layer head), sums over the queries that have keys of the
+        class; `queries, keys` (example class), the numbers of such queries and of their keys; `tokens`, the length of
+        each sequence; and with `said_once` also `count, first, second` (layer head query key): the number, sum and sum
+        of squares of centred scores over sequences.
     """
     return in_halves(range(len(batch)), lambda rows: _sums(model, batch.rows(rows[0], rows[-1] + 1), kinds, said_once))
 
@@ -138,7 +138,7 @@ def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range 
 
     def reduce(pattern: Pattern, hook: object) -> None:
         device = pattern.device
-        # Once per device: a model over several GPUs has its patterns on each of them.
+        # Copied once per device: a model spread over several GPUs has patterns on each of them.
         if device not in on_device:
             on_device[device] = (to_device(keys, device), to_device(visible, device))
         for name, values in attention_on(pattern, *on_device[device]).items():
@@ -164,14 +164,14 @@ def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range 
 def attention_on(
     pattern: Pattern, keys: Bool[Tensor, "class batch query key"], visible: Bool[Tensor, "batch query key"]
 ) -> dict[str, Float[Tensor, "batch class head"]]:
-    """Sum over queries the attention on the keys of each class, and its mean and variance for keys drawn at random."""
-    # Sums over queries in bfloat16 would stop growing.
+    """Sum over queries the attention on each class's keys, and the mean and variance of this for random keys."""
+    # In bfloat16, sums over many queries would stop growing.
     a = pattern.float()
     on = torch.einsum("b h q k, c b q k -> b c h", a, keys.float())
     n, N = keys.sum(-1).float()[:, :, None], visible.sum(-1).float()[:, None]  # class b 1 q, b 1 q
     mean = (a * visible[:, None]).sum(-1) / N.clamp(min=1)
     spread = ((a - mean[..., None]) * visible[:, None]).square().sum(-1) / N.clamp(min=1)
-    # n keys drawn at random without replacement: mean n · mean, variance n (N - n) / (N - 1) · spread.
+    # For n keys drawn at random without replacement: mean n · mean, variance n (N - n) / (N - 1) · spread.
     expected = (n * mean).sum(-1)
     variance = (n * (N - n) / (N - 1).clamp(min=1) * spread).sum(-1)
     return {"on": on, "expected": expected.transpose(0, 1), "variance": variance.transpose(0, 1)}
@@ -180,11 +180,11 @@ def attention_on(
 def centred_scores(
     pattern: Pattern, visible: Bool[Tensor, "batch query key"], positions: range
 ) -> dict[str, Float[Tensor, "head kept kept"]]:
-    """Sum over sequences the scores before the softmax, less their mean over a query's keys, and their squares."""
+    """Sum over sequences the pre-softmax scores, minus their mean over a query's keys, and the squares of these."""
     span = slice(positions.start, positions.stop)
-    # Scores from the pattern, since log A is the score but for a number per query, which centring takes off.
+    # log A is the score up to a constant per query, which centring removes.
     block = pattern[:, :, span, span].double()
-    # A weight that rounded to 0 has no score to read.
+    # The score of a weight that rounded to 0 is unknown.
     mask = visible[:, None, span, span] & (block > 0)
     logs = torch.where(mask, block, 1).log()
     mean = logs.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -197,11 +197,11 @@ def position_share(
     first: Float[Tensor, "layer head query key"],
     second: Float[Tensor, "layer head query key"],
 ) -> Float[Tensor, "layer head"]:
-    """Return the share of the variance of scores before the softmax that the two positions decide alone.
+    """Return the share of the variance of pre-softmax scores that the two positions alone explain.
 
-    Estimated without bias, from what `centred_scores` gives, summed over sequences: the mean square of the means over n
-    sequences, less the n-th part of the variance within them. Pairs that not all sequences have are left out. NaN where
-    scores do not vary, or there is one sequence.
+    An unbiased estimate from the sums of `centred_scores` over n sequences: the mean square of the means over
+    sequences, minus 1/n of the variance within them. Pairs that not all sequences have are left out. NaN where scores
+    do not vary, or there is only one sequence.
     """
     n = count.amax((-1, -2), keepdim=True)
     used = (count == n) & (count.sum(-1, keepdim=True) > n)  # a query that sees one key has nothing to choose
@@ -215,14 +215,14 @@ def position_share(
 
 
 def detector_scores(sums: Mapping[str, Tensor]) -> dict[str, Float[Tensor, "class layer head"]]:
-    """Return what TransformerLens's detector gives for its two error measures, averaged over sequences.
+    """Return the scores of TransformerLens's detector for its two error measures, averaged over sequences.
 
-    Of a pattern A and keys D (0 or 1) of a sequence of T tokens, with ΣA = T:
+    For a pattern A and keys D (0 or 1) of a sequence of T tokens, with ΣA = T:
 
         mul   Σ A D / ΣA              the score times the share of queries that have such keys
         abs   1 - Σ |A - D| / T       = 2 mul - ΣD / T
 
-    The sums are those of `pattern_sums`, with all sequences along the first axis.
+    `sums` comes from `pattern_sums`, with all sequences along the first axis.
     """
     tokens = sums["tokens"].double()
     mul = (sums["on"].double() / tokens[:, None, None, None]).mean(0)
@@ -230,34 +230,34 @@ def detector_scores(sums: Mapping[str, Tensor]) -> dict[str, Float[Tensor, "clas
     return {"mul": mul, "abs": 2 * mul - per_query[:, None, None]}
 
 
-# Which keys a behaviour of attention is about, and random tokens on which every one of them can be seen.
+# The keys of each attention behaviour, and random tokens in which every behaviour can occur.
 #
-# The first position is often a resting place (Xiao et al. 2024); induction is that of Olsson et al. 2022. Previous and
-# duplicate token, and induction, are those of TransformerLens's head detector. Another behaviour, from anywhere, is one
-# more row of `BEHAVIOURS`:
+# The first position is often a resting place (Xiao et al. 2024); induction is defined as in Olsson et al. 2022.
+# Previous token, duplicate token and induction match TransformerLens's head detector. Any code can add a behaviour by
+# adding a row to `BEHAVIOURS`:
 #
 # BEHAVIOURS.add("two_before", Behaviour("two positions before", two_before, color="#8c5a3c", mark="X"))
 #
-# Random tokens: a sequence of different ordinary tokens, drawn at random, said twice in the same order. Where the
+# Random tokens: a sequence of different ordinary tokens, drawn at random, and then repeated in the same order. If the
 # tokenizer has such tokens, a sixth of them are delimiters and a quarter a piece of a series, all in random order.
 
 
 SERIES = ("letter_to_next", "number_to_next", "sequence_to_next", "year_to_next")
-"""The relations of headwater's suite that say what follows what."""
+"""The relations of headwater's suite that map a member of a series to the next one."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenKinds:
-    """What is known of the tokens of a vocabulary."""
+    """The kind of each token of a vocabulary."""
 
     ordinary: Bool[Tensor, " d_vocab"]
-    """Whether a text can hold it: the tokenizer knows it, and it is not a special token."""
+    """Whether the token can occur in a text: the tokenizer knows it, and it is not a special token."""
     delimiter: Bool[Tensor, " d_vocab"]
-    """Whether it is punctuation alone, or a line break."""
+    """Whether the token is only punctuation, or a line break."""
     series: Int[Tensor, " d_vocab"]
-    """Its number among the members of series; 0 of what is none."""
+    """Number of the token among the members of series; 0 for tokens in no series."""
     follows: Bool[Tensor, "source target"]
-    """By these numbers, whether the second comes right after the first in a series."""
+    """Whether the second member (by these numbers) comes right after the first in a series."""
 
 
 @dataclass(frozen=True)
@@ -265,16 +265,16 @@ class Behaviour:
     """One kind of keys that a head may attend to."""
 
     says: str
-    """Which keys, as words of a sentence."""
+    """A noun phrase that names the keys, for sentences."""
     keys: Callable[[Tokens, TokenKinds], Bool[Tensor, "batch query key"]]
-    """Says of each query and key whether it is one of them; padding need not be minded."""
+    """Function that returns whether each key belongs to each query's keys; it may ignore padding."""
     color: str
     mark: str
 
 
 def _current(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query key"]:
     found = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
-    # The first query has nothing else to attend to.
+    # Excluded, because the first query can only attend to itself.
     found[0, 0] = False
     return found.expand(len(tokens), -1, -1)
 
@@ -300,7 +300,7 @@ def _duplicate(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query k
 
 
 def _induction(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query key"]:
-    # The column that comes round is empty: no query is after the last key.
+    # The column that wraps around is empty: no query comes after the last key.
     return _duplicate(tokens, kinds).roll(1, 2)
 
 
@@ -310,7 +310,7 @@ def _successor(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query k
 
 
 BEHAVIOURS: Registry[str, Behaviour] = Registry("behaviour of attention")
-"""By name, in the order of tables and legends."""
+"""The behaviours by name, in the order of tables and legends."""
 BEHAVIOURS.add("current_token", Behaviour("their own position", _current, *SETS[4]))
 BEHAVIOURS.add("first_token", Behaviour("the first position", _first, *SETS[5]))
 BEHAVIOURS.add("previous_token", Behaviour("the position before", _previous, *SETS[0]))
@@ -323,9 +323,9 @@ BEHAVIOURS.add("successor", Behaviour("earlier tokens that follow theirs in a se
 def attended_keys(
     tokens: Tokens, mask: Bool[Tensor, "batch position"], kinds: TokenKinds, *, looks_ahead: bool = False
 ) -> tuple[Bool[Tensor, "class batch query key"], Bool[Tensor, "batch query key"]]:
-    """Return the keys of every behaviour for each query, and all keys that the query can see; none at padding.
+    """Return each behaviour's keys for each query, and all keys that the query can see; none at padding.
 
-    Tokens are right-padded. With `looks_ahead` a query sees later keys too; the keys of a behaviour stay the same.
+    Tokens are right-padded. With `looks_ahead` a query sees later keys too, but a behaviour's keys stay the same.
     """
     real = mask[:, :, None] & mask[:, None]
     visible = real if looks_ahead else real.tril()
@@ -338,7 +338,7 @@ def _is_delimiter(text: str) -> bool:
 
 
 def token_kinds(model: HookedModel) -> TokenKinds:
-    """Find delimiters and members of series in a model's vocabulary; without a tokenizer there are none."""
+    """Find the delimiters and members of series in a model's vocabulary; none without a tokenizer."""
     size, tokenizer = model.shape.d_vocab, model.tokenizer
     delimiter, series = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.long)
     if tokenizer is None:
@@ -346,7 +346,7 @@ def token_kinds(model: HookedModel) -> TokenKinds:
     n_tokens = min(len(tokenizer), size)
     ordinary = torch.arange(size) < n_tokens
     ordinary[[token for token in tokenizer.all_special_ids if token < size]] = False
-    # Pieces first: decoding a whole vocabulary token by token takes longer than looking for letters.
+    # Filter by the raw pieces first, because decoding a whole vocabulary token by token is slower.
     pieces = enumerate(tokenizer.convert_ids_to_tokens(list(range(n_tokens))))
     known = [(token, str(piece)) for token, piece in pieces if piece is not None]
     candidates = [token for token, piece in known if not any(sign.isascii() and sign.isalnum() for sign in piece)]
@@ -369,14 +369,14 @@ def token_kinds(model: HookedModel) -> TokenKinds:
 def repeated_tokens(
     model: HookedModel, sequences: int, length: int, seed: int, kinds: TokenKinds | None = None
 ) -> Int[Tensor, "batch position"]:
-    """Draw sequences of different ordinary tokens, each sequence said twice, after the model's BOS if it wants one."""
+    """Draw sequences of distinct ordinary tokens, each sequence repeated once, after the model's BOS if it uses one."""
     kinds = token_kinds(model) if kinds is None else kinds
     ordinary = kinds.ordinary.nonzero()[:, 0]
     length = min(length, len(ordinary), (model.shape.n_ctx - len(model.bos)) // 2)
     if length < 2:
         raise InputError(f"{model.name} has too small a vocabulary or context to say a sequence of tokens twice.")
     generator = torch.Generator().manual_seed(seed)
-    # Different tokens: a chance repeat inside would be an induction of its own.
+    # Distinct tokens, because a chance repeat within the sequence would add induction keys.
     once = torch.stack([_drawn(ordinary, kinds, length, generator) for _ in range(sequences)])
     bos = torch.tensor(model.bos, dtype=torch.long).expand(sequences, -1)
     return torch.cat([bos, once, once], dim=1)
@@ -385,7 +385,7 @@ def repeated_tokens(
 def _drawn(
     ordinary: Int[Tensor, " token"], kinds: TokenKinds, length: int, generator: torch.Generator
 ) -> Int[Tensor, " position"]:
-    """Draw different tokens in random order, some of them delimiters and some a piece of a series."""
+    """Draw distinct tokens in random order, including some delimiters and a piece of a series."""
     delimiters = kinds.delimiter.nonzero()[:, 0]
     few = delimiters[torch.randperm(len(delimiters), generator=generator)[: length // 6]]
     special = torch.cat([few, _piece_of_a_series(kinds, length // 4, generator)])
@@ -396,7 +396,7 @@ def _drawn(
 
 
 def _piece_of_a_series(kinds: TokenKinds, length: int, generator: torch.Generator) -> Int[Tensor, " token"]:
-    """Draw a member of a series, and go on to what follows it, without coming back."""
+    """Draw a random member of a series, then its successors, without repeats."""
     members = kinds.series.nonzero()[:, 0]
     if length < 2 or not len(members):
         return members[:0]
@@ -411,18 +411,18 @@ def _piece_of_a_series(kinds: TokenKinds, length: int, generator: torch.Generato
     return token_of[drawn]
 
 
-# Whether a head writes what it reads: the eigenvalues of its OV circuit, from token to token.
+# Whether a head copies its input: the eigenvalues of its token-to-token OV circuit.
 #
-# Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021. With E the embedding that a head reads and U
-# the unembedding, it maps tokens to logits by M = E W_V W_O U, d_vocab × d_vocab. The eigenvectors of M are mixtures of
-# tokens that are written as themselves, times the eigenvalue: positive where it copies, negative where it suppresses.
+# Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021. With E the head's input embedding and U the
+# unembedding, the head maps tokens to logits by M = E W_V W_O U, d_vocab × d_vocab. M maps each eigenvector, a mixture
+# of tokens, to itself times the eigenvalue: positive if the head copies it, negative if the head suppresses it.
 #
-# copying = Σ λ / Σ |λ|        1 where all is copied, -1 where all is suppressed
+# copying = Σ λ / Σ |λ|        1 if everything is copied, -1 if everything is suppressed
 #
-# 1. M has the eigenvalues of the product in the other order, W_O (U E) W_V, and zeros: U E is d_model × d_model and the
-#    same for all heads of a layer, the product d_head × d_head.
-# 2. E is the raw embedding at layer 0 and the effective embedding after it (`models.effective_embedding`).
-# 3. Null: heads of this shape whose W_V and W_O are drawn at random, with the same E and U.
+# 1. The nonzero eigenvalues of M are those of the product in the other order, W_O (U E) W_V. This is d_head × d_head,
+#    and U E is d_model × d_model and shared by all heads of a layer.
+# 2. E is the raw embedding at layer 0 and the effective embedding in later layers (`models.effective_embedding`).
+# 3. Null distribution: heads of this shape with random W_V and W_O, and the same E and U.
 #
 # Biases, norms, and a norm after the attention are left out.
 
@@ -430,22 +430,22 @@ def _piece_of_a_series(kinds: TokenKinds, length: int, generator: torch.Generato
 PIECE = 8192
 """Tokens in memory at a time."""
 ROUNDING = 1e-5
-"""Eigenvalues that together are smaller than this part of those of random factors as large are 0."""
+"""Eigenvalues count as 0 if the sum of their sizes is below this fraction of that of random factors of equal norm."""
 RANDOM_HEADS = 200
 LEVEL = 0.95
-"""Of random heads lies within the bounds that are given."""
+"""Share of random heads within the returned bounds."""
 
 
 def copying_scores(
     weights: WeightSource, embedding: str, seed: int, bar: Bar | None = None, layers: Sequence[int] | None = None
 ) -> tuple[Float[Tensor, "layer head"], Float[Tensor, "layer 2"]]:
-    """Return Σ λ / Σ |λ| of every head of some layers, or all, and the bounds within which 95 % of random heads lie.
+    """Return Σ λ / Σ |λ| of every head of some layers (or all), and the bounds within which 95 % of random heads lie.
 
-    `embedding` is what heads from layer 1 on read. NaN of a head that writes nothing of what it reads.
+    `embedding` is the input of heads from layer 1 on. NaN for a head whose OV circuit is zero.
     """
     scores, bounds, before = [], [], ""
     for layer in range(weights.shape.n_layers) if layers is None else layers:
-        # Layer 0 reads the raw embedding; those after it share U E and the random heads.
+        # Layer 0 reads the raw embedding; later layers share U E and the random heads.
         if (kind := embedding if layer else "raw") != before:
             joined, before = _read_and_written(weights, kind), kind
             of_random = _bounds(joined, weights.shape.d_head, seed)
@@ -463,8 +463,8 @@ def eigenvalue_share(
     joined: Float[Tensor, "d_model d_model"],
     W_V: Float[Tensor, "head d_model d_head"],
 ) -> Float[Tensor, " head"]:
-    """Return Σ λ / Σ |λ| of W_O · joined · W_V, head by head; NaN where all eigenvalues are 0 but for rounding."""
-    # d_head × d_head: the same eigenvalues but zeros as the circuit over the whole vocabulary (Elhage et al. 2021).
+    """Return Σ λ / Σ |λ| of W_O · joined · W_V for each head; NaN where all eigenvalues are 0 up to rounding."""
+    # d_head × d_head, with the same nonzero eigenvalues as the circuit over the vocabulary (Elhage et al. 2021).
     products = W_O.double() @ joined @ W_V.double()
     sizes = [factor.double().square().sum((-1, -2)).sqrt().expand(len(W_O)) for factor in (W_O, joined, W_V)]
     both = torch.cat([products.flatten(1), torch.stack(sizes, 1)], dim=1).cpu()  # a GPU's host waits once
@@ -472,12 +472,12 @@ def eigenvalue_share(
     values: Inexact[Tensor, "head d_head"] = torch.linalg.eigvals(twins)
     size = values.abs().sum(-1)
     nothing = ROUNDING * norms[0] * norms[1] * norms[2] / len(joined)
-    # Σ λ as the trace: exact, where the sum of eigenvalues adds up their rounding.
+    # Σ λ as the trace, which is exact; summing the eigenvalues would add up their rounding.
     return torch.where(size > nothing, twins.diagonal(dim1=1, dim2=2).sum(-1) / size, torch.nan)
 
 
 def _read_and_written(weights: WeightSource, kind: str) -> Float[Tensor, "d_model d_model"]:
-    """Return U E, summed over the vocabulary a piece at a time."""
+    """Return U E, summed over the vocabulary piece by piece."""
     U = weights.unembedding()
     if U.shape[1] != weights.shape.d_vocab:
         raise ModelError(
@@ -487,7 +487,7 @@ def _read_and_written(weights: WeightSource, kind: str) -> Float[Tensor, "d_mode
     tokens = torch.arange(weights.shape.d_vocab, device=U.device)
     whole = torch.zeros(len(U), weights.shape.d_model, dtype=torch.double, device=U.device)
     for piece in tokens.split(PIECE):
-        # Products in the weights' own precision, their sum in float64: vocabularies are long.
+        # Products in the weights' dtype, their sum in float64, because vocabularies are large.
         whole += (U[:, piece] @ weights.effective_embedding(piece, kind)).double()
     return whole
 
@@ -496,7 +496,7 @@ def _bounds(joined: Float[Tensor, "d_model d_model"], d_head: int, seed: int) ->
     """Return the bounds within which 95 % of random heads lie."""
     generator = torch.Generator().manual_seed(seed)
     d_model = len(joined)
-    # Drawn on the CPU, so that a seed gives the same heads on every device.
+    # Drawn on the CPU, so that a seed yields the same heads on every device.
     W_O = torch.randn(RANDOM_HEADS, d_head, d_model, generator=generator)
     W_V = torch.randn(RANDOM_HEADS, d_model, d_head, generator=generator)
     parts = zip(W_O.split(8), W_V.split(8), strict=True)

@@ -1,4 +1,4 @@
-"""Prompts that put a relation's words in front of a model: a sentence about the source, or a task with examples."""
+"""Prompts for a relation's items: sentences that contain the source, or tasks with examples that ask for the target."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from headwater.models.tokens import Batch, Bos, make_batch, token_span
 from headwater.options import one_or_several, shown
 
 TEMPLATE = "Input: {source} Output:"
-"""What asks for a target, where nothing else is given."""
+"""The default prompt that asks for a target."""
 
 
 @dataclass(frozen=True, eq=False)
 class SourcePrompts:
-    """Sentences that name a source somewhere; a row per template and item whose source is one token there."""
+    """Sentences that contain a source; a row per template and item whose source is a single token there."""
 
     batch: Batch
     source: Int[Tensor, " row"]
@@ -36,16 +36,16 @@ class TaskPrompts:
 
     batch: Batch
     accepted: tuple[tuple[int, ...], ...]
-    """The accepted target tokens of each row; of targets of several tokens those that represent them, all after the
-    same tokens, which the prompt ends with."""
+    """The accepted target tokens of each row. A target of several tokens has one token that represents it; all of a
+    row's accepted tokens follow the same preceding tokens, with which the prompt ends."""
     foil: Int[Tensor, " row"]
-    """A target of another item that is not accepted here: what the logit difference is taken against."""
+    """A target of another item that is not accepted here, for the logit difference."""
 
 
 def source_prompts(
     model: HookedModel, tokens: TokenRelation, templates: Sequence[str], *, bos: Bos = None
 ) -> SourcePrompts:
-    """Put each source into each template; a row whose tokenizer splits or joins the source there is left out."""
+    """Put each source into each template; drop rows where the tokenizer splits the source or merges it with more."""
     templates = checked_templates(templates)
     words = _words(model, tokens.source.tolist())
     shape = model.shape
@@ -81,10 +81,10 @@ def checked_templates(templates: str | Sequence[str]) -> list[str]:
 
 
 def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots: int, seed: int) -> TaskPrompts:
-    """Ask for each item's target, after some other items with theirs.
+    """Return prompts that ask for each item's target, after some other items with their targets.
 
-    A target of several tokens is asked for by the one that represents it: the prompt ends with those before it, of the
-    item's first target where there are several.
+    A target of several tokens has one token that represents it; the prompt ends with the tokens before that one. With
+    several targets these are the tokens of the item's first target.
     """
     checked_templates([template])
     generator = np.random.default_rng(seed)
@@ -102,7 +102,7 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
             raise InputError(f"Every item of {tokens.relation.name} accepts the same targets: nothing to tell apart.")
         others = [other for other in range(len(words)) if other != item]
         chosen = generator.choice(others, size=min(shots, len(others)), replace=False)
-        # replace and not format: a template may hold other braces.
+        # replace, not format, because a template may contain other braces.
         examples = [f"{template.replace('{source}', words[other][0])} {words[other][1]}\n" for other in chosen]
         texts.append("".join(examples) + template.replace("{source}", source))
         foils.append(int(generator.choice(wrong)))
@@ -114,7 +114,7 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
 
 
 def _answers(model: HookedModel, tokens: TokenRelation) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of each item the tokens before the one that represents its first target, and the tokens accepted after them."""
+    """Yield, per item, the tokens before the one that represents its first target, and the tokens accepted next."""
     if not tokens.words:
         yield from (((), standing) for standing in tokens.targets)
         return

@@ -1,16 +1,16 @@
-"""Relations: what a head may map a word to, read from files and tables.
+"""Relations: mappings from words to words that a head may implement, read from files and tables.
 
 A relation is a list of pairs (source, accepted targets), e.g. ("France", ("Paris",)), in one of four categories. A
-folder of relations holds, for each, `NAME.json` or `NAME/NAME.json` (the published layout):
+folder of relations holds a file `NAME.json` or `NAME/NAME.json` (the published layout) for each. The file contains
 
-- a list of `[source, target]` rows. A source may come twice, as two items. The category is the one `categories.json`
-  (`{name: category}`) gives, else the published one of that name, else none: scored, but it colours no head.
+- a list of `[source, target]` rows. A source may occur twice, as two items. The category comes from `categories.json`
+  (`{name: category}`), else it is the published category of that name, else none: scored, but it colours no head.
 - or an object `{"name", "category", "description", "provenance", "licence", "pairs": [[source, [target, ...]], ...]}`,
-  each source once. The suite that comes with headwater (Elhelo & Geva, ACL 2025, gathered anew) is written so.
+  each source once. headwater's suite (Elhelo & Geva, ACL 2025, gathered anew) uses this format.
 
-A table is a relation too: a data frame or a CSV or TSV file with columns source and target, a row per pair; so is a
-list of pairs, or a mapping {name: pairs or data frame}. A source with several rows has several accepted targets. Such
-a relation has the published category of its name, or the one that a column category gives all of its rows.
+A relation can also be a table (a data frame, or a CSV or TSV file, with columns source and target and a row per pair),
+a list of pairs, or a mapping {name: pairs or data frame}. A source with several rows has several accepted targets. Such
+a relation has the category of its column `category` (the same in all rows), else the published category of its name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from headwater.options import checked_path, has_no_order, is_one, one_or_several
 from headwater.runs.result import records_of
 
 NumberedRows: TypeAlias = Iterable[tuple[int, Mapping[str, object]]]
-"""Rows, each with the number that a person would look for."""
+"""Rows, each with the number under which a person finds it."""
 
 
 def rows_of(table: pd.DataFrame) -> NumberedRows:
@@ -67,7 +67,7 @@ class Relation:
     """Pairs of a source word and its accepted targets, one target or several: `("France", "Paris")`.
 
     Raises:
-        InputError: the name is not a text, the category does not exist, or a pair is not one of words.
+        InputError: the name is not a text, the category does not exist, or a pair does not consist of words.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Relation:
 
     @property
     def is_copying(self) -> bool:
-        """Whether the target is the source itself (the published rule: the name says so)."""
+        """Whether the target is the source itself (the published rule: the name contains "copying")."""
         return "copying" in self.name
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class Relation:
 
 
 def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
-    """Return the pairs of a relation, each with a tuple of targets, which may be given as one word."""
+    """Return the pairs of a relation, each with a tuple of targets; a single target may be passed as a word."""
     if is_one(pairs) or has_no_order(pairs):
         raise InputError(f"Relation {name!r}: pairs={shown(pairs)} is not a list of pairs (source, target).")
     checked = []
@@ -129,21 +129,21 @@ Relations: TypeAlias = (
     | Sequence[str | Path | Relation | pd.DataFrame | Sequence[Any]]
     | None
 )
-"""What represents relations; see `load_relations`."""
+"""The accepted forms of relations; see `load_relations`."""
 
 
 @checked_call
 def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
-    """Return relations: those of a folder in the order of their names, or what else represents relations.
+    """Load relations from a folder (in the order of their names) or from any other accepted form.
 
     Args:
-        relations: a folder with a file per relation, as the module describes; one such file, or a CSV or TSV file with
-            columns source and target; the name of a relation of the suite that comes with headwater; a relation; a data
-            frame with these columns, or a list of pairs, named "own"; a mapping {name: list of pairs, or data frame};
-            or several of these. None is the whole suite.
+        relations: a folder with a file per relation, in the format of the module's docstring; one such file, or a CSV
+            or TSV file with columns source and target; the name of a relation in headwater's suite; a relation object;
+            a data frame with these columns, or a list of pairs, which is then named "own"; a mapping {name: list of
+            pairs, or data frame}; or several of these. None is the whole suite.
 
     Raises:
-        InputError: nothing there, a name twice, or a file that breaks the format; the message names file, line, field.
+        InputError: there is no relation, a name occurs twice, or the format is wrong (with the file, line and field).
     """
     if relations is None:
         return _suite_relations()
@@ -174,7 +174,7 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
 
 
 def is_pairs(parts: Sequence[Any]) -> bool:
-    """Whether a list is one of pairs, such as ("France", "Paris"), and not of relations."""
+    """Return whether a list contains pairs, such as ("France", "Paris"), and not relations."""
     return bool(parts) and all(isinstance(part, list | tuple) and part and isinstance(part[0], str) for part in parts)
 
 
@@ -184,7 +184,7 @@ def _suite_relations() -> tuple[Relation, ...]:
 
 
 def _read_relations(path: Path) -> tuple[Relation, ...]:
-    """Read a folder or file; a path that is not there may be the name of a relation of the suite."""
+    """Read a folder or file; a path that does not exist may be the name of a relation in the suite."""
     if not path.exists():
         suite_files = {file.stem: file for file in SUITE.glob("*.json")}
         if str(path) not in suite_files:
@@ -205,7 +205,7 @@ def _read_relations(path: Path) -> tuple[Relation, ...]:
 
 
 def _of_table(name: str, rows: NumberedRows, where: str) -> Relation:
-    """Make a relation of rows: each source with its accepted targets, and the one category that all rows name."""
+    """Make a relation from rows: each source with its accepted targets, and the one category that all rows have."""
     pairs: list[Pair] = []
     categories: dict[str | None, None] = {}
     for number, row in rows:
@@ -230,7 +230,7 @@ def _named(name: str, pairs: Pairs) -> Relation:
 
 
 def _merged(name: str, pairs: Iterable[Pair], category: str | None = None) -> Relation:
-    """Make a relation of pairs: each source once, with the targets of all its pairs."""
+    """Make a relation from pairs: each source once, with the targets of all its pairs."""
     accepted: dict[str, dict[str, None]] = {}
     for source, targets in pairs:
         accepted.setdefault(source, {}).update(dict.fromkeys(targets))
@@ -325,25 +325,25 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# Relations as the token ids of one model, and which of their pairs fall out.
+# Relations as the token ids of one model, and which of their pairs are dropped.
 #
-# Words are written without the leading space that they get before they are tokenized. A pair survives for a tokenizer
-# when its source is exactly one token and at least one of its targets is. Two more kinds of pair fall out, because they
-# would count evidence that is none:
+# Words are written without a leading space; tokenization adds it. A pair is kept for a tokenizer if its source is
+# exactly one token and at least one of its targets is. Two more kinds of pair are dropped, because counting them would
+# inflate the evidence:
 #
-# - a pair that says again, token for token, what an earlier one says;
-# - outside copying relations, a pair whose only target is the source's own token. A head that copies hits it, and words
-#   of several tokens may well begin alike. The published rule keeps those of the same two words (`same_words`).
+# - a pair with the same tokens as an earlier pair;
+# - outside copying relations, a pair whose only target token is the source token. A head that copies hits it, and words
+#   of several tokens may begin alike. The published rule keeps the pair if both words are the same (`same_words`).
 #
-# A relation is used when at least 30 pairs survive.
+# A relation is used if at least 30 pairs are kept.
 #
-# `multi_token` says what represents words of several tokens. "first" is their first token that is more than the space;
-# many begin alike, and then it says little of the word. "distinguishing" is for targets alone, sources stay single
-# tokens: the first token of the target that is in no target which the item does not accept ("York" of "New York" beside
-# "New Delhi", however each is cut), and, outside copying relations, not the source's own token. A target of one token
-# represents itself; a target without such a token falls out.
+# `multi_token` selects the token that represents a word of several tokens. "first" is its first token other than the
+# bare space; many words begin alike, so it may say little about the word. "distinguishing" applies only to targets, and
+# sources must be single tokens. It is the target's first token that occurs in no target which the item does not accept
+# ("York" of "New York" beside "New Delhi", however each is split) and that, outside copying relations, is not the
+# source token. A target of one token represents itself; a target without a distinguishing token is dropped.
 #
-# The same relations so mean different items on different models; `relation_coverage` counts what survives of each.
+# So a relation has different items on different models; `relation_coverage` counts the items that each keeps.
 
 
 MIN_PAIRS = 30
@@ -355,30 +355,30 @@ OWN_TARGET = "its target is the token of its source"
 
 @dataclass(frozen=True, eq=False)
 class TokenRelation:
-    """The items of a relation that survive for one tokenizer, as token ids, and those that do not, with the reason."""
+    """The items of a relation kept for one tokenizer, as token ids, and the dropped pairs with the reason."""
 
     relation: Relation
     source: Int[Tensor, " item"]
     targets: tuple[tuple[int, ...], ...]
     """The accepted target ids of each item, each id once."""
     dropped: pd.DataFrame
-    """source, target, reason: a row per pair that fell out."""
+    """`source, target, reason`: a row per dropped pair."""
     words: tuple[Pair, ...] = ()
-    """The source of each item and the accepted targets that are left, as words."""
+    """The source of each item and its remaining accepted targets, as words."""
 
     @property
     def usable(self) -> bool:
-        """Whether enough pairs survive for the score to mean something."""
+        """Whether enough pairs are kept for a meaningful score."""
         return len(self.targets) >= MIN_PAIRS
 
     @property
     def distinct_sources(self) -> int:
-        """How many sources the items have: what their number counts for where a source comes several times."""
+        """Number of distinct sources: the effective number of items if sources repeat."""
         return len(self.source.unique())
 
     @property
     def note(self) -> str:
-        """Why the relation is left out, and how many of its pairs fell out for another reason than their length."""
+        """Why the relation is not used, and how many pairs were dropped for reasons other than their token count."""
         kept, given = len(self.targets), len(self.relation.pairs)
         notes = [] if self.usable else [f"left out: {kept} of {given} pairs survive, {MIN_PAIRS} are needed"]
         repeated, own = (int((self.dropped["reason"] == reason).sum()) for reason in (REPEATED, OWN_TARGET))
@@ -396,11 +396,11 @@ def tokenize_relations(
     multi_token: MultiTokenName | None = None,
     same_words: bool = False,
 ) -> tuple[TokenRelation, ...]:
-    """Turn words into token ids, and say which pairs fall out; all relations are kept, however few of theirs survive.
+    """Tokenize relations and record the dropped pairs; every relation is returned, even with few pairs left.
 
-    `multi_token=None` drops a word of several tokens; "first" keeps its first token that is more than the space,
-    "distinguishing", of targets, the first token that tells them from all others, as the module says. `same_words`
-    keeps, as the published rule does, pairs of a word with itself also outside copying relations.
+    `multi_token=None` drops words of several tokens. "first" keeps their first token other than the bare space;
+    "distinguishing" keeps, for targets, the first token that no other target has (see the comment above `MIN_PAIRS`).
+    `same_words` keeps pairs of a word with itself also outside copying relations, as the published rule does.
     """
     if not isinstance(multi_token, str | None) or multi_token not in MULTI_TOKEN:
         raise InputError(f'multi_token={shown(multi_token)} is not known: it is None, "first" or "distinguishing".')
@@ -419,8 +419,8 @@ def tokenize_relations(
 def shared_relations(
     relations: Iterable[Relation], tokenizers: Sequence[Any], *, multi_token: MultiTokenName | None = None
 ) -> tuple[Relation, ...]:
-    """Return the relations with the pairs, and of each the targets, that survive for every one of the tokenizers."""
-    # Until nothing changes: a pair that falls out changes which tokens tell targets apart.
+    """Return the relations, with only the pairs and targets that are kept for every one of the tokenizers."""
+    # Repeated until nothing changes, because dropping a pair can change which tokens distinguish targets.
     shared, before = tuple(relations), None
     while shared != before:
         before = shared
@@ -431,10 +431,10 @@ def shared_relations(
 
 
 def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
-    """Return the tokens of each word as they are inside a sentence: after a space, without special tokens.
+    """Return the tokens of each word within a sentence: after a space, without special tokens.
 
-    A tokenizer that itself begins every text with a space (SentencePiece's dummy prefix) is given the bare word. A word
-    with a piece that the vocabulary lacks has no tokens.
+    A tokenizer that itself adds a space before every text (SentencePiece's dummy prefix) gets the bare word. A word
+    with a piece that is not in the vocabulary has no tokens.
     """
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise ModelError(
@@ -443,7 +443,7 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     if not words:
         return []
     pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
-    # SentencePiece writes a space before any text: a second one would be a token of its own.
+    # SentencePiece adds a space before any text; a second space would be a separate token.
     space = "" if pieces and pieces[0].startswith(("▁", "Ġ")) else " "
     with panics_are_errors(InputError, "The tokenizer fails on the words of a relation"):
         encoded = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
@@ -451,7 +451,7 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
 
 def _holders(relation: Relation, tokens: Mapping[str, Sequence[int]]) -> dict[int, set[str]]:
-    """Return of each token the targets of the relation that hold it."""
+    """Return, for each token, the targets of the relation that contain it."""
     holders: dict[int, set[str]] = {}
     for target in {target for _, accepted in relation.pairs for target in accepted}:
         for token in tokens[target]:
@@ -462,7 +462,7 @@ def _holders(relation: Relation, tokens: Mapping[str, Sequence[int]]) -> dict[in
 def _tokenize(
     relation: Relation, tokens: Mapping[str, Sequence[int]], telling: bool, same_words: bool
 ) -> TokenRelation:
-    """Tokenize one relation; with `telling` a target of several tokens is represented by one that tells it apart."""
+    """Tokenize one relation; with `telling` a distinguishing token represents a target of several tokens."""
     holders = _holders(relation, tokens) if telling else None
     items: dict[tuple[int, frozenset[int]], dict[int, str]] = {}
     words: list[Pair] = []
@@ -488,13 +488,13 @@ def _targets(
     holders: Mapping[int, set[str]] | None,
     same_words: bool,
 ) -> tuple[dict[int, str], str]:
-    """Return the target tokens of a pair, each once, with their words, or none of them and the reason."""
+    """Return the distinct target tokens of a pair with their words, or none and the reason."""
     source_ids, one_token = tokens[source], dict[str, int]()
     for target in accepted:
         ids = tokens[target]
         if holders is not None and len(ids) > 1:
             telling = [token for token in ids if holders[token] <= set(accepted)]
-            # Outside copying relations the source's own tokens represent no target.
+            # Outside copying relations the source's tokens cannot represent a target.
             ids = [token for token in telling if relation.is_copying or token not in source_ids][:1]
         if len(ids) == 1:
             one_token[target] = ids[0]
@@ -516,17 +516,17 @@ def _targets(
 def relation_coverage(
     relations: Relations, tokenizer: object, *, multi_token: MultiTokenName | None = None
 ) -> pd.DataFrame:
-    """Count the pairs of each relation that survive a tokenizer.
+    """Count the pairs of each relation that are kept with a tokenizer.
 
     Args:
-        relations: what represents relations (`load_relations`); a row each, in their order.
+        relations: relations in any form that `load_relations` accepts; the result has a row for each, in this order.
         tokenizer: the model's tokenizer.
-        multi_token: what represents words of several tokens, as in `classify_heads`; None drops them.
+        multi_token: how to treat words of several tokens, as in `classify_heads`; None drops them.
 
     Returns:
-        relation, category, items (pairs the relation has), kept, dropped, usable (whether enough are kept for a
-        score), fallen_out (the sources of the pairs that are dropped; why, says `tokenize_relations`), note (whether it
-        is left out, and how many pairs were repeated ones or had their own source as target).
+        `relation, category, items` (number of pairs), `kept, dropped, usable` (whether enough are kept for a score),
+        `fallen_out` (the sources of the dropped pairs; `tokenize_relations` returns the reasons), `note` (whether the
+        relation is not used, and how many pairs were repeated or had the source token as their only target).
     """
     rows = []
     for tokens in tokenize_relations(load_relations(relations), tokenizer, multi_token=multi_token):

@@ -1,32 +1,32 @@
 """Score every head of a layer on every relation (Elhelo & Geva, ACL 2025), from parameters alone.
 
-1. `suite_pairs` lays the relations' items out flat, over the union of their source tokens.
-2. For each pair: is the target among the k largest logits that the head's OV map writes for the source (or the k
-   smallest: suppression)? An item with several accepted targets hits when one of them does.
+1. `suite_pairs` concatenates the relations' items, over the union of their source tokens.
+2. For each pair: is the target among the k largest logits of the head's OV map for the source (or the k smallest:
+   suppression)? An item with several accepted targets hits if one of them does.
 3. The score is the share of a relation's items that hit. `beyond_copying` counts only hits whose target beats the
    source token itself, which a head that merely copies cannot do (a target that is the source counts as beating it).
-4. For the null model, every source meets every item's targets: `permutation_moments` of those hits. Items of one source
-   are shuffled together, since a head reads them alike. This is done for scores that could be called, from `null_from`
-   on, which are few. Below it all that follows is NaN, and counts as p = 1 when discoveries are counted; where a head
-   hits nothing, p is 1 by definition: P(at least 0 hits).
+4. For the null model, every source is paired with every item's targets: `permutation_moments` of those hits. Items of
+   one source are shuffled together, since a head reads them alike. This is computed only for the few scores of at least
+   `null_from`, which can pass the rule. For lower scores all derived numbers are NaN, and count as p = 1 in the
+   false-discovery control. If a head hits nothing, p is 1 by definition: P(at least 0 hits).
 5. The margin, in logits: how far a head puts an item's target above the other items' targets when it reads the source
-   scaled to a mean square of 1, as a norm without gain gives it,
+   scaled to a mean square of 1, as by a norm without gain,
 
        margin = mean over items i of  m_i[t_i] - mean over j != i of m_i[t_j]
 
-   Where an item has several accepted targets m_i[t_i] is their mean. Unlike the score it ranks heads that hit nothing.
-   It is below 0 where a head suppresses, and 0 for what a head writes whatever it reads. The own logits are those of
-   step 2; the others' mean needs the relation's mean target alone, since m_i is linear in W_U:
+   If an item has several accepted targets, m_i[t_i] is their mean. Unlike the score, the margin ranks heads that hit
+   nothing. It is negative if a head suppresses, and logits that do not depend on the source cancel. The item's own
+   logits are those of step 2; the mean of the others needs only the relation's mean target, since m_i is linear in W_U:
 
        mean over i, j of m_i[t_j] = x W_V W_O u,   x and u the relation's mean source and mean target column.
-6. `LayerScorer` does this for a layer of a model; `score_table` puts the layers' scores into one table and adds what
-   follows from them, per layer, head and relation:
+6. `LayerScorer` does this for a layer of a model; `score_table` puts the layers' scores into one table and adds derived
+   numbers, per layer, head and relation:
 
-       low, high           Wilson's 95 % interval of the score, of as many items as there are distinct sources
+       low, high           Wilson's 95 % interval of the score, with the number of distinct sources as sample size
        expected            the mean score under shuffled targets
        excess              the chance-corrected score, (score - expected) / (1 - expected)
        p_value, q_value    P(at least this score) under shuffled targets, and the same after false-discovery control
-                           over everything the map holds: heads, relations and both signs
+                           over the whole map: heads, relations and both signs
 """
 
 import itertools
@@ -61,12 +61,12 @@ from headwater.stats.significance import (
 
 @dataclass(frozen=True)
 class SuitePairs:
-    """The items of several relations, one after the other, and their pairs (source, accepted target); on the CPU."""
+    """The concatenated items of several relations, and their pairs (source, accepted target); on the CPU."""
 
     source_tokens: Int[Tensor, " source"]
     """The union of the relations' sources: the tokens whose embeddings the heads read."""
     item_source: Int[Tensor, " item"]
-    """Where each item's source is in `source_tokens`."""
+    """Index of each item's source in `source_tokens`."""
     item_relation: Int[Tensor, " item"]
     pair_item: Int[Tensor, " pair"]
     pair_target: Int[Tensor, " pair"]
@@ -74,17 +74,17 @@ class SuitePairs:
 
     @cached_property
     def pair_source(self) -> Int[Tensor, " pair"]:
-        """Where each pair's source is in `source_tokens`."""
+        """Index of each pair's source in `source_tokens`."""
         return self.item_source[self.pair_item]
 
     @cached_property
     def pair_relation(self) -> Int[Tensor, " pair"]:
-        """The relation of each pair."""
+        """Index of each pair's relation."""
         return self.item_relation[self.pair_item]
 
     @cached_property
     def pair_weight(self) -> Float[Tensor, " pair"]:
-        """What a pair counts in its relation's mean: items alike, and the targets of an item alike; in float64."""
+        """Weight of each pair in its relation's mean: equal for items, and for the targets of an item; in float64."""
         per_item = self.pair_item.bincount().double()[self.pair_item]
         return 1 / (per_item * self.items[self.pair_relation])
 
@@ -95,58 +95,58 @@ class SuitePairs:
 
     @cached_property
     def grids(self) -> list[ov_sweep.Grid]:
-        """Every source of a relation, each once, with every target of it, by relation."""
+        """For each relation, the grid of its distinct sources with all its targets."""
         sources = [sources for sources, _ in self.distinct]
         parts = sources, self.pair_target.split(self._lengths[1]), self.k.tolist()
         return [ov_sweep.Grid(*one) for one in zip(*parts, strict=True)]
 
     @cached_property
     def distinct(self) -> Sequence[tuple[Int[Tensor, " source"], Int[Tensor, " item"]]]:
-        """The sources of each relation, each once, and which of them each item is of."""
+        """For each relation, its distinct sources, and the index of each item's source among them."""
         return [sources.unique(return_inverse=True) for sources in self.item_source.split(self._lengths[0])]
 
     @cached_property
     def item_of_pair(self) -> Sequence[Int[Tensor, " pair"]]:
-        """Which of its relation's items each pair is of, by relation."""
+        """For each relation, the index of each pair's item within the relation."""
         return [items - items[0] for items in self.pair_item.split(self._lengths[1])]
 
     @property
     def pairs_of(self) -> list[slice]:
-        """Where each relation's pairs are."""
+        """The slice of each relation's pairs."""
         ends = list(itertools.accumulate(self._lengths[1], initial=0))
         return [slice(*both) for both in itertools.pairwise(ends)]
 
     def accepted(self, hits: Bool[Tensor, "*row pair"]) -> Bool[Tensor, "*row item"]:
-        """Say of each item whether any of its pairs hits."""
+        """Return whether any of each item's pairs hits."""
         return any_accepted(hits, self.pair_item, len(self.item_source))
 
     @cached_property
     def _lengths(self) -> list[list[int]]:
-        """How many items, and how many pairs, each relation has."""
+        """Numbers of items and of pairs of each relation."""
         pairs = self.pair_relation.bincount(minlength=len(self.k))
         return torch.stack([self.items, pairs]).tolist()
 
 
 @dataclass(frozen=True)
 class LayerScores:
-    """One layer's heads on every relation, on the CPU; shares of items in float64."""
+    """The scores of one layer's heads on every relation, on the CPU; shares of items in float64."""
 
     score: Float[Tensor, "head relation"]
     suppression: Float[Tensor, "head relation"]
     beyond_copying: Float[Tensor, "head relation"]
     suppression_beyond_copying: Float[Tensor, "head relation"]
     margin: Float[Tensor, "head relation"]
-    """How many logits a target is above the other items' targets, on average; NaN for a relation of one item."""
+    """Mean lead of a target over the other items' targets, in logits; NaN for a relation of one item."""
     moments: Float[Tensor, "head relation moment"] | None = None
-    """`permutation_moments` of the hits, NaN where the score is below `null_from`; None without a null model."""
+    """`permutation_moments` of the hits, NaN if the score is below `null_from`; None without a null model."""
     suppression_moments: Float[Tensor, "head relation moment"] | None = None
     hits: Bool[Tensor, "sign head item"] | None = None
-    """Whether each item hits, and whether it is suppressed; None where single items were not requested."""
+    """Whether each item hits, and whether it is suppressed; None if single items were not requested."""
 
 
 def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePairs:
-    """Lay relations of at least one item each out flat; `k` of each of a row's largest (smallest) logits are hits."""
-    # Over all relations: a head reads a word once, however many relations have it.
+    """Concatenate relations of at least one item; `k` holds how many largest (smallest) logits are hits for each."""
+    # The union over all relations, so that a head reads a word once even if several relations have it.
     sources, item_source = torch.cat([relation.source for relation in relations]).unique(return_inverse=True)
     targets = [accepted for relation in relations for accepted in relation.targets]
     pairs_per_item = torch.tensor([len(accepted) for accepted in targets])
@@ -163,7 +163,7 @@ def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePa
 
 MOMENTS = ("moments", "suppression_moments")
 EXPECTED_FROM = 0.5
-"""Where a first glance leaves this share of a relation's items, most are hits."""
+"""If the first pass leaves this share of a relation's items undecided, most of them are hits."""
 
 
 def score_layer(
@@ -174,34 +174,34 @@ def score_layer(
     items: bool = False,
     mean_target: Float[Tensor, "relation d_model"] | None = None,
 ) -> LayerScores:
-    """Score one layer's heads, of which `maps.x` holds the embeddings of `suite.source_tokens`.
+    """Score one layer's heads; `maps.x` holds the embeddings of `suite.source_tokens`.
 
-    For scores from `null_from` on the moments under shuffled targets are computed too: 0 for all heads and relations
-    (many times the price of the scores), None for none. With `items` the hits of single items are returned too; all
-    layers share `mean_target`, which `mean_targets` returns.
+    Scores of at least `null_from` also get the moments under shuffled targets: 0 for all heads and relations (many
+    times the cost of the scores), None for none. With `items` the hits of single items are returned too. `mean_target`
+    is the result of `mean_targets`, which all layers share.
     """
     pairs = suite.pair_source, suite.pair_target, suite.k[suite.pair_relation]
     with torch.inference_mode(), full_float32():
         mean_target = mean_targets(maps.W_U, suite) if mean_target is None else mean_target
         glance = ov_blocked.first_glance(maps, *pairs)
-        # The host waits here: which pairs a glance leaves decides what is computed.
+        # The host waits here, because the undecided pairs determine what is computed.
         undecided = glance.left.cpu()
         mask = torch.zeros(2, maps.n_heads, len(suite.k), dtype=torch.bool)
         if null_from is not None:
-            # Where half of the items are undecided most are hits, and each would cost the vocabulary by itself
-            # (NOTES.md): every source is paired with every target, its own included, at once.
+            # If half of the items are undecided, most are hits, and each would cost a pass over the vocabulary
+            # (benchmarks/NOTES.md). So every source is paired with every target, its own included, at once.
             mask = _shares(suite, suite.accepted(undecided)) >= max(null_from, EXPECTED_FROM)
-        # The others are decided one by one.
+        # The other pairs are decided one by one.
         alone = undecided & ~mask[:, :, suite.pair_relation]
         hits = ov_blocked.settle_left(maps, alone, pairs)
         moments = torch.full((*mask.shape, 4), torch.nan, dtype=torch.float64)
         if null_from is not None:
-            # Now from settled hits, not from the undecided pairs.
+            # Now from decided hits, not from the undecided pairs.
             mask |= _shares(suite, suite.accepted(hits)) >= null_from
             _sweep(maps, suite, mask, hits, moments)
         accepted = suite.accepted(torch.cat([hits, _beyond_copying(maps, suite, hits)]))
         shares = _shares(suite, accepted)
-        # The sweep also ran where a glance could not rule the score out; what turned out lower is not reported.
+        # The sweep also ran where the first pass could not rule the score out; lower scores keep no moments.
         moments = moments.masked_fill(shares[:2, ..., None] < (null_from or 0.0), torch.nan)
         return LayerScores(
             score=shares[0],
@@ -216,9 +216,9 @@ def score_layer(
 
 
 def mean_targets(W_U: Float[Tensor, "d_model d_vocab"], suite: SuitePairs) -> Float[Tensor, "relation d_model"]:
-    """Each relation's mean target column of W_U, in float64: items count alike, and so do the targets of an item."""
+    """Return each relation's mean target column of W_U, in float64, with the weights of `SuitePairs.pair_weight`."""
     targets, weights = (to_device(one, W_U.device) for one in (suite.pair_target, suite.pair_weight))
-    # Relation by relation: the columns of all targets at once would be larger than W_U itself in small vocabularies.
+    # Relation by relation, because with small vocabularies all target columns at once would be larger than W_U.
     means = [weights[pairs] @ W_U.T.index_select(0, targets[pairs]).double() for pairs in suite.pairs_of]
     return torch.stack(means)
 
@@ -229,26 +229,26 @@ def margins(
     own_logits: Float[Tensor, "*draw head relation"],
     mean_target: Float[Tensor, "relation d_model"],
 ) -> Float[Tensor, "*draw head relation"]:
-    """The mean lead of an item's target over the other items' targets: step 5; own logits are of scaled sources."""
+    """Return the mean lead of an item's target over other items' targets (step 5); own logits are of scaled sources."""
     place, relation, scale = _scaled_pairs(maps, suite)
-    # x W_V W_O u is linear in x: the weighted mean of a relation's sources goes through the head once.
+    # x W_V W_O u is linear in x, so only the weighted mean of a relation's sources goes through the head.
     share = torch.zeros(len(suite.k), len(maps.x), dtype=torch.float64, device=scale.device)
     share.index_put_((relation, place), scale, accumulate=True)
     z = ov_blocked.head_values(maps, share @ maps.x.double())[ov_blocked.value_heads(maps, scale.device)]
     every = einsum(z, maps.W_O.double(), mean_target, "head r d_head, head d_head d_model, r d_model -> head r")
-    # every includes i = j: n / (n - 1) takes it out. One item has no others: NaN.
+    # `every` includes i = j, which n / (n - 1) corrects. A single item has no others: NaN.
     return (own_logits - every).cpu() * (suite.items / (suite.items - 1)).masked_fill(suite.items == 1, torch.nan)
 
 
 def _own_means(maps: OVMaps, suite: SuitePairs, logits: Float[Tensor, "head pair"]) -> Float[Tensor, "head relation"]:
-    """The mean logit of an item's own targets, of sources scaled to a mean square of 1."""
+    """Return the mean logit of an item's own targets, for sources scaled to a mean square of 1."""
     _, relation, scale = _scaled_pairs(maps, suite)
     means = torch.zeros(maps.n_heads, len(suite.k), dtype=torch.float64, device=scale.device)
     return means.index_add_(1, relation, logits.double() * scale)
 
 
 def _scaled_pairs(maps: OVMaps, suite: SuitePairs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the source and the relation of each pair, and what it counts, divided by the size of its source."""
+    """Return each pair's source and relation, and its weight divided by the root mean square of its source."""
     device = maps.x.device
     place, relation = to_device_many([suite.pair_source, suite.pair_relation], device)
     return place, relation, to_device(suite.pair_weight, device) / maps.x.double().square().mean(1).sqrt()[place]
@@ -261,8 +261,8 @@ def _sweep(
     hits: Bool[Tensor, "sign head pair"],
     moments: Float[Tensor, "sign head relation moment"],
 ) -> None:
-    """Fill in hits and moments where `mask` is true: every source of a relation with every target of it."""
-    # On the CPU: no device is asked.
+    """Fill in hits and moments where `mask` is true, from every source of a relation paired with every target."""
+    # `mask` is on the CPU, so this does not wait for a device.
     if not mask.any():
         return
     device = maps.x.device
@@ -276,11 +276,11 @@ def _sweep(
         for sign, met_in_grid in enumerate(signs):
             if len(heads := heads_in_mask[2 * relation + sign]):
                 of_heads = met_in_grid[on_device[2 * relation + sign]]
-                # A hit of a pair is the grid's entry at its own source: not settled again.
+                # A pair's hit is the grid's entry at its own source, so it is not computed again.
                 met.append(of_heads[:, source[item], torch.arange(len(item), device=device)].flatten())
                 expected.append(_moments_by_source(of_heads, item, source))
                 cells.append((sign, heads, relation))
-    # One copy of all relations, not two for each.
+    # Two copies for all relations, not two for each relation.
     met_here, expected_here = (torch.cat(one).cpu().split([len(part) for part in one]) for one in (met, expected))
     for (sign, heads, relation), hits_of_pairs, moment in zip(cells, met_here, expected_here, strict=True):
         hits[sign, heads, suite.pairs_of[relation]] = hits_of_pairs.view(len(heads), -1)
@@ -288,7 +288,7 @@ def _sweep(
 
 
 def _shares(suite: SuitePairs, hits: Bool[Tensor, "score head item"]) -> Float[Tensor, "score head relation"]:
-    """The share of each relation's items that hit."""
+    """Return the share of each relation's items that hit."""
     counts = torch.zeros(*hits.shape[:2], len(suite.k), dtype=torch.float64)
     return counts.index_add_(2, suite.item_relation, hits.double()) / suite.items
 
@@ -296,12 +296,12 @@ def _shares(suite: SuitePairs, hits: Bool[Tensor, "score head item"]) -> Float[T
 def any_accepted(
     hits: Bool[Tensor, "*row pair"], item: Int[Tensor, " pair"], n_items: int
 ) -> Bool[Tensor, "*row item"]:
-    """Say of each item whether any of its pairs hits; `item` is the item of each pair."""
-    # One target an item: pairs are items.
+    """Return whether any of each item's pairs hits; `item` is the item of each pair."""
+    # With one target per item, pairs are items.
     if len(item) == n_items:
         return hits
     by_pair = hits.movedim(-1, 0)
-    # uint8 adds up to 255 accepted targets of an item.
+    # uint8 suffices for up to 255 accepted targets per item.
     counts = torch.zeros(n_items, *by_pair.shape[1:], dtype=torch.uint8, device=hits.device)
     return (counts.index_add_(0, item, by_pair.byte()) > 0).movedim(0, -1)
 
@@ -309,15 +309,15 @@ def any_accepted(
 def _beyond_copying(
     maps: OVMaps, suite: SuitePairs, hits: Bool[Tensor, "sign head pair"]
 ) -> Bool[Tensor, "sign head pair"]:
-    """The hits whose target has a greater logit (suppressed: a smaller one) than the source token, or is that token."""
-    # Hits alone: what a head would do with other pairs does not matter.
+    """Return the hits whose target is the source token or has a greater logit than it (suppression: smaller)."""
+    # Only for hits, because other pairs do not matter.
     head, pair = hits.any(0).nonzero(as_tuple=True)
     source, target = suite.pair_source[pair], suite.pair_target[pair]
     token = suite.source_tokens[source]
     lead = ov_blocked.logit_difference(maps, ov_blocked.Triples(head, source, target), token)
     tie = maps.tie[to_device(head, lead.device), to_device(source, lead.device)]
     beyond = torch.zeros_like(hits)
-    # A target that is the source's own token cannot beat it; copying is then what the relation asks for.
+    # A target that is the source token cannot beat it; the relation then asks for copying.
     beyond[:, head, pair] = torch.stack([lead > tie, -lead > tie]).cpu() | (target == token)
     return beyond & hits
 
@@ -325,7 +325,7 @@ def _beyond_copying(
 def _moments_by_source(
     hits: Bool[Tensor, "head source pair"], pair_item: Int[Tensor, " pair"], item_source: Int[Tensor, " item"]
 ) -> Float[Tensor, "head moment"]:
-    """The moments of the number of items hit, were the items of each source dealt to the sources at random."""
+    """Return the moments of the number of hits when each source's items are assigned to the sources at random."""
     n_sources, n_items = hits.shape[1], len(item_source)
     accepted = any_accepted(hits, pair_item, n_items)
     if n_sources == n_items:
@@ -336,7 +336,7 @@ def _moments_by_source(
 
 @dataclass(frozen=True)
 class LayerScorer:
-    """Scores one layer; what all layers share is read once, when first needed."""
+    """Scores one layer per call; reads what all layers share only once, when first needed."""
 
     weights: WeightSource
     read_layer: LayersAhead
@@ -346,14 +346,14 @@ class LayerScorer:
     items: bool = False
 
     def __call__(self, layer: int) -> dict[str, Tensor]:
-        """Return what `LayerScores` holds of one layer, by name."""
+        """Return the fields of one layer's `LayerScores`, by name."""
         with torch.inference_mode():
             maps, shared = self.maps(layer), self.mean_target
             scores = score_layer(maps, self.suite, null_from=self.null_from, items=self.items, mean_target=shared)
         return {name: value for name, value in vars(scores).items() if value is not None}
 
     def moments(self, layer: int, mask: Bool[Tensor, "sign head relation"]) -> dict[str, Tensor]:
-        """Return the moments under shuffled targets of some heads and relations of one layer, whatever their scores."""
+        """Return the moments under shuffled targets of some heads and relations of one layer, for any scores."""
         moments = torch.full((*mask.shape, 4), torch.nan, dtype=torch.float64)
         with torch.inference_mode(), full_float32():
             hits = torch.zeros(*mask.shape[:2], len(self.suite.pair_item), dtype=torch.bool)
@@ -361,9 +361,9 @@ class LayerScorer:
         return dict(zip(MOMENTS, moments, strict=True))
 
     def maps(self, layer: int) -> OVMaps:
-        """Return a layer's heads with what they read for the sources."""
+        """Return a layer's heads with their inputs for the sources."""
         factors = self.read_layer(layer)
-        # Layer 0 reads the token itself: nothing was computed before it.
+        # Layer 0 reads the token embedding, because nothing is computed before it.
         x = self._later_embeddings if layer > 0 else self._raw_embeddings
         if self.options["norm_gain"]:
             x = x * factors.norm_gain
@@ -371,13 +371,13 @@ class LayerScorer:
         return OVMaps(x, W_V, W_O, *self._unembedding)
 
     def _as_stored(self, factor: Tensor) -> Tensor:
-        """On a CUDA device a factor of a bfloat16 or float16 model as the model stores it: so tensor cores take it."""
+        """Return the factor; on CUDA, for a bfloat16 or float16 model, in the model's dtype, to use tensor cores."""
         is_half = self.weights.dtype in (torch.bfloat16, torch.float16)
         return factor.to(self.weights.dtype) if factor.is_cuda and is_half else factor
 
     @cached_property
     def _unembedding(self) -> tuple[Tensor, float, Tensor]:
-        """What `OVMaps` takes of W_U: itself, the length of its longest column, the tokens of a first glance."""
+        """W_U for `OVMaps`: the matrix, the length of its longest column, and the tokens of the first pass."""
         W_U = self.weights.unembedding()
         gain = self.options["norm_gain"]
         W_U = W_U * self.weights.final_norm_gain()[:, None] if gain else self._as_stored(W_U)
@@ -385,7 +385,7 @@ class LayerScorer:
 
     @cached_property
     def mean_target(self) -> Float[Tensor, "relation d_model"]:
-        """What all layers share of `margins`."""
+        """Mean target columns for `margins`, which all layers share."""
         return mean_targets(self._unembedding[0], self.suite)
 
     @cached_property
@@ -396,7 +396,7 @@ class LayerScorer:
     def _later_embeddings(self) -> Tensor:
         kind = str(self.options["embedding"])
         x = self.weights.effective_embedding(self.suite.source_tokens, kind)
-        # Attention-only models have no MLP to read, and a row of zeros ties with every target.
+        # Attention-only models have a zero MLP embedding, with which all targets tie.
         if nothing := int((x == 0).all(-1).sum()):
             raise InputError(
                 f"{self.weights.name}: the {kind!r} embedding of {nothing} of {len(x)} sources is zero, "
@@ -406,7 +406,7 @@ class LayerScorer:
 
 
 def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[TokenRelation]) -> pd.DataFrame:
-    """Put what `LayerScores` holds of each layer into one table, with what follows: intervals, p-values, q-values."""
+    """Put the `LayerScores` of all layers into one table, with intervals, p-values and q-values."""
     names = [name for name, value in layers[0].items() if value is not None and name != "hits"]
     scores = {name: torch.stack([layer[name] for layer in layers]).numpy() for name in names}
     shape = scores["score"].shape
@@ -414,7 +414,7 @@ def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[Toke
     pairs = np.array([len(tokens.targets) for tokens in relations], dtype=float)
     sources = np.array([tokens.distinct_sources for tokens in relations], dtype=float)
     expected, p, q = _null(scores, pairs, sources)
-    # As many trials as distinct sources: items of one source hit together.
+    # The number of trials is that of distinct sources, because items of one source hit together.
     low, high = wilson_interval(np.rint(scores["score"] * pairs) * (sources / pairs), sources)
     columns = {
         "layer": layer,
@@ -442,24 +442,24 @@ def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[Toke
 def _null(scores: Mapping[str, Numbers], pairs: Numbers, sources: Numbers) -> tuple[Numbers, Numbers, Numbers]:
     """Return the expected scores, p-values and q-values of both signs, [sign, layer, head, relation].
 
-    No p is below one over the number of orders of the distinct sources: so few sources can be shuffled in no more ways.
-    A hit of which no moments were requested has none of the three, and counts as p = 1 in the q-values of the others.
+    No p is below one over the number of permutations of the distinct sources, since shuffling has no more outcomes. A
+    score above 0 without moments has NaN for all three, and counts as p = 1 in the q-values of the others.
     """
     observed = np.stack([scores["score"], scores["suppression"]])
     if "moments" not in scores:
         unknown = np.full_like(observed, np.nan)
         return unknown, unknown, unknown
     moments = np.stack([scores["moments"], scores["suppression_moments"]])
-    # The fitted law has a tail below what so few orders can give.
+    # With few sources the tail of the fitted law is below the smallest p that permutations allow.
     p = np.maximum(permutation_p_values(np.rint(observed * pairs), moments), 1 / factorial(sources))
     left_out = np.isnan(moments[..., 0]) & (observed > 0)
-    # With p = 1 for all that was not computed, so that the number of tests stays the whole map's.
+    # p = 1 for everything not computed, so that the number of tests is that of the whole map.
     q = np.where(left_out, np.nan, q_values(p))
     return moments[..., 0] / pairs, np.where(left_out, np.nan, p), q
 
 
 def relation_table(relations: Sequence[TokenRelation], ks: Sequence[int]) -> pd.DataFrame:
-    """Return a row per relation: how many pairs survive, whether it is scored, with which k, and what fell out."""
+    """Return a row per relation: how many pairs are kept, whether and with which k it is scored, a note on drops."""
     rows = []
     for tokens, k in zip(relations, ks, strict=True):
         given = tokens.relation

@@ -1,19 +1,19 @@
-"""What classifying, comparing and varying have in common: which relations are scored, with which k, layer by layer.
+"""Shared by `classify`, `comparison` and sensitivity: which relations are scored, with which k, layer by layer.
 
-Which effective embedding: what heads from layer 1 on read for a token, chosen by what the first block really writes.
-The publication reads MLP₀(LN(E)) in every model. How near that comes to the residual stream after block 0 differs from
-model to model, and where it is far off a map of heads can come out empty. So every choice is compared with that stream,
-at the token in [BOS, token] ("layer0"), on the relations' own source tokens:
+Effective embedding: the input of heads from layer 1 on for a token, chosen by comparison with the first block's output.
+The publication uses MLP₀(LN(E)) in every model. How close this is to the residual stream after block 0 differs between
+models; if it is far off, a head map can be empty. So every candidate is compared with the residual stream at the token
+in [BOS, token] ("layer0"), on the relations' source tokens:
 
     agreement = mean over source tokens of cos(x_s, resid_post of block 0)
 
-`embedding="auto"` takes the published choice unless another one agrees better by more than `LEVEL`; docs/heads.md shows
-which choice predicts causes on three models. "layer0" itself is not a candidate: it agrees by definition, costs a block
-and predicts no better.
+`embedding="auto"` uses the published embedding unless another one agrees better by more than `LEVEL`; docs/heads.md
+shows which choice predicts causes on three models. "layer0" itself is not a candidate: it agrees by definition, costs
+the computation of a block, and predicts no better.
 
-How much of a head map depends on its options (`Sensitivity`): a label is a yes or no of a number that changes smoothly,
-and how many heads have one depends on where the line is drawn. The counts are those that `categories.apply_rule` would
-give at each threshold, from the same scores, and from those of other settings.
+`Sensitivity`: how much a head map depends on its options. A label thresholds a continuous number, so the number of
+labelled heads depends on the threshold. The counts are the results of `categories.apply_rule` at each threshold, from
+the map's scores and from the scores of other settings.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ if TYPE_CHECKING:
 
 
 LEVEL = 0.02
-"""How much better another embedding than the published one must agree to be taken."""
+"""By how much another embedding must agree better than the published one to be chosen."""
 LOW = 0.6
-"""Below this agreement reports warn."""
+"""Reports warn below this agreement."""
 TOKENS = 512
-"""How many source tokens are compared, evenly spaced; all where there are fewer."""
+"""Most source tokens to compare, evenly spaced."""
 
 
 def compare_embeddings(
     weights: WeightSource, tokens: Int[Tensor, " token"], embedding: str | None
 ) -> tuple[str, pd.DataFrame]:
-    """Compare what heads could read for some tokens with what the first block writes, and choose.
+    """Compare the effective embeddings of some tokens with the first block's output, and choose one.
 
-    `embedding` is "auto" for the best one, None for the published one, or the name of one. Returned are the chosen one,
-    and a row per embedding but "layer0": `embedding, agreement` (NaN where it cannot be computed) and `chosen`.
+    `embedding` is "auto" for the best one, None for the published one, or a name. Returns the chosen name, and a row
+    per embedding except "layer0": `embedding, agreement` (NaN if it cannot be computed) and `chosen`.
     """
     tokens = tokens.unique()
-    # Evenly spaced ids: low ones are frequent words, and the first 512 would be these alone.
+    # Evenly spaced ids, because low ids are frequent words and would fill the first 512.
     tokens = tokens[:: -(-len(tokens) // TOKENS)]
     written = _read(weights, tokens, "layer0")
     agreement = {
@@ -81,7 +81,7 @@ def compare_embeddings(
 
 
 def _read(weights: WeightSource, tokens: Int[Tensor, " token"], kind: str) -> Float[Tensor, "token d_model"]:
-    """An effective embedding in float64; NaN where this model has none (no token to put in front, for instance)."""
+    """Return an effective embedding in float64; NaN if the model has none (for instance no BOS to prepend)."""
     try:
         return weights.effective_embedding(tokens, kind).double()
     except InputError:
@@ -89,7 +89,7 @@ def _read(weights: WeightSource, tokens: Int[Tensor, " token"], kind: str) -> Fl
 
 
 def sentences_of_embedding(embedding: str, agreement: pd.DataFrame) -> list[str]:
-    """Say what heads from layer 1 on were read with, and how that agrees with what the first block writes."""
+    """Return sentences on the embedding of heads from layer 1 on, and its agreement with the first block's output."""
     by_name = dict(agreement.dropna().set_index("embedding")["agreement"].astype(float))
     if embedding == "layer0":
         return ["Heads from layer 1 on read what the first block writes for [BOS, token] (embedding='layer0')."]
@@ -115,24 +115,24 @@ AS_MAPPED = "as mapped"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sensitivity(Result):
-    """What `HeadMap.sensitivity` returns."""
+    """The result of `HeadMap.sensitivity`."""
 
     table: pd.DataFrame
     """A row per setting, rule and threshold: `setting, rule, threshold, heads` (in any category), `kept`, how many of
-    those have a category in common with what the map's own setting calls them under the same rule and threshold, and a
-    column per category, in which a head of several categories counts in each."""
+    these share a category with the same head under the map's own setting, at the same rule and threshold, and a column
+    per category, where a head of several categories counts in each."""
     run: RunRecord
-    """That of the head map."""
+    """The run record of the head map."""
 
     def summary(self) -> pd.DataFrame:
-        """Return the heads in any category: a row per threshold and a column per rule; then rows of other settings."""
+        """Return the number of heads in any category: a row per setting and threshold, and a column per rule."""
         heads = self.table.pivot(index=["setting", "threshold"], columns="rule", values="heads")
         order = dict.fromkeys(self.table["setting"])
         heads = heads[[rule for rule in RULES if rule in heads]].rename_axis(columns=None)
         return heads.loc[list(order)].reset_index()
 
     def report(self) -> list[str]:
-        """Return what is left of the classified heads at the highest threshold, and what other settings make of it."""
+        """Report how many heads are classified at the lowest and highest threshold, and under other settings."""
         sentences = []
         for rule, rows in self.as_mapped.groupby("rule", sort=False):
             first, last = rows.iloc[0], rows.iloc[-1]
@@ -155,31 +155,30 @@ class Sensitivity(Result):
 
     @property
     def at_own_threshold(self) -> pd.DataFrame:
-        """A row per setting: at the threshold of `THRESHOLDS` nearest to the map's, under the map's rule."""
+        """A row per setting, under the map's rule, at the threshold of `THRESHOLDS` nearest to the map's."""
         nearest = min(THRESHOLDS, key=lambda one: abs(one - float(self.run.options["threshold"])))
         own = self.table["rule"] == self.run.options["rule"]
         return self.table[own & (self.table["threshold"] == nearest)]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the number of heads against the threshold, a line per category and a panel per rule.
+        """Plot the number of heads by threshold, a line per category and a panel per rule.
 
-        Where other settings were scored, a further panel has how many heads each calls, and how many of the map's.
+        If other settings were scored, another panel shows how many heads each classifies, and how many of the map's.
         """
         return self._drawn(ax, title, figsize)
 
 
 def heads_by_threshold(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return the table of a `Sensitivity`, from a score table for each setting, the map's own first."""
+    """Return the table of a `Sensitivity`, from one score table per setting, the map's own first."""
     rows, as_mapped = [], dict[tuple[str, float], pd.DataFrame]()
     for setting, table in tables.items():
-        # Without a null model a score table has no numbers for the controlled rule.
+        # The controlled rule needs the numbers of a null model.
         rules = RULES if table["q_value"].notna().any() else ["published"]
         for rule, threshold in itertools.product(rules, THRESHOLDS):
-            # The map's own rule on the map's own scores: no score is computed again for a threshold.
             flags = apply_rule(table, rule, threshold)
             called = table[(flags["implemented"] | flags["suppressed"]) & table["category"].notna()]
             called = called[["layer", "head", "category"]].drop_duplicates()
-            # The first setting is the map's own: the others are compared with what it calls here.
+            # The first setting is the map's own; the others are compared with the heads it classifies.
             common = called.merge(as_mapped.setdefault((rule, threshold), called))
             heads, kept = (len(one[["layer", "head"]].drop_duplicates()) for one in (called, common))
             counts = called["category"].value_counts().reindex(list(CATEGORIES), fill_value=0)
@@ -188,16 +187,16 @@ def heads_by_threshold(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def callable_from(threshold: float) -> float:
-    """Return the score from which on a head is called at some threshold of the sensitivity table, or at this one."""
+    """Return the lowest score that can reach this threshold, or one of the sensitivity table's."""
     return min(threshold, *THRESHOLDS)
 
 
 Usable: TypeAlias = Sequence[tuple[TokenRelation, int]]
-"""Relations with enough items, and how many of the largest logits count as a hit for each."""
+"""Relations with enough items, each with its k: a target among the k largest logits is a hit."""
 
 
 def chosen_embedding(weights: WeightSource, usable: Usable, embedding: str | None) -> tuple[str, pd.DataFrame]:
-    """Return what `compare_embeddings` does for the sources of relations; warn where the published one agrees badly."""
+    """Return `compare_embeddings` of the relations' sources; warn if the default (published) one agrees badly."""
     sources = torch.cat([relation.source for relation, _ in usable])
     name, embeddings = compare_embeddings(weights, sources, embedding)
     if embedding is None and (embeddings.loc[embeddings["chosen"], "agreement"] < LOW).any():
@@ -214,7 +213,7 @@ def scored_relations(
     multi_token: MultiTokenName | None = None,
     same_words: bool = False,
 ) -> tuple[list[TokenRelation], list[int], Usable]:
-    """Return relations as token ids, the k of each, and which have enough items left; see `tokenize_relations`."""
+    """Return relations as token ids, the k of each, and those with enough items left; see `tokenize_relations`."""
     tokenized = tokenize_relations(relations, weights.tokenizer, multi_token=multi_token, same_words=same_words)
     ks = [hits_of(relation, weights, k) for relation in relations]
     usable = [(tokens, k) for tokens, k in zip(tokenized, ks, strict=True) if tokens.usable]
@@ -240,10 +239,10 @@ def scored_layers(
     items: bool = False,
     desc: str = "Scoring heads",
 ) -> list[dict[str, Tensor]]:
-    """Score a model's heads layer by layer, each a piece of the run; return what `LayerScores` holds of each, by name.
+    """Score a model's heads, each layer a piece of the run; return the fields of each layer's `LayerScores` by name.
 
-    `options` has `embedding` and `norm_gain`; `null_from` is the score from which on shuffled targets are scored too,
-    None for none; with `items` the hits of single items are kept.
+    `options` holds `embedding` and `norm_gain`. Scores of at least `null_from` also get the null model of shuffled
+    targets; None for no null model. With `items` the hits of single items are kept.
     """
     n_layers = weights.shape.n_layers
     with LayersAhead(weights) as read_layer, run.bar(desc, "layer", n_layers) as bar:
@@ -260,7 +259,7 @@ def with_moments(
     mask: Bool[Tensor, "layer sign head relation"],
     desc: str,
 ) -> list[dict[str, Tensor]]:
-    """Return what `scored_layers` returned, with the moments under shuffled targets wherever `mask` is true."""
+    """Return the result of `scored_layers` with moments under shuffled targets added wherever `mask` is true."""
     missing = mask & torch.stack([torch.stack([one[name][..., 0].isnan() for name in MOMENTS]) for one in layers])
     missing_layers = missing.any(dim=(1, 2, 3)).nonzero()[:, 0].tolist()
     with LayersAhead(weights) as read_layer, run.bar(desc, "layer", len(missing_layers)) as bar:
@@ -274,12 +273,12 @@ def with_moments(
 
 
 def relations_digest(relations: Sequence[Relation]) -> str:
-    """Return what a run records of its relations: a hash of their names, categories and pairs."""
+    """Return the hash that a run records for its relations, of their names, categories and pairs."""
     return digest(describe([[relation.name, relation.category, relation.pairs] for relation in relations]))
 
 
 def hits_of(relation: Relation, weights: WeightSource, k: int | None) -> int:
-    """Return how many of the largest logits count as a hit: k, or as published."""
+    """Return the k of a relation: the argument, or the published k."""
     if k is not None and k >= weights.shape.d_vocab:
         raise InputError(
             f"k={k}: every token would be a hit; the vocabulary of {weights.name} has {weights.shape.d_vocab:,}."
@@ -288,7 +287,7 @@ def hits_of(relation: Relation, weights: WeightSource, k: int | None) -> int:
 
 
 def published_k(relation: Relation, shape: ModelShape) -> int:
-    """Return how many logits counted as a hit in the publication: by relation and vocabulary."""
+    """Return the k of the publication, by relation and vocabulary."""
     copying, others = (3, 25) if shape.d_vocab == LLAMA_3_VOCABULARY else (1, 10)
     return copying if relation.is_copying else others
 

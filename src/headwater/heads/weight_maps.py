@@ -1,4 +1,4 @@
-"""What parameters alone say of heads: which of them compose, and the tokens along a circuit's singular vectors."""
+"""Analyses of heads from parameters alone: composition scores, and the tokens along a circuit's singular vectors."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Composition of heads: how much of what a later head reads is what an earlier head writes, from parameters alone.
+# Composition of heads: how strongly a later head reads the output of an earlier head, from parameters alone.
 #
 # Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021. With rows as vectors, W_OV = W_V W_O of the
-# earlier head (the writer) and W_QK = W_Q W_Kᵀ, W_OV of the later one (the reader):
+# earlier head (the writer), and W_QK = W_Q W_Kᵀ and W_OV' of the later head (the reader):
 #
 # q   ‖W_OV W_QK‖ / ‖W_OV‖ ‖W_QK‖
 # k   ‖W_OV W_QKᵀ‖ / ‖W_OV‖ ‖W_QK‖
 # v   ‖W_OV W_OV'‖ / ‖W_OV‖ ‖W_OV'‖
 #
-# in Frobenius norms: between 0 and 1, and 1 where the reader reads the one direction that the writer writes.
+# in Frobenius norms: between 0 and 1, and 1 if the reader reads exactly the single direction that the writer writes.
 #
-# 1. A product A B of d_model × d_head factors keeps its norm when A's columns are made orthonormal: with A = Q R, ‖A B‖
-#    = ‖R B‖. So a writer is its R W_O (d_head × d_model), a reader its W_Q L (d_model × d_head), and a score the norm
-#    of one d_head × d_head product; nothing of size d_model × d_model is formed.
-# 2. The reader reads through its norm: the gain is folded in. A writer's values are read through its own norm likewise.
-#    What norms do beside their gain (scales, centring, a norm after the attention), rotation and biases are left out.
-# 3. Null: the same two matrices, one turned at random against the other in the residual stream. With g an entry of a
-#    random rotation of d dimensions, E g² = 1/d, so the squared score has the mean 1/d whatever the singular values;
-#    its variance follows from theirs and from the fourth moments of g (Collins & Śniady 2006): E g⁴ = 3/(d(d+2)), of
-#    two in a row or column 1/(d(d+2)), of two apart (d+1)/((d-1)d(d+2)). `expected` is 1/√d and `z` how many standard
-#    deviations the squared score lies from 1/d.
+# 1. A product A B of d_model × d_head factors keeps its norm if Q is dropped from A = Q R: ‖A B‖ = ‖R B‖. So a writer
+#    is reduced to R W_O (d_head × d_model), a reader to W_Q L (d_model × d_head), and a score is the norm of one
+#    d_head × d_head product; no d_model × d_model matrix is formed.
+# 2. The gain of the norm in front of the attention is folded into the reader's input, and into the writer's values.
+#    All else in norms (scales, centring, a norm after the attention), rotation and biases are left out.
+# 3. Null: the same two matrices, one rotated at random in the residual stream. With g an entry of a random rotation in
+#    d dimensions, E g² = 1/d, so the squared score has mean 1/d for any singular values. Its variance follows from the
+#    singular values and from the fourth moments of g (Collins & Śniady 2006): E g⁴ = 3/(d(d+2)), for two entries in one
+#    row or column 1/(d(d+2)), for two in neither (d+1)/((d-1)d(d+2)). `expected` is 1/√d; `z` is the number of standard
+#    deviations between the squared score and 1/d.
 
 
 READERS = ("q", "k", "v")
@@ -60,20 +60,20 @@ LONG = {"q": "queries", "k": "keys", "v": "values"}
 
 @dataclass(frozen=True, repr=False)
 class Composition(Result):
-    """How strongly later heads read what earlier heads write."""
+    """How strongly later heads read the outputs of earlier heads."""
 
     table: pd.DataFrame
-    """A row per kind, earlier head and later head: `kind` (q, k or v: by what the later head reads), `writer_layer,
-    writer_head, reader_layer, reader_head, score, expected` (of matrices turned at random), `z`."""
+    """A row per kind, earlier head and later head: `kind` (q, k or v: the input of the later head), `writer_layer,
+    writer_head, reader_layer, reader_head, score, expected` (for randomly rotated matrices), `z`."""
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
-        """Return the ten pairs of each kind that differ most from chance: the largest `z`."""
+        """Return the ten pairs of each kind that are furthest above chance: the largest `z`."""
         strongest = self.table.sort_values(["kind", "z"], ascending=[True, False]).groupby("kind", sort=False).head(10)
         return strongest.reset_index(drop=True)
 
     def report(self) -> list[str]:
-        """Return the strongest pair of each kind."""
+        """Report the strongest pair of each kind."""
         sentences = []
         for kind, part in self.table.groupby("kind", sort=False):
             row = max(each_row(part), key=lambda one: one["z"])
@@ -92,18 +92,18 @@ class Composition(Result):
     def plot(
         self, ax: Axes | None = None, *, kind: str | None = None, title: str | None = None, figsize: Size | None = None
     ) -> Axes | Figure:
-        """Draw the scores of one kind ("q", "k" or "v") as a map, earlier heads by later; by default a panel each."""
+        """Plot the scores of one kind ("q", "k", "v"; default: a panel per kind) as a map of earlier by later heads."""
         return self._drawn(ax, title, figsize, kind=kind)
 
 
 class _Side(NamedTuple):
-    """Half of a product of two factors, and the norm of the whole, for every head of a layer."""
+    """The reduced circuit of every head of a layer, as writer or reader, and the norm of the full circuit."""
 
     factor: Float[Tensor, "head d_head d_model"]
-    """Of a writer what it writes; of a reader, transposed, what it reads."""
+    """The writer's output side, or the transposed input side of the reader."""
     norm: Float[Tensor, " head"]
     evenness: Float[Tensor, " head"]
-    """Σ s⁴ / (Σ s²)² over the singular values: 1 for one direction, 1 / d_head for as many alike."""
+    """Σ s⁴ / (Σ s²)² over the singular values: 1 for a single direction, 1 / d_head for d_head equal ones."""
 
 
 @checked_call
@@ -119,16 +119,16 @@ def composition_scores(
     """Return the composition scores of every pair of an earlier and a later head.
 
     Args:
-        model: a loaded model; or a checkpoint folder or hub name, read straight from safetensors, one layer at a time.
-            What every layer writes is kept: d_model² numbers of a layer.
-        kinds: by what the later head reads: its queries ("q"), keys ("k"), values ("v"), or several of these.
-        norm_gain: fold the gain of the norm in front of a head's attention into what it reads.
-        progress: show a bar over layers.
-        out: a folder for the result. An interrupted run, repeated with it, continues.
-        device: where the weights are read to.
+        model: a loaded model; or a checkpoint folder or hub name, read directly from safetensors, one layer at a time.
+            The reduced writers of all layers stay in memory: d_model² numbers per layer.
+        kinds: the input of the later head: its queries ("q"), keys ("k"), values ("v"), or several of these.
+        norm_gain: fold the gain of the norm in front of a head's attention into its input.
+        progress: show a progress bar over layers.
+        out: a folder for the result; a repeated call resumes an interrupted run.
+        device: the device to read the weights to.
 
     Raises:
-        InputError: there is no such kind.
+        InputError: the kind does not exist.
         ModelError: the model cannot be read, or has no factors of single heads.
     """
     wanted = [checked_name("kinds", kind, READERS) for kind in one_or_several(kinds)]
@@ -147,8 +147,8 @@ def composition_scores(
                 for kind in chosen:
                     reader = _reader(factors, kind, gain)
                     parts[kind] += [_rows(kind, earlier, one, layer, reader) for earlier, one in enumerate(writers)]
-                # After the layer's own readers: heads of one layer do not read one another.
-                # What a head writes is R W_O, with W_V = Q R.
+                # Added after this layer's readers, because heads of one layer do not read each other.
+                # The reduced writer is R W_O, with W_V = Q R.
                 writers.append(_side(factors.expand_kv(factors.W_V * gain), factors.W_O))
                 bar.update()
         if n_layers < 2:
@@ -162,7 +162,7 @@ def composition_scores(
 
 
 def _reader(factors: HeadWeights, kind: str, gain: Float[Tensor, "d_model 1"] | float) -> _Side:
-    """What each head reads for one kind, as the transposed product: what it does with it comes first."""
+    """Return each head's reader for one kind, from the transposed circuit, so that `factor` is its input side."""
     if kind == "v":
         return _side(factors.W_O.transpose(1, 2), factors.expand_kv(factors.W_V * gain).transpose(1, 2))
     W_Q, W_K = factors.W_Q * gain, factors.expand_kv(factors.W_K * gain)
@@ -171,26 +171,26 @@ def _reader(factors: HeadWeights, kind: str, gain: Float[Tensor, "d_model 1"] | 
 
 
 def _side(inner: Float[Tensor, "head d_model d_head"], outer: Float[Tensor, "head d_head d_model"]) -> _Side:
-    """Make half of the product `inner outer`: the same norm and singular values, and only d_head rows."""
-    # inner = Q R and Q keeps lengths: R outer has the norm and singular values of the product, in d_head rows.
+    """Reduce the product `inner outer` to d_head rows with the same norm and singular values."""
+    # inner = Q R and Q preserves lengths, so R outer has the norm and singular values of the product.
     factor = torch.linalg.qr(inner, mode="r").R @ outer
     gram = factor @ factor.transpose(1, 2)
     square = gram.diagonal(dim1=1, dim2=2).sum(-1)
-    # From the Gram matrix: Σ s⁴ is its squared norm, and no singular value is computed.
+    # Σ s⁴ is the squared norm of the Gram matrix, so no singular values are computed.
     evenness = gram.square().sum((1, 2)) / square.square().clamp(min=torch.finfo(gram.dtype).tiny)
     return _Side(factor, square.clamp(min=0).sqrt(), evenness)
 
 
 def scores_of(writer: _Side, reader: _Side) -> Float[Tensor, "sender receiver"]:
-    """Return the score of every head of one layer with every head of a later one; 0 where a head does nothing."""
-    # d_head × d_head for each pair of heads, never d_model × d_model.
+    """Return the score of every head of one layer with every head of a later layer; 0 if a circuit is zero."""
+    # d_head × d_head for each pair of heads, not d_model × d_model.
     products = torch.einsum("w i d, r j d -> w r i j", writer.factor, reader.factor)
     norms = writer.norm[:, None] * reader.norm[None]
     return torch.where(norms > 0, products.square().sum((2, 3)).sqrt() / norms.clamp(min=1e-30), 0.0)
 
 
 def null_deviation(p: np.ndarray, q: np.ndarray, d: int) -> np.ndarray:
-    """Return the standard deviation of the squared score under random rotations; `p` and `q` are both `evenness`."""
+    """Return the standard deviation of the squared score under random rotations; `p` and `q` are `evenness` values."""
     same, beside, apart = 3 / (d * (d + 2)), 1 / (d * (d + 2)), (d + 1) / ((d - 1) * d * (d + 2))
     second = p * q * same + (p * (1 - q) + (1 - p) * q) * beside + (1 - p) * (1 - q) * apart
     return np.sqrt(np.clip(second - 1 / d**2, 0, None))
@@ -201,7 +201,7 @@ def _rows(kind: str, earlier: int, writer: _Side, layer: int, reader: _Side) -> 
     d, (n_writers, n_readers) = writer.factor.shape[-1], scores.shape
     p, q = (side.evenness.double().cpu().numpy() for side in (writer, reader))
     spread = null_deviation(p[:, None], q[None], d)
-    # Of the square, whose mean and variance under random rotations are known exactly; the score's are not.
+    # z of the squared score, because its mean and variance under random rotations are known exactly.
     z = (scores**2 - 1 / d) / np.where(spread > 0, spread, np.nan)
     size = n_writers * n_readers
     return {
@@ -215,18 +215,18 @@ def _rows(kind: str, earlier: int, writer: _Side, layer: int, reader: _Side) -> 
 # The singular vectors of a head's circuits, and the tokens along them.
 #
 # Millidge & Black, "The Singular Value Decompositions of Transformer Weight Matrices are Highly Interpretable", 2022;
-# circuits after Elhage et al. 2021. With rows as vectors and x what the head reads (its effective embedding):
+# circuits as in Elhage et al. 2021. With rows as vectors and x the head's input (its effective embedding):
 #
-# ov    x W_V W_O = Σ s (x · u) v        a token along u is written as the tokens along v, each v read by W_U
+# ov    x W_V W_O = Σ s (x · u) v        a token along u is mapped to the tokens along v, with v projected by W_U
 # qk    x W_Q W_Kᵀ y = Σ s (x · u)(y · v)   a query along u attends to keys along v
 #
-# 1. The factors are d_model × d_head: with W_V = Q R and W_Oᵀ = P S the decomposition is that of R Sᵀ, d_head × d_head.
-# 2. u and v have their sign in common: + lists the tokens with the largest products with both, - the smallest.
-# 3. Every vector has length 1. `share` is s² of all s²: how much of the circuit it is. Beside it, what a product of
-#    random factors of this shape would give (the mean of a few).
+# 1. The factors are d_model × d_head: with W_V = Q R and W_Oᵀ = P S, only R Sᵀ, d_head × d_head, is decomposed.
+# 2. u and v share their sign: + lists the tokens with the largest products on both sides, - the smallest.
+# 3. Every vector has length 1. `share` is s² over the sum of all s²: the vector's share of the circuit. `random_share`
+#    is the same for a product of random factors of this shape (the mean of a few).
 #
-# The gain of the head's norm is folded in where `norm_gain` says so, and then the final norm's into W_U; biases and
-# rotation are left out.
+# With `norm_gain`, the gain of the head's norm is folded in, and the final norm's into W_U; biases and rotation are
+# left out.
 
 
 CIRCUITS = {"ov": ("reads", "writes"), "qk": ("query", "key")}
@@ -256,7 +256,7 @@ class SingularVectors(Result):
         return by_side[sides].reset_index().merge(values)[["vector", "sign", "singular_value", "share", *sides]]
 
     def report(self) -> list[str]:
-        """Return how concentrated the circuit is, and what its strongest direction does."""
+        """Report how concentrated the circuit is, and the tokens of its strongest direction."""
         first = self.table.iloc[0]
         sides = CIRCUITS[str(first["circuit"])]
         share, random = self.values.iloc[0][["share", "random_share"]]
@@ -271,7 +271,7 @@ class SingularVectors(Result):
         return [*sentences, "Tokens with large products are those that lie along it most, not all that it is used for."]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw the share of each singular value beside that of random factors, and the tokens of the first ones."""
+        """Plot the share of each singular value, with that of random factors, and the tokens of the first vectors."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
@@ -292,16 +292,16 @@ def singular_vectors(
     """Decompose a head's OV or QK circuit, and list the tokens along its strongest directions.
 
     Args:
-        model: a loaded model; or a checkpoint folder or hub name, read straight from safetensors.
-        layer: the head's layer, or the head by its name, as "9.2" or (9, 2).
-        head: the head, where it is not named; with grouped heads its key-value head is found.
-        circuit: "ov" (what it writes for what it reads) or "qk" (what attends to what).
-        embedding: what the head reads for a token: "raw", "mlp0", "embed+mlp0" or "layer0".
-        norm_gain: fold the gain of the head's norm, and that of the final norm, in.
-        vectors: how many of the strongest directions.
-        tokens: how many tokens of each side and sign.
+        model: a loaded model; or a checkpoint folder or hub name, read directly from safetensors.
+        layer: the head's layer, or the head itself as "9.2" or (9, 2).
+        head: the head's index, if `layer` is a layer; with grouped heads its key-value head is looked up.
+        circuit: "ov" (from input to output) or "qk" (from query to key).
+        embedding: the head's input for a token: "raw", "mlp0", "embed+mlp0" or "layer0".
+        norm_gain: fold in the gains of the head's norm and of the final norm.
+        vectors: number of directions, the strongest first.
+        tokens: number of tokens for each side and sign.
         out: a folder for the result.
-        device: where the weights are read to.
+        device: the device to read the weights to.
 
     Raises:
         InputError: the head, circuit or embedding does not exist.
@@ -337,7 +337,7 @@ def decomposed(
 ) -> tuple[Float[Tensor, "d_model d_head"], Float[Tensor, " d_head"], Float[Tensor, "d_model d_head"]]:
     """Return the singular vectors and values of a product of factors, (u, s, v), without forming it.
 
-    The sign of each pair makes the larger half of v's weight positive, so that it is the same everywhere.
+    Each pair's sign makes the sum of cubes of v positive, so that it is the same on every machine.
     """
     Q, R = torch.linalg.qr(left.double())
     P, S = torch.linalg.qr(right.double().T)
@@ -350,7 +350,7 @@ def decomposed(
 def _factors(
     weights: WeightSource, layer: int, head: int, circuit: str, norm_gain: bool
 ) -> tuple[Float[Tensor, "d_model d_head"], Float[Tensor, "d_head d_model"]]:
-    """The two factors of a circuit of one head."""
+    """Return the two factors of one head's circuit."""
     factors = weights.layer(layer)
     group = factors.value_head(head)
     gain: Tensor | float = factors.norm_gain[:, None] if norm_gain else 1.0
@@ -360,7 +360,7 @@ def _factors(
 
 
 def _embedded(weights: WeightSource, embedding: str, vectors: Float[Tensor, "d_model k"]) -> Float[Tensor, "k token"]:
-    """The products of every known token's embedding with the vectors."""
+    """Return the products of every known token's embedding with the vectors."""
     known = min(len(weights.tokenizer), weights.shape.d_vocab)
     parts = [
         weights.effective_embedding(tokens, embedding).double() @ vectors
@@ -372,7 +372,7 @@ def _embedded(weights: WeightSource, embedding: str, vectors: Float[Tensor, "d_m
 def _unembedded(
     weights: WeightSource, vectors: Float[Tensor, "d_model k"], norm_gain: bool
 ) -> Float[Tensor, "k token"]:
-    """What the unembedding makes of the vectors, for every known token."""
+    """Return the logits of the vectors for every known token."""
     known = min(len(weights.tokenizer), weights.shape.d_vocab)
     vectors = vectors * weights.final_norm_gain().double()[:, None] if norm_gain else vectors
     unembedding = weights.unembedding()
@@ -380,7 +380,7 @@ def _unembedded(
 
 
 def _listed(weights: WeightSource, along: Mapping[str, Float[Tensor, "k token"]], tokens: int) -> pd.DataFrame:
-    """The tokens at both ends of every vector; `along` has by side the products of the tokens with the vectors."""
+    """Return the tokens at both ends of every vector; `along` maps each side to the tokens' products with them."""
     ends = []
     for side, products in along.items():
         for sign in SIGNS:
@@ -398,12 +398,12 @@ def _listed(weights: WeightSource, along: Mapping[str, Float[Tensor, "k token"]]
 
 
 def _values(s: Float[Tensor, " d_head"], d_model: int) -> pd.DataFrame:
-    """The singular values with their shares, and the shares of random factors."""
+    """Return the singular values with their shares, and the shares of random factors."""
     generator = torch.Generator().manual_seed(0)
     shares = []
     for _ in range(RANDOM_DRAWS):
         left, right = (torch.randn(d_model, len(s), generator=generator).double() for _ in range(2))
-        # R of both sides: the singular values of a d_model² product from d_head² numbers.
+        # The R factors of both sides yield the singular values of the d_model² product from d_head² numbers.
         left_R, right_R = (torch.linalg.qr(side, mode="r").R for side in (left, right))
         random = torch.linalg.svdvals(left_R @ right_R.T).square()
         shares.append(random / random.sum())

@@ -173,7 +173,7 @@ def refuse_too_large(what: str, needed: int, device: torch.device, advice: str) 
 
 
 def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str) -> None:
-    """Refuse anything that needs more bytes than the disk has free; safetensors files in the folder are counted in."""
+    """Refuse what needs more bytes than the disk has free; safetensors files already in the folder count as written."""
     there = sum(file.stat().st_size for file in folder.rglob("*.safetensors")) if folder.is_dir() else 0
     above = next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path())
     free = shutil.disk_usage(above).free

@@ -68,7 +68,7 @@ class _Workspace:
     """The arrays of a tile's size, allocated once: allocating and freeing them each time would fragment the heap."""
 
     def __init__(self, rows: int, width: int, head: UnembeddingHead, device: torch.device):
-        # A float32 W_U is multiplied in place; a copy of its tile would be useless.
+        # A float32 W_U is multiplied without a copy; only other dtypes need a tile to convert into.
         convert = head.W_U.dtype != torch.float32
         self.weights = torch.empty_like(head.W_U[:, :width], dtype=torch.float32) if convert else None
         self.logits, self.weighted = torch.empty(2, rows * width, device=device)
@@ -213,7 +213,7 @@ def layer_predictions(
 
     Args:
         hidden: states of several layers at some tokens, after the final norm.
-        last: the states of the last layer.
+        last: the same for the last layer.
         head: the unembedding.
         target: the token whose rank is requested, for each token.
         k: number of largest log-probabilities.

@@ -233,7 +233,7 @@ def _settle(
     # ROUNDING also on a GPU: callers use `full_float32`, so that these products never run on tensor cores.
     margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1)[row] + tie).float()
     alive, live, of_live = torch.arange(len(triples), device=k.device), torch.arange(len(y), device=k.device), row
-    # Tokens certainly above, certainly below, and both plus those too near to call: fewer than k of these is a hit.
+    # Tokens certainly above, certainly below, then each with those too near to call: fewer than k of these is a hit.
     counts = torch.zeros(4, len(triples), device=k.device)
     start = 0
     while start < maps.d_vocab and len(alive):
@@ -342,7 +342,7 @@ def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, " triple
 
 
 def rounding(maps: OVMaps) -> float:
-    """Return the relative rounding of float32 on this device, where tensor cores may have multiplied."""
+    """Return the relative rounding of float32 on this device: larger on CUDA, where tensor cores may multiply."""
     return TENSOR_ROUNDING if maps.W_U.is_cuda else ROUNDING
 
 
@@ -447,7 +447,7 @@ def count_ranks(
     """Count as `ov.ranks` does, for pairs on the CPU; the counts are on the device of the maps.
 
     All heads go through tiles of the vocabulary together, with z = x W_V and W_O W_U computed once, both in float64, so
-    that float32 is trusted up to a narrow margin; a tile with a token too near to call is recounted in float64.
+    that float32 is trusted up to a narrow margin; a pair with a token too near to call recounts that tile in float64.
     """
     source, target = (to_device(one, maps.x.device) for one in (source, target))
     # z of every row of x once, because pairs of several relations share sources.

@@ -1,9 +1,9 @@
-"""Score a file of texts, a few hundred at a time: what is finished is kept, and only the scores are kept in memory.
+"""Score a file of texts, a few hundred at a time: finished scores are saved, and memory holds only scores.
 
-A file is read by the ending of its name: `.jsonl` has a JSON object per line and the text in one of its fields, `.csv`
-and `.tsv` a column of texts, anything else a text per line; other tables and packed files are refused. Rows that cannot
-be scored keep their place, with a note that says why: empty, not UTF-8, no text in the row, nothing in front of the
-only token.
+The file name's extension determines the format: `.jsonl` has a JSON object per line with the text in one of its fields,
+`.csv` and `.tsv` have a column of texts, any other file has a text per line; other tables and compressed files are
+refused. Rows that cannot be scored keep their place, with a note that says why: empty, not UTF-8, no text in the row,
+nothing before the only token.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ class ScoredTexts(Result):
     """The scores of a file of texts; higher = more likely seen."""
 
     table: pd.DataFrame
-    """A row per text of the file, in its order: `text` (counted from 0), `zlib_bytes`, `tokens`, `scored`, `windows`,
-    `note`, `clamped`, then a column per score, such as `loss`, `zlib` and `min_k_0.2`; see
+    """A row per text, in the order of the file: `text` (counted from 0), `tokens`, `scored`, `windows`, `note`,
+    `zlib_bytes`, `clamped`, then a column per score, such as `loss`, `zlib` and `min_k_0.2`; see
     `headwater.likelihood.formulas`."""
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per score, at the published K of 0.2 or else the first.
+        """Return a row per score, at the published K of 0.2 or else at the first K.
 
-        `score, k, texts` (that have a value), `median, lower_quartile, upper_quartile`.
+        `score, k, texts` (number with a value), `median, lower_quartile, upper_quartile`.
         """
         parts = [
             pd.DataFrame({"score": found[0], "k": found[1], "value": self.table[name]})
@@ -94,7 +94,7 @@ class ScoredTexts(Result):
         return quartiles(values).reset_index()
 
     def report(self) -> list[str]:
-        """Return how many texts have scores and why others have none, the medians, and what they cannot say alone."""
+        """Report how many texts have scores and why others have none, the medians, and what these cannot show alone."""
         findings = self.findings()
         sentences = [
             f"{findings['scored']:,} of {findings['texts']:,} texts have scores, of {findings['tokens']:,} tokens; "
@@ -104,7 +104,7 @@ class ScoredTexts(Result):
         return [*sentences, *score_sentences(whole_summary(self))]
 
     def findings(self) -> dict[str, Any]:
-        """Count the texts, those that could not be scored, and why."""
+        """Return the numbers of texts and tokens, and of texts without scores by reason."""
         return {
             "model": self.run.model,
             "texts": len(self.table),
@@ -115,7 +115,7 @@ class ScoredTexts(Result):
         }
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw how the texts are distributed over Min-K%."""
+        """Plot the distribution of Min-K% over the texts."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
@@ -143,25 +143,25 @@ def score_file(
 
     Args:
         model: the model.
-        file: `.jsonl`, `.csv`, `.tsv`, or a text per line.
+        file: a `.jsonl`, `.csv` or `.tsv` file, or a file with a text per line.
         field: the field or column that holds the text.
         k: the shares of lowest tokens.
         reference: another model, for the score `reference`.
-        lowercase: also read the lowercased texts, for the score `lowercase`.
-        prefix: also read every text after this one, which is known not to have been seen, for the score `recall`.
+        lowercase: also run the model on the lowercased texts, for the score `lowercase`.
+        prefix: a text that is known not to have been seen; also run the model on every text after it, for `recall`.
         token_counts: how often each token id occurs in a corpus, for the score `dc_pdd`.
-        maximum_entropy: in nats; the score `surp` is over positions of a lower one.
-        gradient_norm: also take the gradient of every text's loss, for the score `grad_norm`: a step back for each.
-        long: what becomes of texts longer than the context: read in windows ("window"), or an "error".
-        stride: how many new tokens each further window scores. Default: half the context.
+        maximum_entropy: in nats; the score `surp` uses positions with a lower entropy.
+        gradient_norm: also compute the gradient of every text's loss, for `grad_norm`: one backward pass per text.
+        long: how to treat texts longer than the context: read them in windows ("window"), or raise an "error".
+        stride: number of new tokens that each further window scores. Default: half the context.
         precision: how a CUDA device multiplies float32 states with W_U, "highest" or "high"; see `token_statistics`.
-        batch_size: texts in one run of the model.
-        progress: show a bar.
-        out: a folder for the result. An interrupted run, repeated with it, continues.
+        batch_size: texts in one forward pass.
+        progress: show a progress bar.
+        out: a folder for the result; a repeated call resumes an interrupted run.
 
     Raises:
         InputError: the file does not exist, is empty or has no such column, an option cannot be used, or a text does
-            not fit after the prefix, or is longer than the context where its gradient is taken.
+            not fit in the context after the prefix, or is longer than the context when its gradient is computed.
         RunFolderError: `out` holds another run.
     """
     check_model(model)
@@ -216,7 +216,7 @@ def score_file(
         if not pieces:
             raise InputError(f"{path} holds no texts.")
         columns = {name: torch.cat([piece[name] for piece in pieces]).numpy() for name in pieces[0]}
-        # Pieces hold numbers alone, notes among them by their place.
+        # Pieces hold only numbers, so notes are stored as indices into NOTES.
         columns["note"] = np.array(NOTES, dtype=object)[columns["note"]]
         table = pd.DataFrame(columns)
         table.insert(0, "text", range(len(table)))
@@ -226,11 +226,11 @@ def score_file(
     return run_or_resume(ScoredTexts, "score_file", model, options, work, out=out, progress=progress)
 
 
-# The gradient norm of a text: how far one step of training on it would move the parameters of the model.
+# The gradient norm of a text: how far one training step on it would move the model's parameters.
 #
 # MIMIR (Duan et al. 2024) after "Pandora's White-Box" (Wang et al., 2402.17012): the mean over the model's parameters,
-# as the checkpoint holds them, of the norm of the gradient of the text's mean negative log-likelihood. Published norm:
-# the largest entry. A text that was seen has a smaller one: the score `grad_norm` is minus it.
+# as stored in the checkpoint, of the norm of the gradient of the text's mean negative log-likelihood. The published
+# norm is the largest entry. Texts that were seen have smaller norms, so the score `grad_norm` is minus the norm.
 
 
 ORDERS = (1, 2, math.inf)
@@ -239,23 +239,23 @@ ORDERS = (1, 2, math.inf)
 def gradient_norms(
     model: HookedModel, texts: Iterable[str], *, order: float = math.inf, progress: bool = True
 ) -> Float[ndarray, " text"]:
-    """Return the gradient norm of every text, for the score `grad_norm`; NaN of a text without a token to score.
+    """Return the gradient norm of every text, for the score `grad_norm`; NaN for texts without tokens to score.
 
-    Each text takes a run of the model and a step back. Beside the model there is what the run leaves for the step back,
+    Each text takes a forward and a backward pass. Besides the model, memory holds the activations for the backward pass
     and the gradient of one parameter at a time.
 
     Args:
-        model: the model. A HookedTransformer's parameters are its own, not those of a checkpoint.
+        model: the model. For a HookedTransformer the parameters are its own, not those of a checkpoint.
         texts: the texts.
-        order: of the norm: 1, 2, or infinity for the largest entry.
-        progress: show a bar.
+        order: the order of the norm: 1, 2, or infinity for the largest entry.
+        progress: show a progress bar.
     """
     check_model(model)
     if isinstance(order, bool) or order not in ORDERS:
         raise InputError(f"order={shown(order)} is not one of 1, 2, inf.")
     listed = chats_written(checked_several("texts", texts, "a list of texts"), model.tokenizer)
     check_texts(model, listed)
-    # All texts before the first run: one that is too long is refused at once.
+    # Tokenize all texts before the first run, so that a text that is too long is refused at once.
     read = [scored_tokens(model, text, None, index) for index, text in enumerate(listed)]
     for index, (ids, _) in enumerate(read):
         if len(ids) > model.shape.n_ctx:

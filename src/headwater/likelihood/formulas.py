@@ -1,4 +1,4 @@
-"""The kinds of scores of how likely a text was seen in training, by their published formulas.
+"""Scores of how likely a text was seen in training, by their published formulas.
 
 Higher = more likely seen: this holds for every value in a table of scores. (The published figures of question depth
 show the negative of `min_k`, the mean negative log-likelihood of the lowest tokens.) With l_t = log p of the scored
@@ -13,23 +13,23 @@ tokens, t = 1 ... T, μ_t = -entropy and σ_t² = the variance of log p under p:
     min_k++      mean of the lowest k of (l_t - μ_t) / σ_t                        Min-K%++, Zhang et al. 2025
     gap_k        mean of the lowest k of a moving average, over three tokens,
                  of (l_t - max_v log p(v)) / σ_t                                  Gap-K%, 2601.19936
-    surp         mean l_t of the surprising tokens: of the lowest k of l_t those  SURP, Zhang & Wu 2024 (2407.21248)
-                 at positions of an entropy below `maximum_entropy`
+    surp         mean l_t of the surprising tokens: those of the lowest k of l_t  SURP, Zhang & Wu 2024 (2407.21248)
+                 at positions with an entropy below `maximum_entropy`
     dc_pdd       mean min(p_t · -log f_t, 0.01) over the first occurrence of      DC-PDD, Zhang et al. 2024
                  each token id; f_t its share of a corpus, Laplace-smoothed       (EMNLP)
     recall       mean l_t after a given prefix / mean l_t                        ReCaLL, Xie et al. 2024
     grad_norm    -mean over parameters of the norm of the gradient of -mean l_t   MIMIR, Duan et al. 2024
 
-The last four need what is given for them: an entropy, for which no published default is known; counts of tokens in a
-corpus; statistics of the same texts after texts that are known not to have been seen; gradients (`files`). A
-text without a surprising token has no `surp`.
+The last four need extra inputs: a maximum entropy (no published default is known); counts of tokens in a corpus;
+statistics of the same texts after texts that are known not to have been seen; gradients (`files`). A text without a
+surprising token has no `surp`.
 
-k = max(1, floor(K · T)), where T counts what is sorted: tokens, or averages of three (a text of fewer than three tokens
-is not averaged). Published code agrees, but for texts so short that K · T < 1: Shi's and Zhang's give NaN there.
-σ_t² is at least `minimum_variance`; where a position is certain, this choice decides the score, so `texts` counts the
-tokens it touched (`clamped`).
+k = max(1, floor(K · T)), where T is the number of sorted values: tokens, or averages of three (a text of fewer than
+three tokens is not averaged). Published code agrees, except for texts so short that K · T < 1, where Shi's and Zhang's
+code returns NaN. σ_t² is at least `minimum_variance`. At positions where the model is certain this choice determines
+the score, so `texts` counts the affected tokens (`clamped`).
 
-Each is a row of `SCORES`. A score of one's own is one more: it then is in every table, figure and file of scores.
+Each score is a row of `SCORES`. A row that you add appears in every table, figure and file of scores.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
 from headwater.registry import Registry
 
 MOST_OF_A_TOKEN = 0.01
-"""DC-PDD's cut-off of what one token may add; published for open models."""
+"""DC-PDD's upper limit for the term of one token; published for open models."""
 SMOOTHED = 3
 """Tokens in Gap-K%'s moving average."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextTokens:
-    """What a score is computed from: the scored tokens of one text, in their order, in float64."""
+    """The input of a score: the scored tokens of one text, in order, in float64."""
 
     log_probability: Float[ndarray, " token"]
     entropy: Float[ndarray, " token"]
     variance: Float[ndarray, " token"]
-    """Of log p under p, in nats², as measured."""
+    """Variance of log p under p, in nats², not clamped."""
     top1_log_probability: Float[ndarray, " token"]
     zlib_bytes: int
-    """Of the compressed text."""
+    """Number of bytes of the compressed text."""
     lowercased: float = math.nan
     """The mean log-probability of the lowercased text."""
     reference: float = math.nan
@@ -74,9 +74,9 @@ class TextTokens:
     """The mean norm of the gradient of the loss, over parameters."""
     token_id: Int[ndarray, " token"] | None = None
     share: Float[ndarray, " token"] | None = None
-    """Of each token in a corpus."""
+    """Share of each token in a corpus."""
     maximum_entropy: float = math.nan
-    """Below it a position is certain enough for its token to be surprising."""
+    """Entropy below which a position is certain enough for its token to be surprising."""
     minimum_variance: float = 1e-8
 
     @cached_property
@@ -86,7 +86,7 @@ class TextTokens:
 
     @cached_property
     def sigma(self) -> Float[ndarray, " token"]:
-        """The standard deviation of log p under p, at least that of `minimum_variance`."""
+        """The standard deviation of log p under p, at least the root of `minimum_variance`."""
         return np.asarray(np.sqrt(np.maximum(self.variance, self.minimum_variance)))
 
 
@@ -95,15 +95,15 @@ class Score:
     """A kind of score. Higher = more likely seen."""
 
     of: Callable[..., Any]
-    """Of `TextTokens`, a number; with `takes_k`, of `TextTokens` and the shares K, a number for each."""
+    """Function of `TextTokens` that returns a number; with `takes_k`, of `TextTokens` and shares, a number for each."""
     title: str
-    """What figures call it."""
+    """The name in figures."""
     takes_k: bool = False
     needs: str | None = None
-    """What must be given for there to be such a score: "lowercased", "reference", "prefixed", "token_counts",
-    "maximum_entropy" or "gradient_norm"."""
+    """The input without which the score is not computed (if any): "lowercased", "reference", "prefixed",
+    "token_counts", "maximum_entropy" or "gradient_norm"."""
     color: str = FAINT
-    """Of its line against K, with `mark`."""
+    """Colour of the line over K, whose marker is `mark`."""
     mark: str = "v"
 
 
@@ -115,7 +115,6 @@ np.median(text.log_probability), "median"))` adds one."""
 def lowest_means(values: Float[ndarray, " token"], shares: Sequence[float]) -> Float[ndarray, " k"]:
     """Return the mean of the lowest max(1, floor(K · T)) of T values for every share K, from one sort."""
     counts = [max(1, math.floor(share * len(values))) for share in shares]
-    # One sort and one running sum serve every K.
     return np.cumsum(np.sort(values))[np.array(counts) - 1] / counts
 
 
@@ -125,23 +124,23 @@ def min_k(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
 
 
 def min_k_plus_plus(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
-    """Return Min-K%++: the mean of the lowest log-probabilities, each measured from its mean in its deviations."""
+    """Return Min-K%++: the mean of the lowest log-probabilities, each standardized by its mean and deviation."""
     # The mean of log p under p is minus the entropy, hence the plus.
     return lowest_means((text.log_probability + text.entropy) / text.sigma, shares)
 
 
 def gap_k(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
-    """Return Gap-K%: the mean of the lowest smoothed distances from the likeliest token."""
+    """Return Gap-K%: the mean of the lowest smoothed distances from the most likely token."""
     gap = (text.log_probability - text.top1_log_probability) / text.sigma
     if len(gap) >= SMOOTHED:
-        # A view: averages of three without three copies.
+        # A view, so that averages of three need no three copies.
         gap = np.lib.stride_tricks.sliding_window_view(gap, SMOOTHED).mean(-1)
     return lowest_means(gap, shares)
 
 
 def surp(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
-    """Return SURP: the mean of the lowest log-probabilities where the model was certain; NaN where it never was."""
-    # Stable, so that equal probabilities come in the order of the text, on every machine.
+    """Return SURP: the mean of those lowest log-probabilities where the model was certain; NaN if there are none."""
+    # A stable sort keeps equal probabilities in the order of the text on every machine.
     order = np.argsort(text.log_probability, kind="stable")
     is_certain = text.entropy[order] < text.maximum_entropy
     counts = np.array([max(1, math.floor(share * len(order))) for share in shares]) - 1
@@ -151,7 +150,7 @@ def surp(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
 
 
 def dc_pdd(text: TextTokens) -> float:
-    """Return DC-PDD: the mean cross-entropy of a model's probabilities to a corpus's, cut off, of each first token."""
+    """Return DC-PDD: the mean clipped cross-entropy of model and corpus probabilities over first occurrences."""
     assert text.token_id is not None
     assert text.share is not None
     # return_index gives first occurrences.

@@ -1,9 +1,9 @@
-"""The texts of a depth graph as a model reads them, and their scores.
+"""The texts of a depth graph as the model reads them, and their scores.
 
-1. A text is the question in its frame (`questions.asking`), and an answer after it.
-2. `span` names what is scored: "question", "answer" (the first accepted one, the question in front of it),
-   "model_answer" (likewise), or "both", question and accepted answer without what is between them.
-3. Each different text is scored once, at every layer requested, as it is or with its words shuffled.
+1. A text is the question in its frame (`questions.asking`), followed by an answer.
+2. `span` selects the scored part: "question", "answer" (the first accepted one, after the question), "model_answer"
+   (after the question), or "both" (question and accepted answer, without the text between them).
+3. Each distinct text is scored once, at every requested layer, unchanged or with its words shuffled.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ DESCRIBED = ("tokens", "scored", "windows", "note")
 
 
 class Framed(NamedTuple):
-    """A text and the characters of it that are scored."""
+    """A text and the spans of its scored characters."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
 
 
 def framed(frame: Frame | None, span: str, question: str, answer: str | None) -> Framed:
-    """Write one text; without a frame, or an answer where one is to be scored, there is nothing to score."""
+    """Return the text of one node; empty without a frame, or without an answer if the span needs one."""
     if frame is None:
         return Framed("", ())
     start, kind = len(frame.before), ChatText if frame.is_chat else str
@@ -62,7 +62,7 @@ def framed(frame: Frame | None, span: str, question: str, answer: str | None) ->
 def framed_statistics(
     model: HookedModel, texts: Sequence[Framed], layers: Layers, lens: Lens, **options: Any
 ) -> TextStatistics:
-    """Return the statistics of the tokens that hold scored characters; long texts are read in windows."""
+    """Return the statistics of the tokens that contain scored characters; long texts are read in windows."""
     # From the first scored character to the last.
     outer = [(item.spans[0][0], item.spans[-1][1]) if item.spans else None for item in texts]
     stats = token_statistics(
@@ -83,7 +83,7 @@ def framed_statistics(
 
 
 class ScoredNodes(NamedTuple):
-    """What the texts of nodes are worth."""
+    """The scores of the texts of nodes."""
 
     nodes: pd.DataFrame
     """A row per node and layer: `id, layer, tokens, scored, windows, note`, a column per score."""
@@ -92,7 +92,7 @@ class ScoredNodes(NamedTuple):
 
     @property
     def scores(self) -> list[str]:
-        """The names of the columns of scores."""
+        """The names of the score columns."""
         return [str(name) for name in self.nodes if name not in ("id", "layer", *DESCRIBED)]
 
 
@@ -109,17 +109,17 @@ def scored_nodes(
     *,
     shuffled_by: int | None = None,
 ) -> ScoredNodes:
-    """Score each different text of the nodes once, and give its scores to the nodes that have it.
+    """Score each distinct text of the nodes once, and assign its scores to all nodes that have it.
 
-    `frames` has the frame of every node. With a seed, `shuffled_by`, the words of each question, and those of each
-    answer, are in another order.
+    `frames` holds the frame of every node. With the seed `shuffled_by`, the words of each question and of each answer
+    are shuffled.
     """
     questions = nodes["question"].tolist()
     is_own = span == "model_answer"
     answers = nodes["model_answer"].tolist() if is_own else [accepted[0] for accepted in nodes["answers"]]
     if shuffled_by is not None:
         rng = np.random.default_rng(shuffled_by)
-        # Each text once, in the order of the nodes: a question of two graphs is shuffled in one way.
+        # Each text once, in the order of the nodes, so that a question of two graphs is shuffled in one way.
         texts = [*dict.fromkeys(questions), *dict.fromkeys(filter(None, answers))]
         other = {text: " ".join(rng.permutation(np.array(text.split(), dtype=object)).tolist()) for text in texts}
         questions = [other[question] for question in questions]
@@ -146,9 +146,9 @@ def scored_nodes(
 
 
 def _lowest_tokens(table: pd.DataFrame, places: pd.DataFrame, share: float) -> pd.DataFrame:
-    """Return the scored tokens of one layer by the first node with their text, and which are among the lowest."""
+    """Return the scored tokens of one layer, with the first node that has their text, and which are the lowest."""
     by_text = table.groupby("text")["log_probability"]
-    # As `lowest_means` counts: exactly k tokens, the earlier one where two are equal.
+    # As in `lowest_means`: exactly k tokens, the earlier token first in ties.
     count = np.maximum(1, np.floor(by_text.transform("size").astype(float) * share))
     first = places.drop_duplicates("text").set_index("text")["id"]
     columns = {name: table[name] for name in ("position", "token", "log_probability")}
@@ -156,43 +156,42 @@ def _lowest_tokens(table: pd.DataFrame, places: pd.DataFrame, share: float) -> p
     return found.assign(lowest=by_text.rank(method="first") <= count).reset_index(drop=True)
 
 
-# What a question of a depth graph is asked with: the questions that it builds on, in front of it.
+# The context of a question of a depth graph: the questions that it builds on, before it.
 #
-# Ko et al., EMNLP 2024, ask the questions above depth 1 in four ways, the names here:
+# Ko et al., EMNLP 2024, ask the questions above depth 1 in four ways, which have these names here:
 #
 # none         the question alone ("zero-shot")
 # gold         after its direct predecessors, each with its accepted answer ("Prompt (Gold)")
-# predicted    likewise, each with the model's own answer to it, asked alone ("Prompt (Pred.)")
+# predicted    after its direct predecessors, each with the model's own answer, asked alone ("Prompt (Pred.)")
 # multi-turn   as the last turn of a conversation in which the model is asked its predecessors one after another
 #
 # 1. A question without predecessors is asked alone in all four.
-# 2. Pairs are written "Q: ...", "A: ...", a line each, in the order of the predecessors, where the prompt has
-#    `{pairs}`.
-# 3. Every question has a conversation of its own, and predecessors are asked in it without predecessors of theirs. The
-#    released code keeps the first answer that it gets to a question: where deep ones are listed first, one of depth 2
-#    counts with what was said of it on the way to depth 3.
-# 4. A question one of whose predecessors leaves no room for an answer is not asked, and nothing of it is scored.
+# 2. Pairs replace `{pairs}` in the prompt as lines "Q: ..." and "A: ...", in the order of the predecessors.
+# 3. Every question has a separate conversation, in which its predecessors are asked without their own predecessors. The
+#    released code keeps the first answer to each question instead: if deep questions are listed first, a question of
+#    depth 2 is scored with its answer from the conversation of a question of depth 3.
+# 4. If a predecessor's prompt leaves no room for an answer, the question is not asked and nothing of it is scored.
 
 
 PredecessorsName: TypeAlias = Literal["none", "gold", "predicted", "multi-turn"]
 NONE, GOLD, PREDICTED, TURNS = PREDECESSORS = get_args(PredecessorsName)
 PAIRS = "{pairs}"
 Pairs = Sequence[tuple[str, str]]
-"""Questions, each with an answer to it."""
+"""Questions, each with an answer."""
 
 
 @dataclass(frozen=True)
 class ContextWording:
-    """How questions are put to a model, alone and after others."""
+    """The prompts for questions, alone and after other questions."""
 
     model: HookedModel
     context: str
     """ "raw" or "chat"."""
     prompt: str | Messages | None
-    """Of a question alone, and of the turns before the last; see `questions.asking.question_frame`."""
+    """The prompt of a question alone, and of the turns before the last; see `questions.asking.question_frame`."""
     predecessors: str
     predecessor_prompt: str | Messages | None
-    """Of a question after others."""
+    """The prompt of a question after others."""
 
     def __post_init__(self) -> None:
         if self.predecessors == NONE and self.predecessor_prompt is not None:
@@ -206,7 +205,7 @@ class ContextWording:
                 f"predecessor_prompt={shown(prompt)} must be a text, or messages: a list of "
                 "{'role': ..., 'content': ...}."
             )
-        # Written once now, so that a wrong prompt is refused before any question is asked.
+        # Built once now, so that a wrong prompt is refused before any question is asked.
         _ = self.alone
         if self.predecessors != NONE:
             try:
@@ -221,7 +220,7 @@ class ContextWording:
         return question_frame(self.model, self.context, self.prompt)
 
     def after(self, before: Pairs, *, last: bool = True) -> Frame:
-        """Return the frame of a question after others; of a conversation, of its last turn or of an earlier one."""
+        """Return the frame of a question after others; in a conversation, of its last turn or an earlier turn."""
         if not before:
             return self.alone
         if self.predecessors == TURNS:
@@ -233,9 +232,9 @@ class ContextWording:
 
     @cached_property
     def _with_pairs(self) -> Frame:
-        """The frame that has `{pairs}` in the place of what is shown."""
+        """The frame with `{pairs}` in place of the questions and answers."""
         prompt = self.predecessor_prompt
-        # By default the prompt of a question alone, with the pairs in front.
+        # By default the prompt of a question alone, preceded by the pairs.
         if prompt is None and self.context == CHAT:
             with_pairs = f"{PAIRS}\n{SLOT}"
             prompt = [{**one, "content": one["content"].replace(SLOT, with_pairs)} for one in _messages(self.prompt)]
@@ -273,12 +272,12 @@ class ContextWording:
 
 
 def _messages(prompt: str | Messages | None) -> Messages:
-    """The messages of a chat; of none, the question as one of the user."""
+    """Return the messages of a chat prompt; without messages, the question as a user message."""
     return [{"role": "user", "content": SLOT}] if prompt is None or isinstance(prompt, str) else prompt
 
 
 def frames_of(nodes: pd.DataFrame, wording: ContextWording, answers_to: OwnAnswers) -> list[Frame | None]:
-    """Return the frame of every node; None where a predecessor has no answer to be shown."""
+    """Return the frame of every node; None if a predecessor has no answer to show."""
     rows = {row["id"]: row for row in nodes.to_dict("records")}
     below = {name: [rows[parent] for parent in row["predecessors"]] for name, row in rows.items()}
     if wording.predecessors == NONE:
@@ -294,9 +293,9 @@ def frames_of(nodes: pd.DataFrame, wording: ContextWording, answers_to: OwnAnswe
 def _answered(
     by_node: Mapping[str, Sequence[str]], wording: ContextWording, answers_to: OwnAnswers
 ) -> dict[str, list[tuple[str, str]] | None]:
-    """Let the model answer the questions before each node: each alone, or each after those before it."""
+    """Let the model answer the questions before each node, each alone or each after the previous ones."""
     pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in by_node}
-    # Turn by turn over all nodes, so that each turn is one batch of prompts.
+    # Turn by turn over all nodes, so that each turn is a single batch of prompts.
     for turn in range(max(map(len, by_node.values()), default=0)):
         prompts = {}
         for name, questions in by_node.items():
@@ -311,26 +310,26 @@ def _answered(
     return pairs
 
 
-# What is known of the answers to a depth graph: a model's answers, and their scores from 1 to 5.
+# The answers to a depth graph's questions, and their scores from 1 to 5.
 #
-# 1. Answers are those in the data, or the model's own: greedy, to the end of the first line in a raw context, to the
-#    end of the message in a chat.
-# 2. Scores are those in the data, a judge's (any function), or by label match: 5 where an accepted answer is in the
+# 1. Answers come from the data, or from the model: greedy, to the end of the first line in a raw context, to the end of
+#    the message in a chat.
+# 2. Scores come from the data, from a judge (any function), or from label match: 5 if an accepted answer is in the
 #    answer (`headwater.questions.labels`), else 1. Label match needs short accepted answers.
-# 3. An answer of the model's own that had not ended at the token limit is not judged: it has no score, and is counted.
+# 3. A generated answer that is unfinished at the token limit is not judged: it has no score, and is counted.
 
 
 DATA, MODEL = SOURCES = ("data", "model")
 SHORT = 10
-"""Words up to which accepted answers (their median) are short enough for label match."""
+"""Largest median number of words of accepted answers for label match."""
 
 
 OwnAnswers: TypeAlias = Callable[[Iterable[str], str], list[AnswerText | None]]
-"""Lets the model answer prompts, in a stage of the run; None where one leaves no room for an answer."""
+"""Function that generates answers to prompts, in a stage of the run; None if a prompt leaves no room for an answer."""
 
 
 class AnswerSources(NamedTuple):
-    """Where answers and scores come from."""
+    """The sources of answers and scores."""
 
     answers: str
     """ "data", "model", or "" for none."""
@@ -339,10 +338,10 @@ class AnswerSources(NamedTuple):
 
 
 def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alone: bool = True) -> AnswerSources:
-    """Decide where answers and scores come from; `answers=None` takes the first that there is.
+    """Choose the sources of answers and scores; `answers=None` prefers the data, if it has answers.
 
-    Answers in the data are taken for those to questions that are asked `alone`: after other questions they count only
-    where "data" is requested.
+    Answers in the data are assumed to answer questions asked `alone`; for questions after others they are used only if
+    "data" is requested.
     """
     if answers is not None:
         checked_name("answers", answers, SOURCES)
@@ -358,7 +357,7 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
     if judge is None and has_scores and answers != MODEL:
         scores = DATA
     else:
-        # Long reference answers are never in a model's own word for word: label match would call all of them wrong.
+        # A model's answer never contains a long reference answer verbatim, so label match would fail them all.
         short = graph.table["answers"].map(lambda accepted: len(accepted[0].split())).median() <= SHORT
         scores = "judge" if callable(judge) else LABEL if judge == LABEL or short else ""
     if scores in (LABEL, "judge") or span == "model_answer" or answers == MODEL:
@@ -374,7 +373,7 @@ def answered_and_scored(
     frames: Sequence[Frame | None],
     answers_to: OwnAnswers,
 ) -> pd.DataFrame:
-    """Return `model_answer`, `cut` (it had not ended at the token limit) and `score` of every node, in its frame."""
+    """Return `model_answer`, `cut` (unfinished at the token limit) and `score` of every node, asked in its frame."""
     table = graph.table
     answers, cut = table["model_answer"].tolist(), [False] * len(table)
     if plan.answers == MODEL:
@@ -387,7 +386,7 @@ def answered_and_scored(
     scores = table["score"].to_numpy(float)
     if plan.scores != DATA:
         scorer = label_score if plan.scores == LABEL else judge if callable(judge) else None
-        # An answer that had not ended at the limit may have come to it yet: not judged.
+        # Unfinished answers are not judged, because they might still have reached the correct answer.
         whole = [None if is_cut else answer for answer, is_cut in zip(answers, cut, strict=True)]
         keys = list(zip(table["question"], table["answers"], whole, strict=True))
         scores = np.array(scores_of(run, scorer, keys)) if scorer else np.full(len(table), np.nan)
@@ -399,12 +398,12 @@ def answered_and_scored(
 def own_answers(
     run: Run, model: HookedModel, max_new_tokens: int, until: Literal["line", "end"], batch_size: int
 ) -> OwnAnswers:
-    """Return what lets the model answer, after each different prompt once."""
+    """Return a function that generates answers, once for each distinct prompt."""
     cache: dict[str, AnswerText | None] = {}
 
     def answers_to(prompts: Iterable[str], stage: str) -> list[AnswerText | None]:
         listed = list(prompts)
-        # Each different prompt once: depth graphs share questions.
+        # Each distinct prompt once, because depth graphs share questions.
         new = [prompt for prompt in dict.fromkeys(listed) if prompt not in cache]
         cache.update(dict.fromkeys(new))
         cache.update(answer_texts(run, model, new, max_new_tokens, until, batch_size, stage))

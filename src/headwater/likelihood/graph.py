@@ -1,10 +1,10 @@
-"""Question graphs: deep questions, and the shallower ones they are built from.
+"""Question graphs: deep questions, and the shallower questions that they build on.
 
 A graph is a folder in the layout of DepthQA (below), or one JSON file: `{"name": ..., "nodes":
 [node, ...]}`. A node has `id`, `depth` (1, 2, 3, ...), `question`, `answers` (a list; or `answer`, one text) and
-`predecessors`: the ids of the questions of the depth below that it builds on. `group` names the graph that the node
-belongs to (without it, all nodes form one); `model_answer` and `score` (1 to 5) are what a model answered and what a
-judge gave it; further fields are kept.
+`predecessors`: the ids of the questions, one depth below, that it builds on. `group` names the graph of the node
+(without it, all nodes form one graph); `model_answer` is a model's answer and `score` (1 to 5) a judge's score of it;
+other fields are kept.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ FIRST_COLUMNS = (
 
 
 class Row(NamedTuple):
-    """A node, or a row of a file, as it was read, and the place it was read from."""
+    """A node, or a row of a file, as read, and its location in the file."""
 
     where: str
     fields: dict[str, Any]
 
     def text(self, name: str) -> str:
-        """Return a field that must be a text, and not empty."""
+        """Return a field that must be a nonempty text."""
         value = self.fields.get(name)
         if not isinstance(value, str) or not value.strip():
             raise InputError(f"{self.where}: {name} is missing or empty.")
         return value
 
     def names(self, name: str) -> list[str]:
-        """Return a field that holds a list of ids; none for a missing one."""
+        """Return a field that holds a list of ids; an empty list if the field is missing."""
         value = self.fields.get(name)
         value = value.tolist() if isinstance(value, np.ndarray) else value
         if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
@@ -60,11 +60,11 @@ class DepthGraph:
 
     table: pd.DataFrame
     """A row per node: `group, id, depth, question_id` (nodes of one question share it), `question, answers,
-    predecessors, successors` (tuples), `model_answer` (None where there is none), `score` (NaN where there is none),
-    and what else it has."""
+    predecessors, successors` (tuples), `model_answer` (None if missing), `score` (NaN if missing), and any other
+    fields."""
     name: str = ""
     notes: tuple[str, ...] = ()
-    """What the files lack."""
+    """Notes on data that the files lack."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -81,17 +81,17 @@ class DepthGraph:
 
 @checked_call
 def load_depth_graph(source: str | Path | None = None, *, predictions: str | Path | None = None) -> DepthGraph:
-    """Read a graph of questions, and check that it is one.
+    """Read a graph of questions, and check that it is valid.
 
     Args:
-        source: a folder in the layout of DepthQA, or a JSON file as the module describes; None for the graph of the
-            embedded model's world.
-        predictions: of a folder: the file with a model's answers, judged or not, by its path or its name in the folder.
+        source: a folder in the layout of DepthQA, or a JSON file in the format of the module's docstring; None for the
+            graph of the embedded model's world.
+        predictions: for a folder, the file with a model's answers, judged or not, as a path or as a name in the folder.
             Default: the one file that has answers to the questions alone ("zero-shot"), if there is one.
 
     Raises:
-        InputError: a file is missing or not of this format, or this is not a graph whose edges join neighbouring
-            depths; the message names the node, the file and the line.
+        InputError: a file is missing or not in this format, or edges do not join neighbouring depths of one graph
+            without cycles; the message names the node, the file and the line.
     """
     path = world_folder() / "depth_graph.json" if source is None else checked_path("source", source)
     if not path.exists():
@@ -115,7 +115,7 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
 
 
 def _graph(read: Sequence[Row], name: str, notes: Sequence[str] = ()) -> DepthGraph:
-    """Check nodes and their edges, and make the table."""
+    """Check nodes and their edges, and build the table."""
     if not read:
         raise InputError(f"The depth graph {name} has no nodes.")
     nodes: dict[str, Row] = {}
@@ -155,7 +155,7 @@ def _place(node: Row) -> str:
 
 
 def _checked(node: Row) -> Row:
-    """Check the fields of a node, and give it all of them."""
+    """Check the fields of a node, and fill in missing ones."""
     where, fields = _place(node), node.fields
     if type(fields.get("depth")) is not int or fields["depth"] < 1:
         raise InputError(f"{where}: depth must be a whole number from 1 up, found {fields.get('depth')!r}.")
@@ -185,16 +185,16 @@ def _checked(node: Row) -> Row:
     return Row(node.where, others | checked)
 
 
-# The layout of DepthQA (Ko et al., EMNLP 2024): a folder of questions, nodes, which question each is, and answers.
+# The layout of DepthQA (Ko et al., EMNLP 2024): a folder of questions, nodes, the question of each node, and answers.
 #
 # questions    qid, depth, question, answer
-# nodes        nodeid, depth, direct_predecessors, direct_successors, group (or what is before the _ of nodeid)
-# node_to_q    nodeid, qid; several nodes may be one question
+# nodes        nodeid, depth, direct_predecessors, direct_successors, group (or the part of nodeid before _)
+# node_to_q    nodeid, qid; several nodes may have the same question
 # answers      {qid or nodeid: {predicted_answer, score}}; the score of a judge, 1 to 5, may be missing
 #
-# The first three are found by their names: `questions.jsonl`, `depthqa_questions.jsonl`, `questions/test.parquet` and
-# so on, as .jsonl, .json (a list) or .parquet. A file of answers is a JSON object and is found by what it holds.
-# Without `nodes` and `node_to_q` every question is a node and a group of its own, without edges.
+# The first three are found by name: `questions.jsonl`, `depthqa_questions.jsonl`, `questions/test.parquet` and so on,
+# as .jsonl, .json (a list) or .parquet. A file of answers is a JSON object and is found by its content. Without
+# `nodes` and `node_to_q` every question is a node in a separate group, without edges.
 
 
 class Answers(NamedTuple):
@@ -205,7 +205,7 @@ class Answers(NamedTuple):
 
 
 def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[Row], list[str]]:
-    """Read the nodes of a folder, and say what the folder lacks."""
+    """Read the nodes of a folder, with notes on the data that it lacks."""
     files = {name: _file_of(folder, name) for name in ("questions", "nodes", "node_to_q")}
     if files["questions"] is None:
         raise InputError(
@@ -238,7 +238,7 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[Row
 
 
 def _file_of(folder: Path, name: str) -> Path | None:
-    """Find the one file of a name, in the folder or in a folder of that name in it."""
+    """Find the one file with a name, in the folder or in its subfolder of that name."""
     inside = [file for file in (folder / name).glob("*") if file.suffix in OBJECTS]
     ends = f"_{name}", f"-{name}"
     beside = [file for file in folder.glob("*") if file.suffix in OBJECTS and f"_{file.stem}".endswith(ends)]
@@ -249,7 +249,7 @@ def _file_of(folder: Path, name: str) -> Path | None:
 
 
 def _by_id(file: Path, name: str) -> dict[str, Row]:
-    """Read the rows of a file by their ids."""
+    """Read the rows of a file into a mapping by id."""
     rows: dict[str, Row] = {}
     for row in (Row(*placed) for placed in read_objects(file)):
         key = row.text(name)
@@ -260,7 +260,7 @@ def _by_id(file: Path, name: str) -> dict[str, Row]:
 
 
 def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: Mapping[str, Row]) -> list[Row]:
-    """Give every node its question, and check that the edges are the same from both ends, where both are given."""
+    """Join every node with its question, and check that predecessors and successors agree, if both are present."""
     for name, row in question_of.items():
         if name not in nodes:
             raise InputError(f"{row.where}: the node {name!r} does not exist.{did_you_mean(name, nodes)}")
@@ -313,7 +313,7 @@ def _node(row: Row, name: str, question: Row, group: str) -> Row:
 def _answers(
     folder: Path, predictions: Path | None, questions: Mapping[str, Row], others: Sequence[Path | None]
 ) -> Answers | None:
-    """Read the named file of answers, or find the one file with answers to the questions alone."""
+    """Read the specified file of answers, or find the one file with answers to the questions alone."""
     if predictions is not None:
         file = predictions if predictions.exists() else folder / predictions
         if not file.is_file():

@@ -1,17 +1,17 @@
-"""How well scores tell texts that were in the training data (members) from texts that were not.
+"""How well scores separate texts in the training data (members) from other texts (non-members).
 
 For every score, K and layer: the area under the ROC curve, and the true positive rate at a false positive rate of at
-most 1 % and 5 %, each with a percentile bootstrap interval (members and non-members are drawn again separately).
+most 1 % and 5 %, each with a percentile bootstrap interval (members and non-members are resampled separately).
 
-Beside them is a baseline that never sees the model: a logistic regression on the words of the texts, each text
-scored by a classifier fitted without it (stratified cross-validation). Published sets of members and non-members differ
-by topic and date, and word counts alone beat every score on many of them (Das et al. 2024): a score below the baseline
-says nothing about memorization. With `strata` only texts of one kind are compared, so that kinds betray nothing.
+A baseline does not use the model: a logistic regression on the words of the texts, where each text is scored by a
+classifier fitted without it (stratified cross-validation). Published sets of members and non-members differ by topic
+and date, and word counts alone beat every score on many of them (Das et al. 2024), so a score below the baseline is no
+evidence of memorization. With `strata` only texts of one kind are compared, so that the kind carries no information.
 
 A file of such texts is .jsonl, .json (a list), .csv or .parquet, a row per text, with the columns `text` and `member`,
-or `input` and `label` as WikiMIA has them (Shi et al., ICLR 2024). The embedded model comes with such texts, because
-its corpus is known to the last line: members; facts of the corpus in wordings that it does not use ("other wording");
-facts that it does not hold in any ("held out"); and notes, random texts told up to 32 times or never ("note").
+or `input` and `label` as in WikiMIA (Shi et al., ICLR 2024). The embedded model comes with such texts, because its
+corpus is known completely: members; facts of the corpus in wordings that it does not use ("other wording"); facts that
+it does not contain at all ("held out"); and notes, random texts that it repeats up to 32 times or omits ("note").
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ BASELINE = "bag of words"
 FOLDS = 5
 FALSE_POSITIVE_RATES = {"tpr_at_1": 0.01, "tpr_at_5": 0.05}
 MOST_RESAMPLES = 1_000_000
-"""From here on the ends of a 95 % interval are exact to 0.3 % of the standard error, and drawing takes hours."""
+"""With this many, the ends of a 95 % interval are exact to 0.3 % of the standard error, and drawing takes hours."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Membership(Result):
-    """How well scores tell members from non-members."""
+    """How well scores separate members from non-members."""
 
     table: pd.DataFrame
-    """A row per layer (where the scores have layers), score and K, the baseline's last: `members` and `nonmembers` (how
-    many had a score), then `auc`, `tpr_at_1` and `tpr_at_5`, each with the ends of its interval in `..._low` and
-    `..._high`. True positive rates are at a false positive rate of at most 1 % and 5 %; NaN with strata, which no one
-    threshold goes through."""
+    """A row per layer (if any), score and K, and a last row for the baseline: `members` and `nonmembers` (numbers of
+    texts with a score), then `auc`, `tpr_at_1` and `tpr_at_5`, each with the ends of its interval in `..._low` and
+    `..._high`. True positive rates are at a false positive rate of at most 1 % and 5 %; NaN with strata, which have no
+    common threshold."""
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
-        """Return the rows of the last layer, at the published K of 0.2 or else the first, and the baseline's.
+        """Return the rows of the last layer, at the published K of 0.2 or else at the first K, and the baseline's row.
 
-        `score, k, members, nonmembers, auc, auc_low, auc_high, tpr_at_1, tpr_at_5`, and `layer` where there are layers.
+        `score, k, members, nonmembers, auc, auc_low, auc_high, tpr_at_1, tpr_at_5`, and `layer` (if there are layers).
         """
         table = at_one_share(self.table)
         if "layer" in table:
@@ -85,7 +85,7 @@ class Membership(Result):
         return table[[*named, "auc", "auc_low", "auc_high", *FALSE_POSITIVE_RATES]].reset_index(drop=True)
 
     def report(self) -> list[str]:
-        """Return what every score tells, and whether words alone, without the model, tell as much."""
+        """Report the AUC of every score, and whether words alone, without the model, separate the texts as well."""
         rows = each_row(whole_summary(self))
         baseline = next((row for row in rows if row["score"] == BASELINE and math.isfinite(row["auc"])), None)
         sentences = [
@@ -99,7 +99,7 @@ class Membership(Result):
         return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw the AUC of each score with its interval, and the baseline's."""
+        """Plot the AUC of each score and of the baseline with intervals."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
@@ -108,7 +108,7 @@ def _auc(row: Mapping[str, Any]) -> str:
 
 
 def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
-    """Say what keeps an AUC from being a sign of memorization, if anything does."""
+    """Return the reason why an AUC is no evidence of memorization, or an empty text."""
     if not row["auc_low"] > 0.5:
         return (
             ", below chance: non-members score higher" if row["auc_high"] < 0.5 else ", indistinguishable from chance"
@@ -129,21 +129,21 @@ def membership(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Membership:
-    """Measure how well each score tells members from non-members.
+    """Measure how well each score separates members from non-members.
 
     AUC is the share of pairs of a member and a non-member in which the member has the higher score; 0.5 is chance.
 
     Args:
-        scores: of texts, or statistics of them (then at the default K).
+        scores: scores of texts, or statistics of texts (which are then scored at the default K).
         labels: for each text, true (or 1) for a member and false (or 0) for a non-member.
-        strata: for each text what kind it is of, such as its topic: only pairs of one kind count for the AUC.
-        baseline: add the bag-of-words baseline. It is NaN where a class has a single text.
-        level: of the intervals.
-        resamples: how often the bootstrap draws, at most a million times.
-        seed: of the bootstrap and of the baseline's folds.
+        strata: for each text its kind, such as its topic: only pairs of one kind count for the AUC.
+        baseline: add the bag-of-words baseline. It is NaN if a class has a single text.
+        level: level of the intervals.
+        resamples: number of bootstrap draws, at most a million.
+        seed: seed of the bootstrap and of the baseline's folds.
 
     Raises:
-        InputError: labels are missing or are something else, or one of the two classes has no scored text.
+        InputError: labels are missing or invalid, there are no members or no non-members, or no stratum has both.
     """
     if isinstance(scores, TextStatistics):
         scores = memorization_scores(scores)
@@ -180,12 +180,12 @@ def membership(
 
 
 def bag_of_words(texts: Sequence[str], member: Bool[ndarray, " text"], seed: int = 0) -> Float[ndarray, " text"]:
-    """Score each text by its words alone, with a classifier that was fitted to the others."""
+    """Score each text by its words alone, with a classifier fitted to the texts of the other folds."""
     folds = min(FOLDS, int(member.sum()), int((~member).sum()))
-    # A fold without a text of a class cannot be fitted.
+    # A classifier cannot be fitted to a single class.
     if folds < 2:
         return np.full(len(texts), np.nan)
-    # Split at spaces: scikit-learn's own pattern drops punctuation and words of one letter.
+    # Split at whitespace, because scikit-learn's default pattern drops punctuation and words of one letter.
     classifier = make_pipeline(CountVectorizer(token_pattern=r"\S+"), LogisticRegression(max_iter=1000))
     split = StratifiedKFold(folds, shuffle=True, random_state=seed)
     return cross_val_predict(classifier, texts, member, cv=split, method="decision_function")
@@ -199,7 +199,7 @@ def _discrimination(
     resamples: int,
     seed: int,
 ) -> dict[str, int | float]:
-    """Measure one score on the texts that have it, members and non-members drawn separately."""
+    """Measure one score on the texts that have it."""
     has_score = ~np.isnan(values)
     values, member = values[has_score], member[has_score]
     strata = strata[has_score] if strata is not None else None
@@ -208,11 +208,11 @@ def _discrimination(
         stats = [auc(values, member, counts=counts, strata=strata)]
         for rate in FALSE_POSITIVE_RATES.values():
             one_threshold = strata is None
-            # Within strata each kind would have a threshold of its own: no single rate describes them.
+            # Each stratum would need its own threshold, so no single rate describes them.
             stats.append(true_positives(values, member, rate, counts=counts) if one_threshold else stats[0] * math.nan)
         return np.stack(stats, axis=1)
 
-    # Members and non-members drawn separately: the classes' sizes were chosen, not found.
+    # Members and non-members are drawn separately, because the class sizes were chosen, not observed.
     estimates = Bootstrap.of(range(len(values)), draws=resamples, seed=seed, within=member).apply(numbers)
     result: dict[str, int | float] = {"members": int(member.sum()), "nonmembers": int((~member).sum())}
     for name, drawn in zip(("auc", *FALSE_POSITIVE_RATES), estimates.T, strict=True):
@@ -222,7 +222,7 @@ def _discrimination(
 
 
 def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " text"]) -> Int[ndarray, " text"] | None:
-    """Number the strata."""
+    """Return the strata as numbers."""
     if strata is None:
         return None
     given = [str(stratum) for stratum in checked_several("strata", strata, "a list with a stratum for each text")]
@@ -252,14 +252,14 @@ NAMES = {"input": "text", "label": "member"}
 
 @checked_call
 def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
-    """Read texts and whether they are members.
+    """Read texts with their membership labels.
 
     Args:
-        source: a file as the module describes; None for the texts of the embedded model's world.
+        source: a file in the format of the module's docstring; None for the texts of the embedded model's world.
 
     Returns:
-        A row per text: `text`, `member` (bool), and what else the file has. The world's have `kind` ("member", "other
-        wording", "held out", "note"), `form`, `relation`, `depth` and `times`, how often the corpus holds them.
+        A row per text: `text`, `member` (bool), and the file's other columns. The world's texts have `kind` ("member",
+        "other wording", "held out", "note"), `form`, `relation`, `depth` and `times`, their number in the corpus.
 
     Raises:
         InputError: the file is missing or cannot be read, or a row has no text or no label of 1 or 0.
@@ -284,7 +284,7 @@ def _read(path: Path) -> pd.DataFrame:
     if path.suffix == ".parquet":
         return read_parquet(path)
     try:
-        # pandas would rename the second of two equal columns, silently.
+        # pandas would silently rename the second of two columns with one name.
         header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
         refuse_repeated(path, header.iloc[0])
         return pd.read_csv(path, keep_default_na=False)

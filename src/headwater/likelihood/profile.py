@@ -2,14 +2,14 @@
 
 Ko et al., "Hierarchical Deconstruction of LLM Reasoning", EMNLP 2024, §4; Min-K% of Shi et al., ICLR 2024.
 
-1. Write every question, or an answer after its question, as the model reads it (`framed`), alone or after the
-   questions that it builds on (`framed`).
-2. Take the likelihood statistics of the tokens of the span, at the final layer and at any others (`statistics`), and
-   score them: Min-K% and its relatives (`scores`). Higher = more likely seen; the figure draws minus Min-K%.
-3. Average over each graph's questions of a depth (`aggregate="group"`), or keep questions apart ("node").
-4. Score answers from 1 to 5 (`framed`); discrepancies between neighbouring depths, and the gap of a deepest question
-   to the questions it builds on (`report`).
-5. Quartile groups of the deepest questions: drawn Min-K% at most its first quartile (25), or at least its third (75).
+1. Format every question, or an answer after its question, as the model reads it, alone or after the questions that it
+   builds on (`framed`).
+2. Compute the likelihood statistics of the span's tokens, at the final and all requested layers (`statistics`), and
+   score them: Min-K% and its variants (`scores`). Higher = more likely seen; the figure shows minus Min-K%.
+3. Average over each graph's questions of a depth (`aggregate="group"`), or keep questions separate ("node").
+4. Score answers from 1 to 5 (`framed`); compute discrepancies between neighbouring depths, and the gap between a
+   deepest question and the questions that it builds on (`report`).
+5. Quartile groups of the deepest questions: minus Min-K% at most its first quartile (25), or at least its third (75).
 6. Compare, with controls and intervals (`report`).
 """
 
@@ -77,31 +77,31 @@ JUDGED_COLUMNS = (
 class DepthProfile(Result):
     """How likely a model has seen the questions of each depth, and how well it answers them.
 
-    Scores are "higher = more likely seen" everywhere but in the figure, which draws minus Min-K% as it was published.
+    Scores are "higher = more likely seen" everywhere except in the figure, which shows minus Min-K% as published.
     """
 
     table: pd.DataFrame
     """A row per node: `group, id, depth, question, answer` (the accepted one that is scored), `tokens, scored` (of the
     span), `note` (why nothing was scored); a column per score: `loss, zlib, min_k_0.2, min_k++_0.2, gap_k_0.2` and so
-    on, `min_k_0.2_shuffled`; `model_answer`, `cut` (it had not ended at the token limit, and is not judged), `score`
-    (1 to 5); `predecessor_score, successor_score, forward, backward, backward_first, gap`; `quartile` (25, 75, or 0
-    between them and above no other depth)."""
+    on, `min_k_0.2_shuffled`; `model_answer`, `cut` (unfinished at the token limit, and so not judged), `score` (1 to
+    5); `predecessor_score, successor_score, forward, backward, backward_first, gap`; `quartile` (25, 75, or 0 for other
+    nodes)."""
     depthwise: pd.DataFrame
-    """What the boxes are drawn of: a row per graph and depth, or per node: `group, depth`, the scores, `nodes`."""
+    """The data of the boxes: a row per graph and depth, or per node: `group, depth`, the scores, `nodes`."""
     by_layer: pd.DataFrame
-    """A row per layer, depth and score: `layer, depth, score, value, low, high`, the mean over `depthwise` rows."""
+    """A row per layer, depth and score: `layer, depth, score, value, low, high`: means over the rows of `depthwise`."""
     judged: pd.DataFrame
     """Accuracy and discrepancies, see `headwater.likelihood.report.judged`."""
     comparisons: pd.DataFrame
     """Differences between depths and their controls, see `headwater.likelihood.report`."""
     tokens: pd.DataFrame
     """A row per scored token at the final layer: `id` (of the first node with this text), `position, token,
-    log_probability`, `lowest` (whether Min-K% is a mean over it)."""
+    log_probability`, `lowest` (whether Min-K% averages over it)."""
     run: RunRecord
 
     @property
     def main(self) -> str:
-        """The score of the figure."""
+        """The name of the figure's score."""
         return f"min_k_{self.run.options['k'][0]:g}"
 
     @property
@@ -111,7 +111,7 @@ class DepthProfile(Result):
 
     @property
     def cut(self) -> int:
-        """How many answers of the model had not ended at the token limit; they have no score."""
+        """Number of the model's answers that are unfinished at the token limit; they have no score."""
         return int(self.table["cut"].sum()) if "cut" in self.table else 0
 
     def summary(self) -> pd.DataFrame:
@@ -124,7 +124,7 @@ class DepthProfile(Result):
         return table.assign(accuracy=[accuracy.get(str(depth), math.nan) for depth in table["depth"]])
 
     def findings(self) -> dict[str, Any]:
-        """Return the numbers worth a glance, as JSON values; Min-K% with the figure's sign."""
+        """Return the main numbers as JSON values; Min-K% with the figure's sign."""
         drawn = -self.depthwise.groupby("depth")[self.main].median()
         overall = self.judged[(self.judged["depths"] == "all") | (self.judged["measure"] == "accuracy")]
         return {
@@ -148,11 +148,11 @@ class DepthProfile(Result):
         }
 
     def report(self) -> list[str]:
-        """Return what holds on this model and what does not, in plain sentences made of the numbers."""
+        """Report in sentences, built from the numbers, which published findings hold for this model."""
         return report(self)
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw Min-K% by depth and the density of the score gap; on a given `ax`, the boxes alone."""
+        """Plot Min-K% by depth and the density of the score gap; if `ax` is passed, only the boxes."""
         return self._drawn(ax, title, figsize)
 
 
@@ -185,38 +185,38 @@ def memorization(
         graph = hw.load_depth_graph("DepthQA")
         hw.memorization(model, graph, predecessors="gold", predecessor_prompt="{pairs} Q: {question} A:")
 
-    Min-K% is the mean log-probability of a text's least likely K % of tokens, in nats (Shi et al. 2024);
-    discrepancies between depths are those of DepthQA (Ko et al., EMNLP 2024).
+    Min-K% is the mean log-probability of a text's least likely K % of tokens, in nats (Shi et al. 2024); discrepancies
+    between depths are defined as in DepthQA (Ko et al., EMNLP 2024).
 
     Args:
         model: the model.
-        graph: what `load_depth_graph` returned.
-        span: what is scored: the "question", the accepted "answer" or the "model_answer" given the question, or
+        graph: the result of `load_depth_graph`.
+        span: the scored part: the "question", the accepted "answer" or the "model_answer" after the question, or
             "both", the question and the accepted answer.
         context: "raw" (in `prompt`) or "chat" (in the chat template).
-        aggregate: what a box of the figure holds: a value per graph and depth ("group"), or per question ("node").
-        layers: "final", "all", a layer or several; the final one is always read.
-        k: the share of lowest tokens of Min-K% and its relatives; of several, the figure draws the first.
-        lens: how layers are read, see `token_statistics`.
-        answers: the answers that are judged: those in the data ("data"), or the "model"'s own. Default: the data's,
-            where there are any.
-        judge: a function of question, accepted answers and answer that gives 1 to 5 or None; "label" for label match
-            (5 or 1). Default: the scores in the data, else label match where accepted answers are short.
-        prompt: a text with one `{question}`; default "Q: {question}" and "A:" on two lines. Of a chat, messages
-            (`role`, `content`) with one `{question}`; default the question as a message of the user.
+        aggregate: the values in a box of the figure: one per graph and depth ("group"), or one per question ("node").
+        layers: "final", "all", a layer or several; the final layer is always included.
+        k: the share of lowest tokens for Min-K% and its variants; with several, the figure shows the first.
+        lens: how to read layers, see `token_statistics`.
+        answers: the answers to judge: the answers in the data ("data"), or generated by the model ("model"). Default:
+            the data's, if there are any.
+        judge: a function of question, accepted answers and answer that returns 1 to 5 or None; "label" for label match
+            (5 or 1). Default: the scores in the data, else label match if accepted answers are short.
+        prompt: a text with one `{question}`; default: "Q: {question}" and "A:" on two lines. For a chat, messages
+            (`role`, `content`) with one `{question}`; default: the question as a user message.
         predecessors: "none", the question alone; "gold", after the questions it builds on with their accepted answers;
             "predicted", with the model's own answers to them; "multi-turn", in a conversation (`likelihood.framed`).
             The data's answers are used only with "none", unless `answers="data"`.
-        predecessor_prompt: in place of `prompt` where a question has predecessors: with one `{question}` and, unless
-            multi-turn, one `{pairs}`; of a multi-turn chat, one message. Default: `prompt` with the pairs in front.
-        max_new_tokens: the model's own answers are cut off after so many tokens; one that had not ended is not judged.
-        quartiles: Min-K% that makes the quartile groups: of the deepest question itself ("node"), or the average over
-            all questions of its graph ("group").
-        controls: score shuffled texts too; doubles the work.
-        seed: of shuffling and of the bootstrap.
-        batch_size: texts in one run of the model.
-        progress: show bars.
-        out: a folder for the result. An interrupted run, repeated with it, continues.
+        predecessor_prompt: replaces `prompt` if a question has predecessors: with one `{question}` and, unless
+            multi-turn, one `{pairs}`; for a multi-turn chat, one message. Default: `prompt` with the pairs before it.
+        max_new_tokens: most tokens of a generated answer; an answer that is unfinished then is not judged.
+        quartiles: the Min-K% that defines the quartile groups: that of the deepest question itself ("node"), or the
+            average over all questions of its graph ("group").
+        controls: also score shuffled texts; doubles the work.
+        seed: seed of shuffling and of the bootstrap.
+        batch_size: texts in one forward pass.
+        progress: show progress bars.
+        out: a folder for the result; a repeated call resumes an interrupted run.
 
     Raises:
         InputError: an option cannot be used, or there is nothing to score.
@@ -236,7 +236,7 @@ def memorization(
     asks = plan.answers == MODEL or predecessors in (PREDICTED, TURNS)
     checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if asks else None)
     shares, lens = checked_shares(k), opened_lens(lens, model.shape.n_layers)
-    # The final layer always: table and figure are of it.
+    # Always include the final layer, because table and figure use it.
     read = sorted({*resolve_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
     after = predecessor_prompt
     options = {
@@ -261,7 +261,7 @@ def memorization(
 
 
 def _profile(nodes: pd.DataFrame, scored: ScoredNodes, shuffled: ScoredNodes | None, run: RunRecord) -> DepthProfile:
-    """Put everything that is measured together."""
+    """Combine all measurements into the profile."""
     options, main = run.options, f"min_k_{run.options['k'][0]:g}"
     final = options["layers"][-1]
     described = nodes.assign(answer=[accepted[0] for accepted in nodes["answers"]]).join(discrepancies(nodes))
@@ -271,11 +271,11 @@ def _profile(nodes: pd.DataFrame, scored: ScoredNodes, shuffled: ScoredNodes | N
         table[main + SHUFFLED] = table["id"].map(there)
     if not table["scored"].any():
         raise InputError(f"None of the {len(table):,} nodes has anything to score: {table['note'].iloc[0]}.")
-    # Quartile groups of the deepest nodes. Minus: the figure's Min-K% is a loss, the table's the larger the likelier.
+    # Quartile groups of the deepest nodes. Minus, because the figure's Min-K% is a loss and the table's a likelihood.
     drawn = -(table[main] if options["quartiles"] == "node" else table.groupby("group")[main].transform("mean"))
     drawn = drawn.where(table["depth"] == table["depth"].max())
     table["quartile"] = np.select([drawn <= drawn.quantile(0.25), drawn >= drawn.quantile(0.75)], [25, 75], 0)
-    # By graph: nodes of one graph share predecessors.
+    # Resampled by graph, because nodes of one graph share predecessors.
     graphs = Bootstrap.of(table["group"], seed=run.seed or 0)
     order = [*FIRST_COLUMNS, *scored.scores, *(c for c in (main + SHUFFLED,) if c in table), *JUDGED_COLUMNS]
     order += [POPULARITY] if POPULARITY in table else []
@@ -293,7 +293,7 @@ def _profile(nodes: pd.DataFrame, scored: ScoredNodes, shuffled: ScoredNodes | N
 
 
 def _averages(nodes: pd.DataFrame, keys: list[str], scores: list[str]) -> pd.DataFrame:
-    """Average nodes that have the same keys; nodes without a score do not count."""
+    """Average the scores of nodes with the same keys; nodes without a score do not count."""
     grouped = nodes.groupby(keys, sort=True)
     return grouped[scores].mean().join(grouped[scores[0]].count().rename("nodes")).reset_index()
 

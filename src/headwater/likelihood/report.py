@@ -1,7 +1,7 @@
-"""What a depth profile says, in plain sentences made from its numbers.
+"""The findings of a depth profile, in plain sentences built from its numbers.
 
-A difference counts as one when its 95 % interval leaves out zero. Min-K% is given with the sign of the published
-figure: mean negative log-likelihood of the lowest tokens, in nats, higher = less likely seen.
+A difference counts only if its 95 % interval excludes zero. Min-K% is reported with the sign of the published figure:
+mean negative log-likelihood of the lowest tokens, in nats, higher = less likely seen.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SCORED_BY = {
     "judge": "from the judge given",
 }
 Profiled: TypeAlias = Any
-"""A `DepthProfile`, whose file imports this one."""
+"""A `DepthProfile`; Any, because its file imports this one."""
 
 
 def report(profile: Profiled) -> list[str]:
-    """Return a paragraph per question that the figure asks."""
+    """Return a paragraph for each question that the figure addresses."""
     parts = [_what(profile), _by_depth(profile), _controls(profile), _answers(profile), _gaps(profile)]
     return [part for part in (*parts, _popularity(profile)) if part]
 
@@ -164,14 +164,14 @@ def _rows(profile: Profiled, measure: str, score: str, control: str | None = Non
 
 
 def _moves(row: dict[str, Any]) -> str:
-    """Say how the drawn Min-K%, which is minus the score, changes with depth."""
+    """Return words for how the figure's Min-K%, which is minus the score, changes with depth."""
     if row["low"] > 0:
         return f"falls by {_plain(row)}"
     return f"{'rises by' if row['high'] < 0 else 'does not change certainly:'} {_number(row)}"
 
 
 def _number(row: dict[str, Any]) -> str:
-    """Write a difference with the sign of the figure."""
+    """Format a difference with the sign of the figure."""
     return _plain({"value": -row["value"], "low": -row["high"], "high": -row["low"]})
 
 
@@ -189,18 +189,18 @@ def _verdict(row: dict[str, Any]) -> str:
 
 # Do the scores of a depth graph differ by depth, and would they without memorization? Comparisons and controls.
 #
-# Differences are deeper minus shallower, of scores whose sign is "higher = more likely seen": negative where deeper
-# questions are less likely seen. Intervals are from a bootstrap over graphs.
+# Differences are deeper minus shallower, of scores with the sign "higher = more likely seen": negative if deeper
+# questions are less likely seen. Intervals come from a bootstrap over graphs.
 #
 # all nodes        each depth's mean over graphs of the graph's average
-# same length      nodes of both depths with equally many scored tokens (from 21 tokens on, within 10 %): the mean
-#                  difference over lengths, weighted by the smaller number of nodes. Min-K% depends on the number of
-#                  tokens, and depth on length
-# shuffled         the same with the words of question and answer in another order: no memory of a wording is left
-# minus shuffled   each node's score less its score when shuffled
+# same length      nodes of both depths with equal numbers of scored tokens (from 21 tokens on, within 10 %): the mean
+#                  difference over lengths, weighted by the smaller number of nodes. A control because Min-K% depends on
+#                  the number of tokens, and length is related to depth
+# shuffled         "all nodes" with the words of question and answer shuffled, which removes any memory of the wording
+# minus shuffled   each node's score minus its score with shuffled words
 #
-# Beside the quartile groups of the published figure are rank correlations: of a score with the gap (s - P) / 4, with
-# the judge's score, and with how often the training data tell the fact, where the graph knows it.
+# Besides the quartile groups of the published figure there are rank correlations: of a score with the gap (s - P) / 4,
+# with the judge's score, and with the frequency of the fact in the training data (if the graph has it).
 
 
 LENGTHS_APART = 20
@@ -211,8 +211,8 @@ POPULARITY = "popularity"
 def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: Bootstrap) -> pd.DataFrame:
     """Compare depths, quartile groups and ranks.
 
-    `nodes` has `group, depth, scored, score, gap, quartile`, a column per score, and what is there of the shuffled
-    score and of `popularity`; `main` is the score of the figure; `graphs` draws the nodes by graph.
+    `nodes` has `group, depth, scored, score, gap, quartile`, a column per score, and optionally the shuffled score and
+    `popularity`; `main` is the score of the figure; `graphs` resamples the nodes by graph.
 
     Returns:
         A row per comparison: `measure` ("depth", "gap", "spearman with gap", "... score", "... popularity"), `score`,
@@ -261,12 +261,12 @@ def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: B
 def between_depths(
     values: Float[ndarray, " node"], depth: Int[ndarray, " node"], a: int, b: int, graphs: Bootstrap
 ) -> Interval:
-    """Return the difference of two depths' means over graphs, each graph's nodes averaged first."""
+    """Return the difference of two depths' means over graphs, after averaging each graph's nodes."""
     averages = []
     for one in (a, b):
         here = (depth == one) & ~np.isnan(values)
         count = graphs.sums(here.astype(float))
-        # Nodes are averaged within a graph first: graphs of many nodes would weigh more.
+        # Average within each graph first, because otherwise graphs with many nodes would weigh more.
         average = graphs.sums(np.where(here, values, 0.0)) / np.maximum(count, 1)
         averages.append(graphs.ratio_of_units(average, (count > 0).astype(float)))
     return interval(averages[1] - averages[0])
@@ -280,7 +280,7 @@ def between_equal_lengths(
     b: int,
     graphs: Bootstrap,
 ) -> Interval:
-    """Return the difference of two depths' means within lengths, weighted by the smaller number of nodes."""
+    """Return the mean difference of two depths within lengths, weighted by the smaller number of nodes."""
     has = ~np.isnan(values)
     return interval(graphs.difference_within(_lengths(tokens), values, (depth == a) & has, (depth == b) & has))
 
@@ -291,12 +291,12 @@ def rank_correlation(x: Float[ndarray, " node"], y: Float[ndarray, " node"], gra
 
 
 def _lengths(tokens: Int[ndarray, " node"]) -> Int[ndarray, " node"]:
-    """Number lengths so that those which count as equal share a number."""
+    """Number the lengths so that lengths that count as equal share a number."""
     long = LENGTHS_APART + np.log(np.maximum(tokens, LENGTHS_APART + 1) / LENGTHS_APART) / math.log(1.1)
     return np.where(tokens <= LENGTHS_APART, tokens, np.ceil(long)).astype(np.int64)
 
 
-# How answers to questions of neighbouring depths agree: the discrepancies of DepthQA (Ko et al., EMNLP 2024).
+# Agreement of answers to questions of neighbouring depths: the discrepancies of DepthQA (Ko et al., EMNLP 2024).
 #
 # Judge scores s run from 1 to 5. For a question t with direct predecessors (the shallower questions it builds on) of
 # mean score P, and direct successors (the deeper questions built on it) of mean score S:
@@ -306,19 +306,19 @@ def _lengths(tokens: Int[ndarray, " node"]) -> Int[ndarray, " node"]:
 # backward     max(0, (S - s_t) / 4), over the t with S >= 4: the whole is known, a part is not
 # gap          (s_t - P) / 4
 #
-# A discrepancy is the mean over the questions that pass; over all depths, they are pooled. The released code takes for
-# S the score of the first successor alone (`backward_first`), in the order of the deeper nodes. Neighbours without a
-# score do not count; where nothing passes, the value is NaN.
+# A discrepancy is the mean over the questions that meet the condition, pooled for "all" depths. The released code uses
+# only the score of the first successor as S (`backward_first`), in the order of the deeper nodes. Neighbours without a
+# score do not count; if no question meets the condition, the value is NaN.
 
 
 GOOD = 4.0
-"""The mean score from which neighbours count as answered well."""
+"""The smallest mean score with which neighbours count as answered well."""
 SPAN_OF_SCORES = 4.0
 MEASURES = ("forward", "backward", "backward_first")
 
 
 def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
-    """Return, for every node, its discrepancies and its gap; NaN where a measure does not apply.
+    """Return the discrepancies and the gap of every node; NaN if a measure does not apply.
 
     Returns:
         A row per node: `predecessor_score` (P), `successor_score` (S), `forward`, `backward`, `backward_first`, `gap`.
@@ -346,12 +346,12 @@ def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
 
 
 def judged(nodes: pd.DataFrame, graphs: Bootstrap) -> pd.DataFrame:
-    """Sum up what `discrepancies` gives: accuracy by depth, discrepancies by pair of depths and over all.
+    """Aggregate the results of `discrepancies`: accuracy by depth, discrepancies by pair of depths and overall.
 
     Returns:
         A row per measure and depths: `measure, depths` ("2", "1-2", "all"), `nodes` (that count), `value, low, high`.
     """
-    # A question of several graphs is one answer: accuracy counts it once.
+    # A question of several graphs has one answer, so accuracy counts it once.
     repeated = nodes.duplicated(["depth", "question_id"]).to_numpy()
     rows = []
     depths = sorted(nodes["depth"].unique().tolist())
@@ -373,6 +373,6 @@ def judged(nodes: pd.DataFrame, graphs: Bootstrap) -> pd.DataFrame:
 
 
 def _lacking(neighbours: Float[ndarray, " node"], own: Float[ndarray, " node"]) -> Float[ndarray, " node"]:
-    """How far a node stays behind neighbours that are answered well; NaN where they are not, or nothing is scored."""
+    """Return how far a node is below neighbours that are answered well; NaN if these are not, or lack a score."""
     lacking = np.maximum(0.0, (neighbours - own) / SPAN_OF_SCORES)
     return np.where(neighbours >= GOOD, lacking, math.nan)

@@ -1,6 +1,6 @@
-"""Scores of how likely a text was seen in training, from the statistics of its tokens: every kind, at every K.
+"""Compute all scores of how likely a text was seen in training, at every K, from the statistics of its tokens.
 
-The kinds and their formulas are in `headwater.likelihood.formulas`; higher = more likely seen, in every table.
+The scores and their formulas are in `headwater.likelihood.formulas`; higher = more likely seen, in every table.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0)
-"""The K at which published sweeps look; 0.2 is the published default."""
+"""The values of K in published sweeps; 0.2 is the published default."""
 PUBLISHED_SHARE = 0.2
 Counts: TypeAlias = Sequence[int] | Real[ndarray, " d_vocab"]
 """How often each token id occurs in a corpus."""
 Norms: TypeAlias = Sequence[float] | Float[ndarray, " text"]
-"""A number for every text; NaN of one without tokens to score."""
+"""A number for every text; NaN for texts without tokens to score."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,10 +45,10 @@ class MemorizationScores(Result):
     """Scores of texts; higher = more likely seen."""
 
     table: pd.DataFrame
-    """A row per text, layer (where the statistics have layers), score and K: `text, layer, score, k, value`; `k` is NaN
-    for scores without one, `value` for texts with no scored token."""
+    """A row per text, layer (if the statistics have layers), score and K: `text, layer, score, k, value`; `k` is NaN
+    for scores without a K, `value` for texts without scored tokens."""
     texts: pd.DataFrame
-    """A row per text (and layer): what the statistics say of it, then `loss` (nats), `perplexity` and `clamped`."""
+    """A row per text (and layer): the columns of `TextStatistics.texts`, `loss` (nats), `perplexity` and `clamped`."""
     run: RunRecord
 
     def wide(self) -> pd.DataFrame:
@@ -62,26 +62,26 @@ class MemorizationScores(Result):
         return described.merge(values.rename_axis(columns=None).reset_index(), on=keys)
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per layer (where there are layers) and score, at the published K of 0.2 or else the first.
+        """Return a row per layer (if any) and score, at the published K of 0.2 or else at the first K.
 
-        `score, k, texts` (that have a value), `median, lower_quartile, upper_quartile`.
+        `score, k, texts` (number with a value), `median, lower_quartile, upper_quartile`.
         """
         keys = [name for name in ("layer", "score", "k") if name in self.table]
         values = at_one_share(self.table).groupby(keys, sort=False, dropna=False)["value"]
         return quartiles(values).reset_index()
 
     def report(self) -> list[str]:
-        """Return the medians of the scores, and what they cannot say alone."""
+        """Report the medians of the scores, and what these cannot show alone."""
         counted, scored = self.texts["text"].nunique(), self.table.dropna(subset=["value"])["text"].nunique()
         return [f"{scored:,} of {counted:,} texts have scores.", *score_sentences(whole_summary(self))]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw Min-K%, Min-K%++ and Gap-K% against K: the median over texts, and the quartiles."""
+        """Plot the scores that take a K, such as Min-K%, by K: the median over texts, and the quartiles."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
 def at_one_share(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of scores without a K, and of the others those at the published K, or at the first there is."""
+    """Return the rows of scores without a K, and of the other scores at the published K, or else at the first K."""
     shares = table["k"].dropna().unique().tolist()
     share = PUBLISHED_SHARE if PUBLISHED_SHARE in shares or not shares else shares[0]
     return table[table["k"].isna() | (table["k"] == share)]
@@ -94,7 +94,7 @@ def quartiles(values: SeriesGroupBy[Any, Any]) -> pd.DataFrame:
 
 
 def score_sentences(summary: pd.DataFrame) -> list[str]:
-    """Say what a summary of scores shows: of several layers, at the last."""
+    """Return a summary of scores as sentences; with several layers, of the last layer."""
     if "layer" in summary:
         summary = summary[summary["layer"] == summary["layer"].max()]
     sentences = [
@@ -111,12 +111,12 @@ def score_sentences(summary: pd.DataFrame) -> list[str]:
 
 
 def column(score: str, k: float) -> str:
-    """Name a score at a K in one word, such as `min_k_0.2`."""
+    """Return the column name of a score at a K, such as `min_k_0.2`."""
     return score if math.isnan(k) else f"{score}_{k:g}"
 
 
 def score_of(column: str) -> tuple[str, float] | None:
-    """Return the score and K (NaN for none) that a column holds; None where it holds no score."""
+    """Return the score and K (NaN for none) of a column; None if it holds no score."""
     if column in SCORES and not SCORES[column].takes_k:
         return column, math.nan
     name, _, share = column.rpartition("_")
@@ -129,7 +129,7 @@ def score_of(column: str) -> tuple[str, float] | None:
 
 
 def in_order(columns: Iterable[str]) -> list[str]:
-    """Return columns of scores in the order of the scores, then of K."""
+    """Return score columns in the order of the scores, then of K."""
     places = {name: place for place, name in enumerate(SCORES)}
 
     def place(column: str) -> tuple[int, float]:
@@ -155,16 +155,16 @@ def memorization_scores(
     """Score texts by the statistics of their tokens; higher = more likely seen.
 
     Args:
-        stats: of the texts.
+        stats: statistics of the texts.
         k: the shares of lowest tokens, each above 0 and at most 1.
         reference: statistics of the same texts under another model, for the score `reference`.
         lowercased: statistics of the same texts in lower case under the same model, for the score `lowercase`.
-        prefixed: statistics of the same texts after a prefix, given as spans (`prefixed_statistics`), for `recall`.
+        prefixed: statistics of the same texts as spans after a prefix (`prefixed_statistics`), for `recall`.
         token_counts: how often each token id occurs in a corpus, for the score `dc_pdd`.
-        maximum_entropy: in nats; the score `surp` is over positions of a lower one.
-        gradient_norms: of the same texts under the same model (`likelihood.files`), for `grad_norm`.
-        minimum_variance: the least σ² that `min_k++` and `gap_k` divide by, in nats². Where the model is certain σ² is
-            near 0, and this choice decides the score: `texts` counts such tokens (`clamped`).
+        maximum_entropy: in nats; the score `surp` uses positions with a lower entropy.
+        gradient_norms: gradient norms of the same texts under the same model (`likelihood.files`), for `grad_norm`.
+        minimum_variance: lower bound of the σ² in `min_k++` and `gap_k`, in nats². Where the model is certain, σ² is
+            near 0 and this choice determines the score: `texts` counts such tokens (`clamped`).
 
     Raises:
         InputError: a share or the variance is out of range, or the other statistics are not of the same texts.
@@ -235,25 +235,25 @@ def prefixed_statistics(
     Args:
         model: the model.
         texts: the texts.
-        prefix: texts that are known not to have been seen (ReCaLL, Xie et al. 2024: a few of them), and what is
-            between them and a text.
+        prefix: texts that are known not to have been seen (ReCaLL, Xie et al. 2024: a few of them), with the separator
+            before the scored text.
         precision: how a CUDA device multiplies float32 states with W_U, see `token_statistics`.
-        batch_size: texts in one run of the model.
-        progress: show a bar.
+        batch_size: texts in one forward pass.
+        progress: show a progress bar.
     """
     prefix = checked_prefix(prefix)
     listed = checked_several("texts", texts, "a list of texts")
     for index, text in enumerate(listed):
         if not isinstance(text, str):
             raise InputError(f"Text {index} is a {type(text).__name__}, not a string.")
-    # An empty text stays empty: with the prefix it would have tokens, and a score of nothing.
+    # An empty text stays empty, because with the prefix it would have tokens but nothing to score.
     prefixed = [prefix + text if text else "" for text in listed]
     spans = [(len(prefix), len(prefix) + len(text)) if text else None for text in listed]
     return token_statistics(model, prefixed, spans=spans, precision=precision, batch_size=batch_size, progress=progress)
 
 
 def checked_shares(k: float | Iterable[float]) -> list[float]:
-    """Return the shares of lowest tokens."""
+    """Return the shares of lowest tokens as a list."""
     values = one_or_several(k)
     try:
         shares = [checked_number("k", share, above=0.0, below=1.0, up_to=True) for share in values]
@@ -265,7 +265,7 @@ def checked_shares(k: float | Iterable[float]) -> list[float]:
 
 
 def checked_counts(token_counts: Counts) -> Float[ndarray, " d_vocab"]:
-    """Return how often each token id occurs in a corpus."""
+    """Return the count of each token id in a corpus as an array."""
     try:
         counts = np.asarray(token_counts, dtype=np.float64)
     except (TypeError, ValueError):
@@ -276,7 +276,7 @@ def checked_counts(token_counts: Counts) -> Float[ndarray, " d_vocab"]:
 
 
 def _norms_of(stats: TextStatistics, norms: Norms) -> Float[ndarray, " text"]:
-    """Return the gradient norms of texts, checked to be one for each."""
+    """Return the gradient norms of texts, after checking that there is one per text."""
     if "layer" in stats.table:
         raise InputError("gradient_norms= are those of the whole model: use statistics of layers='final'.")
     try:
@@ -292,14 +292,14 @@ def _norms_of(stats: TextStatistics, norms: Norms) -> Float[ndarray, " text"]:
 
 
 def checked_prefix(prefix: str) -> str:
-    """Return a text to come before others."""
+    """Return the prefix, which must be a nonempty text."""
     if not isinstance(prefix, str) or not prefix.strip():
         raise InputError(f"prefix={shown(prefix)} must be a text that is known not to have been seen.")
     return prefix
 
 
 def _token_shares(token_counts: Counts, stats: TextStatistics) -> Float[ndarray, " d_vocab"]:
-    """Return every token's share of a corpus, each counted once more than it is there (Laplace)."""
+    """Return every token's share of a corpus, with add-one (Laplace) smoothing."""
     counts = checked_counts(token_counts)
     highest = int(stats.table["token_id"].max()) if len(stats.table) else -1
     if highest >= len(counts):
@@ -307,12 +307,12 @@ def _token_shares(token_counts: Counts, stats: TextStatistics) -> Float[ndarray,
             f"token_counts has {len(counts):,} numbers, but the texts hold the token id {highest:,}: give one for "
             "every token of the model's vocabulary."
         )
-    # Laplace: a token that the corpus lacks would have log 0.
+    # Smoothed, because a token that is not in the corpus would have log 0.
     return np.asarray((counts + 1) / (counts.sum() + len(counts)))
 
 
 def _at(name: str, score: Score, text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
-    """Return a score of a text: a number, or one for every share."""
+    """Return a score of a text: one number, or one per share."""
     numbers = np.atleast_1d(np.asarray(score.of(text, shares) if score.takes_k else score.of(text), dtype=np.float64))
     if numbers.shape != (len(shares) if score.takes_k else 1,):
         wanted = f"a number for each of the {len(shares)} shares" if score.takes_k else "a number"
@@ -321,7 +321,7 @@ def _at(name: str, score: Score, text: TextTokens, shares: Sequence[float]) -> F
 
 
 def _frame_of_texts(stats: TextStatistics) -> pd.DataFrame:
-    """A row per text, or per text and layer."""
+    """Return a row per text, or per text and layer."""
     if "layer" not in stats.table:
         return stats.texts.copy()
     layers = pd.DataFrame({"layer": np.array(stats.run.options["layers"])})
@@ -341,11 +341,11 @@ def _tokens(
     share: Float[ndarray, " d_vocab"] | None,
     least: dict[str, Any],
 ) -> Iterable[tuple[int, TextTokens]]:
-    """Yield the scored tokens of each row of `texts` that has any, in the order of the text."""
+    """Yield each row of `texts` that has scored tokens, with these tokens in text order."""
     names = ["log_probability", "entropy", "variance", "top1_log_probability"]
     place = {key: row for row, key in enumerate(_keys(texts))}
     keys = [name for name in ("text", "layer") if name in stats.table]
-    # Once, then cut by where the key changes: a groupby of a million tokens costs a frame for each text.
+    # Sort once and split where the key changes, because groupby would create a frame for each text.
     ordered = stats.table.sort_values([*keys, "position"], kind="stable")
     arrays = {name: ordered[name].to_numpy(np.float64) for name in names}
     ids = ordered["token_id"].to_numpy(np.int64)
@@ -365,7 +365,7 @@ def _tokens(
 def _means_like(
     stats: TextStatistics, other: TextStatistics | None, contents: Sequence[str], name: str
 ) -> Float[ndarray, " row"] | None:
-    """The mean log-probabilities that other statistics give the same texts, row by row of `_frame_of_texts(stats)`."""
+    """Return the mean log-probabilities of the same texts in other statistics, by rows of `_frame_of_texts(stats)`."""
     if other is None:
         return None
     if not isinstance(other, TextStatistics):

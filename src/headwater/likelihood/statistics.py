@@ -1,20 +1,20 @@
-"""What a model says to every token of a text: log-probability, entropy, variance, top log-probability, rank.
+"""The likelihood statistics of every token of a text: log-probability, entropy, variance, top log-probability, rank.
 
-1. Tokenize each text once, with exactly one BOS where the model wants one; character spans become tokens by offsets.
-2. A text longer than the context is refused, or cut into windows: each ends `stride` tokens further than the one
-   before, begins with BOS where the model wants one, and scores only the tokens that no earlier window has scored.
-3. Run windows of like length together, not to the logits, without wrappers and attention in one pass where that is the
-   same (`headwater.models.bare_model`); keep the residual stream in front of each scored token.
+1. Tokenize each text once, with exactly one BOS if the model uses one; offsets map character spans to tokens.
+2. A text longer than the context is refused, or cut into windows. Each window ends `stride` tokens after the previous
+   window, begins with BOS if the model uses one, and scores only the tokens that no earlier window has scored.
+3. Run windows of similar length together, without computing logits, and without wrappers and with fused attention if
+   that yields the same result (`headwater.models.bare_model`); keep the residual stream before each scored token.
 4. Read it through a lens: the logit lens (the final norm), or a tuned lens and then the final norm (Belrose et al.
-   2023). At the final layer the logit lens is the model's own output, in bfloat16 and float16 too: what it multiplies
-   with W_U there is in its dtype (`headwater.models.unembedding`), and the logits are not rounded to it.
-5. Take the statistics in one pass over tiles of the vocabulary (`headwater.kernels.likelihood_blocked`): the logits of
-   all of it are never held. Float32 states (of a float32 model, or after a lens) are multiplied with all their bits on
-   a CUDA device; with precision="high" in fewer tensor-core products, and a logit is then off by less than 2⁻¹⁸ of
-   Σ |h_i W_i| with float32 weights and 2⁻¹⁶ with bfloat16 ones, a log-probability by twice that.
+   2023). At the final layer the logit lens is the model's output, also in bfloat16 and float16: the input of W_U is in
+   the model's dtype (`headwater.models.unembedding`), but the logits are not rounded to it.
+5. Compute the statistics in one pass over tiles of the vocabulary (`headwater.kernels.likelihood_blocked`), so the
+   logits of the whole vocabulary are never in memory. A CUDA device multiplies float32 states (of a float32 model, or
+   after a lens) with all their bits. With precision="high" it uses fewer tensor-core products, and the error of a logit
+   is less than 2⁻¹⁸ of Σ |h_i W_i| with float32 weights and 2⁻¹⁶ with bfloat16 ones, of a log-probability twice that.
 
-A token is scored if something is before it. Where a model wants no BOS (GPT-NeoX, Phi, Qwen) a text's first token
-is therefore not scored, and a text of one token has nothing to score; such texts stay in `texts` with a note.
+A token is scored only if a token precedes it. So if a model uses no BOS (GPT-NeoX, Phi, Qwen), a text's first token
+is not scored, and a text of one token has nothing to score; such texts stay in `texts` with a note.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ Span: TypeAlias = tuple[int, int] | None
 STATISTICS = TokenStatistics._fields
 LongName: TypeAlias = Literal["error", "window"]
 LONG = get_args(LongName)
-"""What becomes of texts that are longer than the context."""
+"""The ways to treat texts that are longer than the context."""
 EMPTY = "empty text"
 NOT_UNICODE = "not UTF-8"
 NOTHING_BEFORE = "one token, and nothing before it: the model wants no BOS"
 WINDOWS_PER_PIECE = 256
-"""How many windows are finished, and kept in `out`, at a time."""
+"""Number of windows that are finished, and saved in `out`, at a time."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -81,11 +81,11 @@ class TextStatistics(Result):
     """The statistics of the scored tokens of texts."""
 
     table: pd.DataFrame
-    """A row per scored token: `text` (its index), `position` (in the token sequence, a BOS counted), `token`,
-    `token_id`, `layer` (its output was read; not there for `layers="final"`), `log_probability`, `entropy` and
+    """A row per scored token: `text` (its index), `position` (in the token sequence, including a BOS), `token`,
+    `token_id`, `layer` (whose output was read; absent for `layers="final"`), `log_probability`, `entropy` and
     `top1_log_probability` in nats, `variance` of log p under p in nats², `rank` (0 is the greedy choice)."""
     texts: pd.DataFrame
-    """A row per text, scored or not: `text`, `content`, `zlib_bytes` (of the scored span), `tokens` (BOS not counted),
+    """A row per text, scored or not: `text`, `content`, `zlib_bytes` (of the scored span), `tokens` (without BOS),
     `scored`, `windows`, `note` (why nothing could be scored)."""
     run: RunRecord
 
@@ -95,7 +95,7 @@ class TextStatistics(Result):
         return f"TextStatistics({self.run.model}: {len(self.texts):,} texts{lost}; {len(self.table):,} rows)"
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per layer, or one: `texts` and `tokens` that are scored, means, and how often greedy was right.
+        """Return a row per layer, or one row: numbers of scored `texts` and `tokens`, means, and greedy accuracy.
 
         `log_probability` and `entropy` are means over tokens in nats, `greedy` the share of tokens of rank 0.
         """
@@ -114,7 +114,7 @@ class TextStatistics(Result):
         return summary.rename_axis("layer").reset_index(drop="layer" not in self.table)
 
     def report(self) -> list[str]:
-        """Return how likely the tokens are to the model, by the last layer read, and what was not scored."""
+        """Report how likely the tokens are for the model, at the last layer read, and what was not scored."""
         scored = int((self.texts["scored"] > 0).sum())
         sentences = [f"{scored:,} of {len(self.texts):,} texts have tokens to score."]
         lost = self.texts.loc[self.texts["scored"] == 0, "note"].value_counts()
@@ -129,19 +129,19 @@ class TextStatistics(Result):
         return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw how the log-probabilities are distributed; with several layers, their quartiles by layer."""
+        """Plot the distribution of the log-probabilities; with several layers, their quartiles by layer."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
 class _Window(NamedTuple):
-    """A stretch of a text that the model reads at once."""
+    """A part of a text that the model reads at once."""
 
     text: int
     ids: list[int]
     scored: list[int]
-    """Places in `ids`."""
+    """Indices into `ids`."""
     shift: int
-    """What takes a place in `ids` to the position in the whole text."""
+    """Offset from an index into `ids` to the position in the whole text."""
 
 
 @checked_call
@@ -159,26 +159,26 @@ def token_statistics(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> TextStatistics:
-    """Return the likelihood statistics of every token of texts, from one pass of the model.
+    """Return the likelihood statistics of every token of texts, from one forward pass.
 
-    Of each token its log-probability and rank, and of the distribution that it comes from the entropy, the variance
-    of the log-probability and the largest one, in nats.
+    These are each token's log-probability and rank, and the entropy, the variance of the log-probability and the
+    largest log-probability of its predicted distribution, in nats (the variance in nats²).
 
     Args:
         model: the model.
-        texts: a text, or texts; a chat, or chats, as of `model.tokenize`.
-        spans: for each text the characters (start, end) whose tokens are scored, or None for all of them. A token that
-            holds characters on both sides of an edge is scored. The whole text is read in any case.
+        texts: a text, or texts; a chat, or chats, as for `model.tokenize`.
+        spans: for each text the characters (start, end) whose tokens are scored, or None for all. A token with
+            characters on both sides of an edge is scored. The model reads the whole text in any case.
         layers: "final", "all", a layer or several. Layer l is read after its block, resid_post.
-        lens: how layers are read: "logit", the folder of a tuned lens, a function, or the (A, b) of a tuned lens by
-            layer. The final layer may be missing from a mapping: it is read as the model reads it.
-        long: whether a text longer than the context is an "error" or read in windows ("window").
-        stride: how many new tokens each further window scores. Default: half the context.
-        precision: how a CUDA device multiplies float32 states with W_U, "highest" with all bits or "high" in fewer
-            tensor-core products. It matters to float32 models and to lenses; elsewhere both are the same.
-        batch_size: windows in one run of the model. Results do not depend on it.
-        progress: show a bar.
-        out: a folder for the result. An interrupted run, repeated with it, continues.
+        lens: how to read layers: "logit", the folder of a tuned lens, a function, or the (A, b) of a tuned lens by
+            layer. A mapping may omit the final layer, which is then read by the logit lens.
+        long: whether a text longer than the context raises an "error" or is read in windows ("window").
+        stride: number of new tokens that each further window scores. Default: half the context.
+        precision: how a CUDA device multiplies float32 states with W_U: "highest" with all bits, "high" in fewer
+            tensor-core products. It affects float32 models and lenses; otherwise both are the same.
+        batch_size: windows in one forward pass. Results do not depend on it.
+        progress: show a progress bar.
+        out: a folder for the result; a repeated call resumes an interrupted run.
 
     Raises:
         InputError: a text, span, layer, lens or option cannot be used; the message says which.
@@ -216,7 +216,7 @@ def token_statistics(
 
 
 def check_texts(model: HookedModel, texts: Sequence[Any]) -> None:
-    """Refuse what cannot be scored: no text, no string, a model without a tokenizer or that reads the token itself."""
+    """Refuse unscorable inputs: no texts, non-strings, a model without a tokenizer or without causal attention."""
     if model.looks_ahead:
         raise InputError(
             f"{model.name} has no next-token likelihoods: its attention reads later tokens, so that each token is "
@@ -233,14 +233,14 @@ def check_texts(model: HookedModel, texts: Sequence[Any]) -> None:
 
 
 def as_unicode(text: str) -> str:
-    """Return a text with a mark for each character that is none; only a text that stays as it is can be scored."""
+    """Return a text with "?" for each character that UTF-8 cannot encode; only unchanged texts can be scored."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _windows(
     model: HookedModel, texts: Sequence[Any], spans: Sequence[Span] | None, long: str, stride: int
 ) -> tuple[pd.DataFrame, list[_Window]]:
-    """Tokenize every text and cut it; describe every text, also those of which nothing can be scored."""
+    """Tokenize every text and cut it into windows; also describe texts without anything to score."""
     check_texts(model, texts)
     if spans is not None and len(spans) != len(texts):
         raise InputError(f"{len(spans)} spans were given for {len(texts)} texts; give one per text, or None for it.")
@@ -260,7 +260,7 @@ def _windows(
             {
                 "text": index,
                 "content": content,
-                # Of what is scored: of the whole text the ratio would mix two lengths.
+                # Only of the scored part; otherwise the ratio would mix two lengths.
                 "zlib_bytes": len(zlib.compress(scored_text.encode("utf-8"))),
                 "tokens": n_tokens,
                 "scored": len(positions),
@@ -273,9 +273,9 @@ def _windows(
 
 
 def scored_tokens(model: HookedModel, text: str, span: Span, index: int) -> tuple[list[int], list[int]]:
-    """Return a text's token ids, and the places of those to score: in the span, after what every text begins with."""
+    """Return a text's token ids, and the indices of tokens to score: in the span, after the BOS."""
     assert model.tokenizer is not None
-    # Half a character cannot be encoded as UTF-8: scored as "?" it would be another text.
+    # Half a character cannot be encoded as UTF-8; scored as "?" it would be a different text.
     if not text or as_unicode(text) != text:
         return [], []
     ids, offsets = encode(model.tokenizer, text, model.bos)
@@ -297,12 +297,12 @@ def scored_tokens(model: HookedModel, text: str, span: Span, index: int) -> tupl
 
 
 def _begun(model: HookedModel, ids: list[int]) -> int:
-    """How many ids at the beginning of a text are those that every text begins with."""
+    """Return the number of BOS ids at the beginning of a text."""
     return len(model.bos) if ids[: len(model.bos)] == list(model.bos) else 0
 
 
 def _cut(model: HookedModel, index: int, ids: list[int], positions: list[int], long: str, stride: int) -> list[_Window]:
-    """Cut a text into windows; each scores those of `positions` that no earlier window has reached."""
+    """Cut a text into windows; each scores the `positions` that no earlier window has reached."""
     n_ctx = model.shape.n_ctx
     if not positions:
         return []
@@ -313,7 +313,7 @@ def _cut(model: HookedModel, index: int, ids: list[int], positions: list[int], l
             f"Text {index} has {len(ids):,} tokens; the model reads at most {n_ctx:,}. Shorten it, or pass "
             "long='window' to read it in windows."
         )
-    # Each window begins as a text does: without BOS the first tokens of a window are off.
+    # Each window begins with BOS like a text, because without it the first tokens of a window are off.
     bos = ids[: _begun(model, ids)]
     ends = [n_ctx, *range(n_ctx + stride, len(ids), stride), len(ids)]
     windows = []
@@ -334,19 +334,19 @@ def _measurer(
     record: RunRecord,
     precision: PrecisionName,
 ) -> Callable[[Batch, Tensor, Tensor], dict[str, Tensor]]:
-    """Return what runs one batch and gives the statistics of the tokens at (rows, columns), layer by layer."""
+    """Return a function that runs a batch and returns the statistics of its tokens at (rows, columns) by layer."""
     normalise, head = unembedding_head(model, record)
 
     def measure(batch: Batch, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         def take(residual: Tensor) -> Tensor:
-            # The state in front of a token predicts it: one column before.
+            # A token is predicted from the state one column before it.
             return residual[to_device(rows, residual.device), to_device(columns, residual.device) - 1]
 
         residuals = residual_streams(model, batch, layers, take)
         target = batch.tokens[rows, columns]
         by_layer = []
         for layer in layers:
-            # Popped: a layer's states go as soon as they are read.
+            # Popped, to free a layer's states as soon as they are read.
             hidden = normalise(read(residuals.pop(layer), layer))
             target = to_device(target, hidden.device)
             by_layer.append(likelihood_blocked.token_statistics(hidden, head, target, precision=precision))
@@ -363,7 +363,7 @@ def _measure_windows(
     batch_size: int,
     bar: Bar,
 ) -> dict[str, Tensor]:
-    """Measure windows, those of like length together."""
+    """Measure windows, those of similar length together."""
     pad = pad_id(model.tokenizer)
     parts = []
 
@@ -385,7 +385,7 @@ def _measure_windows(
 def _table(
     model: HookedModel, pieces: Sequence[Mapping[str, Tensor]], layers: Sequence[int], with_layer: bool
 ) -> pd.DataFrame:
-    """Put the pieces together in the order of texts, layers and positions."""
+    """Return the table of all pieces, in the order of texts, layers and positions."""
     names = ["text", "position", "token", "token_id", *(["layer"] if with_layer else []), *STATISTICS]
     if not pieces:
         return pd.DataFrame({name: [] for name in names})

@@ -435,7 +435,7 @@ def _alike(one: Recording, other: Recording, batch: Batch) -> bool:
 
 
 def has_part(block: Any, part: str) -> bool:
-    """Return whether a block itself has a part of this name; a bridge also finds parts of the module it wraps."""
+    """Return whether a block itself has a part of this name; `hasattr` also finds parts of a wrapped module."""
     return part in getattr(block, "submodules", block._modules)
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #    kept.
 # 2. Afterwards the same tokens go through the bridge, together with a row that ends in other tokens. The logits must
 #    equal those of step 1 up to rounding. If they do not, the error names the first module with a different output for
-#    the same input. Causes are a custom forward method, or an option of the config that TransformerLens does not know.
+#    the same input, such as one with a custom forward method or a config option that TransformerLens does not know.
 # 3. In the same run every site is checked, layer by layer: its activation must have the size given by `model.shape`.
 #    Multi-head latent attention has heads of other sizes, a mixture of experts has no row of neurons, a recurrent layer
 #    has no attention.
@@ -133,7 +133,7 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
         differing = (
             name
             for name, (taken, given) in reference.calls.items()
-            if name in calls  # there with further rows after the reference's
+            if name in calls  # there, further rows follow the reference's
             and same_but_for_rounding(taken, calls[name][0][: len(taken)])
             and not same_but_for_rounding(given, calls[name][1][: len(given)])
         )
@@ -182,7 +182,7 @@ def _has_slope(model: Model, tokens: Int[Tensor, "1 position"], n_first: int) ->
 def _takes_padding(
     model: Model, rows: Int[Tensor, "2 position"], n_first: int, logits: Float[Tensor, "position d_vocab"]
 ) -> bool:
-    """Return whether a text padded to a longer one has the same logits as alone, if its padding is masked."""
+    """Return whether a text padded to the length of another has the same logits as alone, if padding is masked."""
     real = torch.ones_like(rows)
     real[1, n_first:] = 0
     whole, short = _logits(model, rows, attention_mask=real)

@@ -135,7 +135,7 @@ class Activation:
 # Tokens of many texts, one text after the other, and which of them `positions=` selects.
 #
 # There is no padding, so that one long text does not enlarge the others; only texts that run together form a `Batch`.
-# Numbers in `positions=` count from the beginning or end of each text; words and roles are searched in each text.
+# Numbers in `positions=` count from the beginning or end of each text; words and roles are looked up in each text.
 
 
 @checked_calls
@@ -225,8 +225,8 @@ class TokenizedTexts:
 def kept_at(positions: Any, texts: TokenizedTexts) -> TokenizedTexts:
     """Return texts that keep the tokens selected by `positions=`; see `headwater.models.positions`.
 
-    A list or a tuple of whole numbers selects several positions of every text; positions beyond the end of a text are
-    left out.
+    A list or a tuple of whole numbers selects several positions of every text; a position for which a text is too short
+    is left out there.
     """
     if positions is None:
         return texts
@@ -326,7 +326,7 @@ def rows_of(texts: Sequence[int] | Int[Tensor, " text"], counts: Int[Tensor, " e
 
 
 def _columns_of(numbers: Sequence[int], lengths: Int[Tensor, " example"]) -> Int[Tensor, "example position"]:
-    """Return the position of each number in each text, -1 if it is too short. Negative numbers count from its end."""
+    """Return the position of each number in each text, -1 if the text is too short; negatives count from the end."""
     wanted = torch.tensor(list(numbers), dtype=torch.long)
     columns = torch.where(wanted < 0, lengths[:, None] + wanted, wanted.expand(len(lengths), -1))
     return torch.where((columns >= 0) & (columns < lengths[:, None]), columns, -1)

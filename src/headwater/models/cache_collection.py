@@ -1,6 +1,6 @@
 """Collect activations of many texts: only those requested, and only at real tokens.
 
-1. Resolve the names of activations and the tokens of each text; estimate the memory they need, and raise an error with
+1. Resolve the names of activations and the tokens of each text; estimate the space they need, and raise an error with
    that figure if the device or the disk has too little.
 2. Run the texts in batches of similar length, so that there is little padding. Hooks copy the chosen layers, heads and
    positions of the real tokens directly into the result, so nothing else is ever kept. Layers after the last one

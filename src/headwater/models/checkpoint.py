@@ -209,7 +209,7 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
     names = canonical_names(folder, config, stored)
     with _believed(folder):
         shape = shape_of(config)
-        if shape.d_model > WIDEST:  # a model this large cannot even be built without numbers
+        if shape.d_model > WIDEST:  # a model this large cannot even be built on the meta device
             embedding = names[f"{family_of(config).embedding}.weight"]
             refuse_another_shape(embedding, *stored[embedding], (shape.d_vocab, shape.d_model))
         expected = expected_tensors(config)
@@ -289,7 +289,7 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
             f"{folder} has no tensor {lone[0] + SCALE!r}, the scales of {lone[0]!r} in {stored[lone[0]][0]}; headwater "
             "reads float8 whose scales have this name."
         )
-    # Before the model is built without numbers from the config, which takes time and memory for every layer.
+    # Before the model is built on the meta device, which takes time and memory for every layer of the config.
     if n_layers > len(stored):
         raise ModelError(f"The config in {folder} says {n_layers} layers, but the weights hold {len(stored)} tensors.")
     return stored
@@ -297,7 +297,7 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
 
 @contextlib.contextmanager
 def _believed(folder: Path) -> Iterator[None]:
-    """Turn any exception from a config whose sizes are no numbers, impossible or inconsistent into a `ModelError`."""
+    """Turn any exception from a config whose sizes are not numbers, impossible or inconsistent into a `ModelError`."""
     try:
         yield
     except ModelError:

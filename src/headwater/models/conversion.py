@@ -41,7 +41,7 @@ class Conversion:
     Names are relative to the base model. A tied unembedding is not stored.
 
     Attributes:
-        model: the model of that config, without numbers.
+        model: the model of that config, on the meta device.
         groups: a group for each parameter stored unchanged, and one for the others of each block, ordered by name.
         tensors: the shape of every tensor of a checkpoint, by name.
     """
@@ -71,7 +71,7 @@ class Conversion:
         self.tensors = {name: shape for _, tensors in self.groups for name, shape in tensors.items()}
 
     def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors as which the parameters of a group are stored, ordered by name."""
+        """Return the tensors in which a checkpoint stores the parameters of a group, ordered by name."""
         # transformers' own rules for saving, so that families with stacked experts need no rules here.
         found = revert_weight_conversion(self.model, {self.full_name(name): one for name, one in parameters.items()})
         names = {name: UNEMBEDDING if name in UNEMBEDDING_NAMES else name.removeprefix(self._prefix) for name in found}

@@ -1,11 +1,11 @@
 """How hooks read activations and edit runs: the same rules for hooks, sweeps, knockouts and generation.
 
-1. Each hook receives its own copy, so nothing that happens later changes what it keeps. To edit, it modifies the copy
-   in place and returns it; modifying the copy without returning it is an error.
+1. Each hook receives its own copy, so nothing that happens later changes what it keeps. The tensor that it returns,
+   such as the copy modified in place, is the edit; modifying the copy and returning None is an error.
 2. Hooks at one activation act in the order in which they were attached; each receives what the previous hook returned.
 3. If a site has a carrier (`headwater.models.sites`), hooks at the site act on the activation computed from the
    carrier, after all hooks at the carrying activation, which receive what the model computed.
-4. A hook must return an activation of the shape, dtype and device it received.
+4. An activation that a hook returns must have the shape, dtype and device of the one it received.
 
 Hooks of this package that neither keep nor modify their input are marked (`read_hook`, `replace_hook`) and receive the
 activation itself, so that hooks on a whole model cost no copies.
@@ -260,7 +260,7 @@ class Attachments:
             def at(name: str) -> _Place:
                 key, own_name = id(points[name]), points[name].name
                 if key not in self._places:
-                    # Registered under another name than its own, TransformerLens may call it twice.
+                    # TransformerLens may call a hook twice if it is registered under another name than the point's own.
                     self._places[key] = new[own_name if own_name in points else name] = _Place()
                     stack.callback(self._places.pop, key)
                 return self._places[key]

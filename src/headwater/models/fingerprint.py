@@ -262,7 +262,7 @@ def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
 
 # Changes made to a model without `model.hooks`: differences between its modules now and when it was loaded.
 #
-# They are searched whenever a run is recorded; if there are none, weights and config determine what the model computes.
+# Every recorded run searches for them; if there are none, weights and config determine what the model computes.
 #
 # 1. Hooks of torch or TransformerLens on a module, and methods patched on a module or its class: the record cannot name
 #    what they compute. Hooks of libraries belong to the loaded model (TransformerLens, accelerate and peft hook the

@@ -68,7 +68,7 @@ Stream: TypeAlias = Callable[[int, str], Any]
 ANCHOR = 4
 """Number of tokens before a piece that are decoded with it: some decoders drop a space at the beginning of a text."""
 SETTLED = 32
-"""After this many more tokens, the text so far is final and is not decoded again."""
+"""After this many more tokens, the text so far is not decoded again."""
 INCOMPLETE = "\ufffd"
 """The character that bytes decode to if they form no complete character."""
 
@@ -651,7 +651,7 @@ class _Cached:
         return self._run()
 
     def _run(self, hooks: Sequence[Hook | PromptHook] = ()) -> Float[Tensor, "row d_vocab"]:
-        """Run the pending columns: through the bridge, or without its wrappers, where hooks are already attached."""
+        """Run the pending columns: through the bridge with `hooks`, or without wrappers, where hooks are attached."""
         device, tokens, bare = self._model.device, self._reads.tokens, self._bare
         mask, positions = to_device(self._mask, device), to_device(self._positions, device)
         last = torch.tensor([tokens.shape[1] - 1])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # A number read at position p of layer l depends on heads of layers <= l at positions <= p. For the positions from
 # some first one on, everything before that position is constant. So
 #
-# 1. `shared_start.keys_values` runs the tokens before it once, without gradients; texts with the same prefix share it.
+# 1. `forward.keys_values` runs the tokens before it once, without gradients; texts with the same prefix share it.
 # 2. `Descent` runs the rest on top of it, up to layer l. Only the topmost layers record a graph; for the others it
 #    keeps the arguments of each block.
 # 3. `Descent.slopes` goes down: it differentiates the recorded layers, then reruns the layers below with a graph,
@@ -75,7 +75,7 @@ def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> N
 class Descent:
     """A forward pass up to the state that is read, and the backward pass from it.
 
-    Parameters are frozen, as `hw.load` leaves them. It runs `tokens` (with padding, if any, last) after the tokens of
+    Parameters are frozen, as `hw.load` leaves them. The pass runs `tokens` (padding, if any, last) after the tokens of
     `before`, the result of `keys_values`. `states` holds the activations of a hook at a layer (`reading`) at
     `positions` among the tokens; layers before `lowest` need no gradient.
     """

@@ -271,7 +271,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
     @cached_property
     def _reporters(self) -> list[torch.nn.Module]:
-        """The attentions that call a hook only after the pattern was used (GPT-J, GPT-Neo, OPT)."""
+        """The attentions that call a hook only after its activation was used (GPT-J, GPT-Neo, OPT)."""
         return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
 
 

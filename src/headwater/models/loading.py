@@ -733,7 +733,7 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
             ) from None
         if plain is None:
             setattr(text, text.base_model_prefix, decoder)
-        else:  # another class with the same parameter names, except that its rotary embedding has no parameters
+        else:  # another class with the same parameter names, which do not cover the numbers of its rotary embedding
             text.model.rotary_emb = type(text.model.rotary_emb)(config).to(decoder.device)
             text.model.load_state_dict(decoder.state_dict(), assign=True)
         text.set_output_embeddings(model.get_output_embeddings())

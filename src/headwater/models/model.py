@@ -97,11 +97,11 @@ class Model:
         read_only: by site and layer, why it can be read but not edited.
         looks_ahead: whether its attention also reads later positions; tested at load.
         takes_padding: whether a text padded next to a longer one has the same logits as alone; tested at load.
-        steps_checked: whether its blocks, called one by one, were tested to reproduce the whole model.
-        start_checked: whether rows run after a shared prefix were tested to reproduce whole rows; None before the test.
-        heads_checked: whether each head was tested to depend only on its own queries, keys and values.
+        steps_checked: whether its blocks, called one by one, were found to reproduce the whole model.
+        start_checked: whether rows run after a shared prefix were found to reproduce whole rows; None before the test.
+        heads_checked: whether each head was found to depend only on its own queries, keys and values.
         factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
-        head_checked: the unembedding that was tested to reproduce its logits; see `headwater.models.unembedding`.
+        head_checked: the unembedding that was found to reproduce its logits; see `headwater.models.unembedding`.
         unwrapped_checked: by the set of modules that keep wrappers, whether the model gives the same without the rest.
         without_wrappers: the model without wrappers, as built for its last run; see `headwater.models.bare_model`.
     """

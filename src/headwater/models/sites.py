@@ -171,7 +171,7 @@ class Site:
         return product if self.has_keys else product.sum(-1)
 
     def lacks(self, model: Model, layer: int, edited: bool = False) -> str | None:
-        """Return why a layer lacks it (or, with `edited`, why it cannot be edited there); None if it does not."""
+        """Return why a layer has no such activation, or with `edited`, none that can be edited; None if it has one."""
         # Tested at load (`bridge_check`), since no config says it.
         place = self.name, layer
         return model.misfits.get(place) or (model.read_only.get(place) if edited else None)

@@ -139,8 +139,8 @@ def make_batch(
     """Make a right-padded batch of any `Inputs`.
 
     Texts need a tokenizer, and begin with `bos`. A padded tensor of token ids needs `mask`, True (or 1) at its real
-    tokens. Ids must be smaller than `d_vocab`, sequences not longer than `n_ctx`. The padding id is the tokenizer's,
-    or the config's if there is no tokenizer or it has no padding id.
+    tokens. Ids must be smaller than `d_vocab`, sequences not longer than `n_ctx`. Padding without a mask is recognised
+    by the tokenizer's padding id, or by the config's if there is no tokenizer or it has no padding id.
     """
     refuse_what_has_no_order(inputs)
     if mask is not None and not isinstance(inputs, Tensor):

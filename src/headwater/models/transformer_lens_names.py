@@ -176,7 +176,7 @@ class TransformerLensNames(Model):
 
         Returns:
             The result of `run_with_hooks`, and TransformerLens's `ActivationCache`: `cache["pattern", 0]`,
-            `cache["blocks.0.attn.hook_pattern"]`. Its methods use the parameters of `model.raw`.
+            `cache["blocks.0.attn.hook_pattern"]`. Its methods take parameters from `model.raw`.
 
         Raises:
             InputError: an argument is invalid.
@@ -232,7 +232,7 @@ class TransformerLensNames(Model):
         """Return the text of token ids; a list for several rows.
 
         Raises:
-            InputError: an id is outside the model's vocabulary, or there is no tokenizer.
+            InputError: they are not token ids of this model, or there is no tokenizer.
         """
         if self.tokenizer is None:
             raise InputError(f"{self.name} has no tokenizer: pass tokenizer= to hw.load.")
@@ -273,7 +273,7 @@ class TransformerLensNames(Model):
         """Return the text of one token id.
 
         Raises:
-            InputError: the id is not in the model's vocabulary.
+            InputError: it is not a token id of this model.
         """
         try:
             return self.token_strings([whole_number(token)])[0]

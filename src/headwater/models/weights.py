@@ -270,7 +270,7 @@ class LoadedWeights(_Weights):
         return HeadsOfLoneTokens(self.model)
 
     def _factor(self, layer: int, name: str) -> Tensor | None:
-        """Return one factor; a HookedTransformer's W_K repeats grouped keys, and the parameter itself is _W_K."""
+        """Return one factor; a HookedTransformer's W_K, W_V repeat grouped heads, and _W_K, _W_V are the parameters."""
         if (attention := getattr(self.model.raw.blocks[layer], "attn", None)) is None:
             raise self._no_factors(layer, "there is no attention")
         try:

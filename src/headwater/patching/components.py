@@ -291,7 +291,7 @@ def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bo
         places = [(site, site.layer, site.count, set(site.units)) for site in members]
     else:
         (site,), shape = sites_named(KINDS[kind], model), model.shape
-        # In a hybrid model the complement covers the layers that have heads: layers without them are not refused.
+        # In a hybrid model the complement covers the layers that have such parts: a layer without heads is not refused.
         layers = site.among(range(shape.n_layers), model, edited=True) if complement else range(shape.n_layers)
         # For MLPs the whole activation is the one component of its layer.
         pairs = [(layer, 0) for layer in members] if kind == "mlps" else members

@@ -607,7 +607,7 @@ class AttributionRunner(Runner):
         return measured
 
     def _product(self, m: int, recorded: Mapping[str, Tensor]) -> dict[Drawn, Tensor]:
-        """By place, source layer and draw: return (value - activation) · gradient, summed over the width (not keys)."""
+        """Return by place, source layer and draw (value - activation) · gradient, summed over the width (not keys)."""
         metric, readout = self.plan.metrics[m], self.readout
         reading = self.plan.reading(metric, ())
         with torch.enable_grad():

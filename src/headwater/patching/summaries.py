@@ -72,7 +72,7 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     # All cells with the same number of examples share resamples: drawn once, and equal cells get equal intervals.
     draws_of = cache(lambda examples: Bootstrap.of(range(examples), draws=RESAMPLES, seed=seed))
     rows, of_means = [], measure == "ratio of means"
-    # Weighted by 1, or by the pair's gap: weighted before draws are averaged, because some gaps may have another sign.
+    # Weights are 1, or the pairs' gaps, taken before draws are averaged, because some draws' gaps may differ in sign.
     table = table.assign(gap=gaps_of(table)) if of_means else table
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
         by_prompt = part
@@ -191,7 +191,7 @@ def notes_on_averages(
 
 
 def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
-    """Return sentences on the cell of one site and metric with the largest effect, and how certain that is."""
+    """Return sentences on the largest effect in `cells` (`Sweep.summary` of one site and metric), and its certainty."""
     site, metric = cells[["site", "metric"]].iloc[0]
     if cells["mean"].isna().all():
         return [f"{site}: no cell has an effect on {metric} that can be given.".replace("_", " ")]

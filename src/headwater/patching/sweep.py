@@ -3,7 +3,7 @@
 effect            = metric of the edited run - metric of the run that was edited
 normalized_effect = effect / (metric of the other run - metric of the run that was edited)
 
-1. Examples are grouped by the size of their recorded activations; a group's cells are cut into waves (`plan.waves`).
+1. Examples are split into groups (limited recorded activations); a group's cells are cut into waves (`plan.waves`).
 2. For each group, the runner makes the unedited runs of both prompts of each pair, and the metrics on both.
 3. For each wave, the runner measures its cells; with `out=` a wave is a piece of the run's folder.
 4. If the model's blocks cannot be stepped through, whole runs take over, with a warning.

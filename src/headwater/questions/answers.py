@@ -1,18 +1,18 @@
-"""From questions to answered questions: what the model says, whether it is right, and where the exact tokens are.
+"""From questions to answered questions: the model's answers, their labels, and the exact tokens.
 
 Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.
 
 1. Prompt: four answered examples, then `Q: {question}` and `A:` on the next line; for a tokenizer with a chat template,
-   an instruction to be brief, and examples and question as turns (`asking.EXAMPLES`). Models that read little, such as
-   the embedded ones, get the bare question, as Orgad et al. ask it. Exactly one beginning-of-sequence token where the
-   model wants one.
+   an instruction to be brief, and examples and question as turns (`asking.EXAMPLES`). Models with a short context, such
+   as the embedded ones, get the question without examples, as in Orgad et al. The prompt has exactly one
+   beginning-of-sequence token if the model uses one.
 2. Greedy generation (`models.generation`), up to the first line break, which may be part of a token, or the end token.
    The log-probability of every token of the answer is kept.
-3. z = 1 (hallucination) when no accepted answer occurs in the answer (`questions.labels`). Refusals, empty answers, and
-   answers that had not ended at the token limit drop out: nobody knows what these would have said.
+3. z = 1 (hallucination) if no accepted answer occurs in the answer (`questions.labels`). Refusals, empty answers, and
+   answers that are unfinished at the token limit are dropped, because it is unknown what they would have said.
 4. E_Q: the tokens of the question's subject and property, from the question table or an extractor. E_A: the tokens that
-   an extractor names in the answer, or without one all of it; in right and wrong answers alike.
-5. What cannot be used is dropped and counted by its cause.
+   an extractor selects in the answer, or without an extractor the whole answer; the same for right and wrong answers.
+5. Unusable questions are dropped and counted by cause.
 """
 
 from __future__ import annotations
@@ -54,34 +54,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AnsweredQuestions(HasDatasets, Result):
-    """What a model answered, with labels and exact tokens."""
+    """A model's answers, with labels and exact tokens."""
 
     table: pd.DataFrame
-    """A row per question that can be used, with the question table's columns and these:
+    """A row per usable question, with the question table's columns and these:
 
     - `text`: the prompt and the answer; `answer`: the answer's first line;
-    - `z`: 1 for a wrong answer (hallucination), 0 for a right one; `matched`: the accepted answer found in it, "" where
-      none was or a judge decided;
+    - `z`: 1 for a wrong answer (hallucination), 0 for a right one; `matched`: the accepted answer found in it, "" if
+      none was found or a judge decided;
     - `subject`, `property`, `exact_answer`: tuples of spans, in characters of `text`;
     - `tokens`: the ids of the text; `answer_start`: the position of the first token of the answer;
     - `subject_tokens`, `property_tokens` (together E_Q) and `exact_answer_tokens` (E_A): positions in `tokens`;
-    - `log_probs`: of each token of the answer.
+    - `log_probs`: the log-probability of each token of the answer.
     """
     dropped: pd.DataFrame
-    """`dataset, id, question, answer, cause`: a row per question that could not be used, with what the model said (""
-    where it was not asked), and why."""
+    """`dataset, id, question, answer, cause`: a row per unusable question, with the model's answer ("" if it was not
+    asked), and the cause."""
     run: RunRecord
 
     @property
     def z(self) -> NDArray[np.int64]:
-        """1 where the answer is wrong, 0 where it is right."""
+        """Labels: 1 for a wrong answer, 0 for a right one."""
         return self.table["z"].to_numpy(dtype=np.int64)
 
     def select(self, dataset: str) -> AnsweredQuestions:
         """Return the answers to one question set.
 
         Raises:
-            InputError: there is no such set.
+            InputError: the set does not exist.
         """
         checked_name("dataset", dataset, self.datasets)
         return replace(self, table=self.table[self.table["dataset"] == dataset].reset_index(drop=True))
@@ -96,23 +96,23 @@ class AnsweredQuestions(HasDatasets, Result):
         return tuple(tuple(sorted({*subject, *property_})) for subject, property_ in pairs)
 
     def digest(self) -> str:
-        """Name these answers in the record of a run: a hash of their texts, labels, tokens and spans."""
-        # Without log-probabilities, whose last digits depend on the batch in which a prompt ran.
+        """Return the identity of these answers in a run record: a hash of their texts, labels, tokens and spans."""
+        # Without log-probabilities, because their last digits depend on the batch of a prompt.
         return digest(self.table.drop(columns="log_probs", errors="ignore"))
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per question set: how many questions are used, and of these how many answers are wrong.
+        """Return a row per question set: how many questions are used, and the share of wrong answers.
 
-        `dataset, questions, used, right`; `wrong`, a share of the used, with its 95 % interval `low, high`; `cut`
-        answers had not ended at the token limit, and are among the `dropped`. `lacks_match` counts right answers whose
-        E_A does not hold the accepted answer that was found in them, `repeats_question` answers whose E_A has no word
-        that the question does not have.
+        `dataset, questions, used, right`; `wrong`, a share of the used, with its 95 % interval `low, high`; `cut`, the
+        number of answers unfinished at the token limit, included in `dropped`. `lacks_match` counts right answers whose
+        E_A does not contain the accepted answer that was found in them, `repeats_question` answers whose E_A has only
+        words of the question.
         """
         sets = self.findings()["datasets"]
         return frame_of(row | {"dropped": sum(row["dropped"].values())} for row in sets)
 
     def report(self) -> list[str]:
-        """Return how many questions of each set can be used, how many answers are wrong, and why others dropped out."""
+        """Report, per set, how many questions are used, how many answers are wrong, and why others were dropped."""
         sentences = []
         for row in self.findings()["datasets"]:
             dropped = ", ".join(f"{count:,} {cause}" for cause, count in row["dropped"].items())
@@ -131,10 +131,10 @@ class AnsweredQuestions(HasDatasets, Result):
         return sentences
 
     def findings(self) -> dict[str, Any]:
-        """Return the numbers worth a glance, as JSON values.
+        """Return the main numbers as JSON values.
 
         Per set: questions, how many are used, the share of wrong answers among these, how many answers were cut at the
-        token limit, all that were dropped by cause, and how many exact words cannot be those meant (see `summary`).
+        token limit, dropped questions by cause, and how many exact words cannot be correct (see `summary`).
         """
         sets = []
         for name in dict.fromkeys((*self.datasets, *self.dropped["dataset"])):
@@ -161,7 +161,7 @@ class AnsweredQuestions(HasDatasets, Result):
         return {"model": self.run.model, "datasets": sets}
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw a bar per question set: right, wrong, cut at the token limit, dropped for other reasons."""
+        """Plot a bar per question set: right, wrong, cut at the token limit, dropped for other reasons."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
@@ -183,30 +183,30 @@ def answer(
     """Let a model answer questions, label the answers, and locate the exact tokens.
 
     Args:
-        model: a model with a tokenizer that gives character offsets (any fast one).
-        questions: what `load_questions` returned.
-        prompt: a text with one `{question}`, used as it is. Default: the chat template where the tokenizer has one,
-            else "Q: {question}" and "A:" on two lines; before it come the examples.
+        model: a model whose tokenizer returns character offsets (any fast one).
+        questions: the result of `load_questions`.
+        prompt: a text with one `{question}`, used unchanged. Default: the chat template if the tokenizer has one, else
+            "Q: {question}" and "A:" on two lines; the examples come before it.
         examples: pairs of a question and its answer that come before each question: in the same prompt, or as turns of
-            a chat after an instruction to answer in a few words; () for the bare question. Default: none before a
-            `prompt`, else the four of `headwater.questions.asking.EXAMPLES`, unless these take more than a quarter of
-            what the model reads.
-        label: when an answer is right: an accepted answer occurs in it ("contains"), begins it ("starts") or is all of
-            it ("exact"), after normalisation; or a function of question, accepted answers and answer that returns True,
-            False, or None where it cannot say. `headwater.questions.labels` has the sources and limits.
-        max_new_tokens: an answer that has not ended after this many tokens, the line break or end token counted, is cut
-            off, and drops out. Default: `questions.asking.LIMITS`, more in a chat.
-        batch_size: prompts in one run.
-        extractor: "rules" (no model: `headwater.questions.rules`), "model" (this model, shown examples:
+            a chat after an instruction to answer in a few words; () for no examples. Default: none with a `prompt`,
+            else the four of `headwater.questions.asking.EXAMPLES`, unless these take more than a quarter of the
+            context.
+        label: the rule for a right answer, after normalisation: an accepted answer occurs in it ("contains"), begins it
+            ("starts") or is all of it ("exact"); or a function of question, accepted answers and answer that returns
+            True, False, or None if undecided. `headwater.questions.labels` has the sources and limits.
+        max_new_tokens: the token limit of an answer, including its line break or end token; an answer that is
+            unfinished then is cut off and dropped. Default: `questions.asking.LIMITS`, more in a chat.
+        batch_size: prompts in one forward pass.
+        extractor: "rules" (no model: `headwater.questions.rules`), "model" (this model, with examples:
             `headwater.questions.extract`), another loaded model, or a callable of (question, answer), such as
-            `EndpointExtractor`; asked about every answer that can be used. It names E_A, and E_Q where the question
-            table says nothing of subject and property. Without one, questions without these are dropped, and E_A is the
+            `EndpointExtractor`; called for every usable answer. It selects E_A, and E_Q if the question table has
+            neither subject nor property. Without an extractor, questions without these are dropped, and E_A is the
             whole answer.
-        hooks: watched or edited activations while the model answers, at every step as in `model.generate`; part of the
-            record. Prompts run shortest first; `headwater.models.forward.now_reading().rows` has each row's place in
-            the table. What is later computed from the answers is computed without them.
-        progress: show a bar.
-        out: a folder to write to; an interrupted run goes on where it stopped.
+        hooks: read or write hooks that act while the model answers, at every step as in `model.generate`; part of the
+            run record. Prompts run shortest first; `headwater.models.forward.now_reading().rows` holds each row's index
+            in the table. Later computations on the answers run without these hooks.
+        progress: show a progress bar.
+        out: a folder for the result; a repeated call resumes an interrupted run.
 
     Raises:
         InputError: an option, the extractor or the judge cannot be used, or no question is left.
@@ -241,7 +241,7 @@ def answer(
         not_asked = Dropped(TOO_LONG), Dropped(NO_WORDS)
         outcomes: list[dict[str, Any] | Dropped] = [not_asked[n not in prompts] for n in range(len(questions))]
         tokens = {place: prompt.tokens for place, prompt in prompts.items()}
-        # Lazily: each batch is labelled, and its words are extracted and kept, before the next is asked.
+        # Lazily, so that each batch is labelled, and its extracted words are saved, before the next is asked.
         written, with_places = tee(ask(run, model, tokens, max_new_tokens, "line", batch_size, listed))
         lines = ([first_line(model.tokenizer, prompts[place], output) for place, output in batch] for batch in written)
         answers, to_extract = tee(_labelled(lines, label, run))
@@ -255,7 +255,7 @@ def answer(
 
 
 def check_answered(model: HookedModel, answered: object) -> None:
-    """Refuse what are not the answers of this very model."""
+    """Refuse anything but answers of this same model."""
     check_model(model)
     if not isinstance(answered, AnsweredQuestions):
         raise InputError(f"answered must be what hw.answer returns, found a {type(answered).__name__}.")
@@ -269,9 +269,9 @@ def check_answered(model: HookedModel, answered: object) -> None:
 
 
 def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_words: bool) -> dict[int, AskedQuestion]:
-    """Tokenize the prompts, by their place in the table: all, or those of questions with exact words.
+    """Return the tokenized prompts by their index in the table: all, or only questions with exact words.
 
-    A question set that says of none of its questions where subject and property are is refused.
+    With `must_have_words`, refuse a question set in which no question has a subject or property.
     """
     table = questions.table
     asked = pd.Series(True, index=table.index)
@@ -299,7 +299,7 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
 
 
 def _labelled(batches: Iterable[Sequence[GivenAnswer]], label: Label, run: Run) -> Iterator[list[GivenAnswer]]:
-    """Label the answers of each batch as right or wrong; a judge's verdicts are stored, because they may cost money."""
+    """Label the answers of each batch as right or wrong; save a judge's verdicts, because they may cost money."""
     if isinstance(label, str):
         for answers in batches:
             yield [labelled(answer, label) for answer in answers]
@@ -307,7 +307,7 @@ def _labelled(batches: Iterable[Sequence[GivenAnswer]], label: Label, run: Run) 
 
     def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
         verdicts = [labelled(answer, label).verdict.is_right for answer in answers]
-        # Pieces hold tensors alone: -1 is what a judge could not say.
+        # Pieces hold only tensors; -1 means that the judge was undecided.
         return {"right": torch.tensor([-1 if right is None else int(right) for right in verdicts], dtype=torch.int8)}
 
     to_judge, answered = tee(batches)
@@ -319,9 +319,9 @@ def _labelled(batches: Iterable[Sequence[GivenAnswer]], label: Label, run: Run) 
 def _extracted(
     batches: Iterable[Sequence[GivenAnswer]], extractor: Extractor | None, run: Run
 ) -> Iterator[list[dict[str, tuple[Span, ...]] | None]]:
-    """Ask the extractor about the answers of each batch that can be used; empty for the others, None for no reply.
+    """Call the extractor on the usable answers of each batch; empty for other answers, None without a reply.
 
-    Its replies are stored after each round of requests, because every request may cost money.
+    Its replies are saved after each round of requests, because every request may cost money.
     """
     if extractor is None:
         for answers in batches:
@@ -334,14 +334,14 @@ def _extracted(
         pairs = [(answers[place].prompt.row["question"], answers[place].text) for place in usable]
         extracted = dict(zip(usable, call_extractor_on(ask, pairs, failures), strict=True))
         replies = [extracted.get(place, {}) for place in range(len(answers))]
-        # Spans are ragged, so their JSON goes into a piece as bytes.
+        # Spans are ragged, so a piece stores their JSON as bytes.
         return {"json": torch.tensor(list(json.dumps(replies).encode()), dtype=torch.uint8)}
 
     lengths, to_extract = tee(batches)
     parts = (
         batch[at : at + size]
         for batch in to_extract
-        # As many as are asked at a time; all where one is, which costs nothing.
+        # With several workers, as many answers as are asked at a time, else the whole batch.
         for size in [workers if workers > 1 else len(batch)]
         for at in range(0, len(batch), size)
     )
@@ -357,7 +357,7 @@ def _extracted(
 
 
 def _result(questions: Questions, rows: Sequence[dict[str, Any] | Dropped], run: RunRecord) -> AnsweredQuestions:
-    """Put the outcomes, in the order of the questions, into tables."""
+    """Return the outcomes as tables, in the order of the questions."""
     used = [row for row in rows if isinstance(row, dict)]
     lost = [place for place, row in enumerate(rows) if isinstance(row, Dropped)]
     fields = pd.DataFrame([rows[place] for place in lost], columns=list(Dropped._fields), dtype="str")
@@ -370,13 +370,13 @@ def _result(questions: Questions, rows: Sequence[dict[str, Any] | Dropped], run:
     return AnsweredQuestions(pd.DataFrame(used), dropped, run)
 
 
-# What becomes of one question and what the model wrote after it: a row with exact tokens, or the cause why not.
+# The outcome of one question and its generated answer: a row with exact tokens, or the cause why it is dropped.
 #
-# The steps of `answers` that need no model: the cut to the first line, the label, and the spans of exact words as
-# characters and tokens.
+# These are the steps of `answers` that need no model: the cut to the first line, the label, and the spans of exact
+# words as characters and tokens.
 #
-# E_A is found in one way, whatever the label: it is what the extractor names, or without one the whole answer. Were it
-# the accepted answer where that is found, and the whole answer where not, its length and place would tell the label.
+# E_A is found in one way for every label: it is the extractor's selection, or without an extractor the whole answer. If
+# it were the accepted answer if found, and the whole answer otherwise, its length and position would reveal the label.
 
 
 NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS, NO_REPLY = (
@@ -393,11 +393,11 @@ NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS, NO_REPL
 
 
 class Dropped(NamedTuple):
-    """A question that cannot be used."""
+    """A dropped question."""
 
     cause: str
     answer: str = ""
-    """What the model said, where it was asked."""
+    """The model's answer (if it was asked)."""
 
 
 @dataclass(frozen=True)
@@ -413,27 +413,27 @@ class AskedQuestion:
 
 @dataclass(frozen=True)
 class GivenAnswer:
-    """What the model said to a prompt, cut to its first line."""
+    """The model's answer to a prompt, cut to its first line."""
 
     prompt: AskedQuestion
     line: str
     written: str
-    """The line, and what else the last token of it holds."""
+    """The line, and any further text of its last token."""
     tokens: tuple[int, ...]
     offsets: Offsets
     log_probs: tuple[float, ...]
     finished: bool
-    """Whether the answer ended by itself: its line break or end token was among the tokens it could have."""
+    """Whether the answer ended by itself: its line break or end token came within the token limit."""
     verdict: Verdict = NO_VERDICT
 
     @property
     def text(self) -> str:
-        """The line without spaces around it."""
+        """The line without surrounding spaces."""
         return self.line.strip()
 
 
 def first_line(tokenizer: Tokenizer, prompt: AskedQuestion, output: WrittenAnswer) -> GivenAnswer:
-    """Cut what was generated after the last visible character of its first line; a token is kept or left whole."""
+    """Cut a generated text after the last visible character of its first line; tokens are kept or dropped whole."""
     text, offsets = continuation_offsets(tokenizer, prompt.tokens[-1:], output.tokens)
     line = text.split("\n", 1)[0].rstrip()
     end = sum(start < len(line) for start, _ in offsets)
@@ -444,7 +444,7 @@ def first_line(tokenizer: Tokenizer, prompt: AskedQuestion, output: WrittenAnswe
 
 
 def labelled(answered: GivenAnswer, label: Label) -> GivenAnswer:
-    """Say whether an answer is right; one that is empty or was cut is not asked about."""
+    """Return an answer with its verdict; an empty or cut answer is not judged."""
     if not answered.text or not answered.finished:
         return answered
     row = answered.prompt.row
@@ -452,10 +452,10 @@ def labelled(answered: GivenAnswer, label: Label) -> GivenAnswer:
 
 
 def cause_of(answered: GivenAnswer) -> str | None:
-    """Say why an answer cannot be used, whatever its exact words are; None where it can."""
+    """Return why an answer is unusable, regardless of its exact words; None if it is usable."""
     if not answered.text or not (answered.verdict.is_right or any(map(str.isalnum, answered.text))):
         return EMPTY
-    # After the label: "I don't know" is a right answer to a question whose answer it is.
+    # Only if the answer is not right: "I don't know" is a right answer if it is the accepted answer.
     if not answered.verdict.is_right and is_refusal(answered.text):
         return REFUSAL
     if not answered.finished:
@@ -466,14 +466,14 @@ def cause_of(answered: GivenAnswer) -> str | None:
 def outcome_of(
     answered: GivenAnswer, extracted: dict[str, tuple[Span, ...]] | None, whole_answer: bool
 ) -> dict[str, Any] | Dropped:
-    """Return the row of an answered question, or why it cannot be used; `extracted` is None without a reply."""
+    """Return the row of an answered question, or why it is dropped; `extracted` is None without a reply."""
     prompt, row = answered.prompt, answered.prompt.row
     cause = cause_of(answered)
     if cause is not None:
         return Dropped(cause, answered.text)
     if extracted is None:
         return Dropped(NO_REPLY, answered.text)
-    # All or nothing: of a question whose words are given in part the rest is not filled in by an extractor.
+    # All or nothing: if the table has only subject or only property, the extractor does not fill in the other.
     is_given = bool(row["subject"] or row["property"])
     words = {part: row[part] if is_given else extracted.get(part, ()) for part in ("subject", "property")}
     if not any(words.values()):
@@ -481,7 +481,7 @@ def outcome_of(
     exact: tuple[Span, ...] = ((0, len(answered.text)),) if whole_answer else extracted.get("answer", ())
     if not exact:
         return Dropped(NO_ANSWER, answered.text)
-    # Extractors see the answer without the space that joins it to the prompt; spans are of the whole text.
+    # Extractors see the answer without the space that joins it to the prompt; spans refer to the whole text.
     answer_begins = len(prompt.text) + len(answered.line) - len(answered.line.lstrip())
     spans = {part: shifted(places, prompt.question_start) for part, places in words.items()}
     spans["exact_answer"] = shifted(exact, answer_begins)
@@ -505,11 +505,11 @@ def outcome_of(
 
 
 def lacks_match(text: str, exact: Sequence[Span], matched: str) -> bool:
-    """Say whether the accepted answer that was found in an answer is not in its exact words, by their places."""
+    """Return whether the accepted answer that was found in an answer is missing from its exact words (spans)."""
     return bool(matched) and match(" ".join(text[start:end] for start, end in exact), [matched]) is None
 
 
 def repeats_question(question: str, text: str, exact: Sequence[Span]) -> bool:
-    """Say whether every one of the exact words, by their places, is a word of the question."""
+    """Return whether all exact words (spans) are words of the question."""
     known = {word.text for word in normalised_words(question)}
     return all(word.text in known for start, end in exact for word in normalised_words(text[start:end]))

@@ -1,11 +1,11 @@
-"""Questions put to a model: the frame each occurs in, and what the model writes after it.
+"""Ask a model questions: the prompt around each question, and the generated answer.
 
-1. Frame: what is before a question and after it. Raw, a prompt, by default `Q: {question}` and `A:` on the next
-   line, after which an answer follows after a space. Chat, the question as a message of the user in the tokenizer's
-   chat template, after which an answer follows at once; other messages may be given, one of which holds the question.
-   A template that refuses or drops a message of the system has it at the head of the message after it.
-   Answered examples (`EXAMPLES`) may come first: raw in the same prompt, a blank line after each; in a chat as turns,
-   after an instruction to answer in a few words.
+1. Frame: the text before and after a question. In a raw context it is a prompt, by default `Q: {question}` and `A:` on
+   the next line; the answer follows after a space. In a chat, the question is a user message in the tokenizer's chat
+   template, and the answer follows directly; other messages can be passed, one of which contains the question. If a
+   template rejects or drops a system message, its text moves to the beginning of the next message.
+   Answered examples (`EXAMPLES`) may come first: in a raw context in the same prompt, a blank line after each; in a
+   chat as turns, after an instruction to answer in a few words.
 2. Greedy generation (`models.generation`), shortest prompts first, up to a special token such as the end token, or up
    to the first line break, which may be part of a token. The log-probability of every token is kept.
 3. A prompt that leaves no room for an answer is not asked.
@@ -36,21 +36,21 @@ EXAMPLES = (
     ("In which year did the Titanic sink?", "1912"),
     ("Were Marie Curie and Niels Bohr both physicists?", "yes"),
 )
-"""Answered questions that show a model how short an answer is to be."""
+"""Answered questions that show the model how short answers should be."""
 BRIEFLY = "Answer each question with a name, a number or a few words only, never with a sentence."
 ROOM = 4
-"""Examples that nobody requested take at most one of so many parts of what a model reads."""
+"""Default examples may fill at most 1 / ROOM of the context."""
 LIMITS = {False: 32, True: 64}
-"""Tokens of an answer, where nobody says how many: in a raw prompt, and in a chat. Of 64 answers in chats of
-SmolLM2-135M-Instruct to questions of four sets 8 have more than 32 tokens, and one more than 64."""
+"""Default token limit of an answer in a raw prompt, and in a chat. Of 64 answers in chats of SmolLM2-135M-Instruct to
+questions of four sets, 8 have more than 32 tokens, and one has more than 64."""
 Example: TypeAlias = tuple[str, str]
 """A question and its answer."""
 Messages: TypeAlias = Sequence[Mapping[str, str]]
-"""Of a chat: `role` and `content` of each."""
+"""The messages of a chat, each with `role` and `content`."""
 
 
 class Frame(NamedTuple):
-    """What is before a question, what after it, and what joins an answer to that."""
+    """The text before a question, the text after it, and the text that joins an answer to it."""
 
     before: str
     after: str
@@ -58,20 +58,20 @@ class Frame(NamedTuple):
     is_chat: bool = False
 
     def asking(self, question: str) -> str:
-        """Return the question up to where a model is to answer."""
+        """Return the prompt of a question, up to the point where the model answers."""
         text = f"{self.before}{question}{self.after}"
         return ChatText(text) if self.is_chat else text
 
 
 class WrittenAnswer(NamedTuple):
-    """What a model wrote after a prompt."""
+    """The generated continuation of a prompt."""
 
     tokens: list[int]
     """The new tokens, without the end token."""
     log_probs: list[float]
-    """Of each."""
+    """Log-probability of each new token."""
     ended: bool
-    """By itself, not at the token limit."""
+    """Whether it ended by itself, not at the token limit."""
 
 
 def question_frame(
@@ -80,10 +80,10 @@ def question_frame(
     prompt: str | Messages | None = None,
     examples: Sequence[Example] = (),
 ) -> Frame:
-    """Return the frame of a context, "raw" or "chat"; None: a chat where there is a template and no prompt is given.
+    """Return the frame of a context, "raw" or "chat"; None selects a chat if there is a template and no prompt.
 
-    A prompt is, of a raw context, a text with one `{question}`; of a chat, messages with one `{question}` in them all.
-    Examples come before it in the same prompt, or as turns of a chat that gives no messages.
+    In a raw context, the prompt is a text with one `{question}`; in a chat, it is messages with one `{question}` in
+    total. Examples come before it in the same prompt, or as turns of a chat without messages.
     """
     if context is None:
         context = CHAT if prompt is None and getattr(model.tokenizer, "chat_template", None) else RAW
@@ -102,29 +102,29 @@ def question_frame(
     if not isinstance(prompt, str) or prompt.count(SLOT) != 1:
         raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {shown(prompt)}.")
     before, after = prompt.split(SLOT)
-    # Answers of examples are joined as the model will write its own, whose first token has the space.
+    # Example answers are joined like the model's answer, whose first token contains the space.
     joint = "" if after.endswith((" ", "\n")) else " "
     shown_first = "".join(f"{before}{question}{after}{joint}{answer}\n\n" for question, answer in examples)
     return Frame(shown_first + before, after, joint)
 
 
 def answering_frame(model: HookedModel, prompt: str | None, examples: Sequence[Example] | None) -> Frame:
-    """Return the frame in which `hw.answer` asks.
+    """Return the frame for `hw.answer`.
 
-    `examples=None` has none before a prompt that is given, else `EXAMPLES` where the model reads enough (`ROOM`).
+    `examples=None` means no examples if a prompt is passed, else `EXAMPLES` if the context is long enough (`ROOM`).
     """
     if examples is not None or prompt is not None:
         return question_frame(model, prompt=prompt, examples=_checked(() if examples is None else examples))
     frame = question_frame(model, examples=EXAMPLES)
     tokens, _ = encode(model.tokenizer, frame.before, model.bos)  # type: ignore[arg-type]
-    # By tokens of this very tokenizer: the embedded models read too little for any examples.
+    # Counted with the model's tokenizer; the contexts of the embedded models are too short for examples.
     return frame if ROOM * len(tokens) <= model.shape.n_ctx else question_frame(model)
 
 
 def limit_of(model: HookedModel, frame: Frame, requested: int | None) -> int:
-    """Return how many tokens an answer in a frame may have: as many as requested, or those of `LIMITS`.
+    """Return the token limit of an answer in a frame: the requested limit, or the default of `LIMITS`.
 
-    A model that reads little has no more in a chat, so that questions need not make room.
+    With a short context the limit is not raised for a chat, so that questions still fit.
     """
     if requested is not None:
         return checked_count("max_new_tokens", requested, most=model.shape.n_ctx - 1)
@@ -163,7 +163,7 @@ def _chat(model: HookedModel, messages: str | Messages | None) -> Frame:
 
 
 def _written_chat(tokenizer: Any, messages: Messages | None) -> str | None:
-    """Write messages in a template; one that has none of the system gets it at the head of the next message."""
+    """Apply the chat template; if it has no system message, prepend its text to the next message."""
     if messages is None:
         return chat_text(tokenizer, SLOT)
     try:
@@ -172,7 +172,7 @@ def _written_chat(tokenizer: Any, messages: Messages | None) -> str | None:
         if not _opens_with_system(messages):
             raise
     else:
-        # Some templates raise on a system message, others leave it out without a word: what was written is searched.
+        # Some templates raise on a system message, others drop it silently, so the result is searched for it.
         if written is None or not _opens_with_system(messages) or messages[0]["content"].strip() in written:
             return written
     system, first, *others = messages
@@ -197,24 +197,24 @@ def ask(
     hooks: Sequence[Hook | PromptHook] = (),
     stage: str = "answers",
 ) -> Iterator[list[tuple[int, WrittenAnswer]]]:
-    """Let a model continue prompts, or take what an earlier run wrote, batch by batch, shortest prompts first.
+    """Generate continuations of prompts batch by batch, shortest prompts first, or reuse those of an interrupted run.
 
-    Prompts are token ids by their places; those that leave no room for `max_new_tokens`, the end token or the line
-    break counted, are left out. An answer ends at its first line break ("line"), or where the model ends it ("end").
-    Hooks act at every step; in `now_reading().rows` (`headwater.models.forward`) rows are called by their places. A run
-    that asks several times gives each `stage` a name.
+    `prompts` maps row numbers to token ids. Prompts that leave no room for `max_new_tokens`, including the end token or
+    line break, are skipped. An answer ends at its first line break ("line"), or where the model ends it ("end"). Hooks
+    act at every step; `now_reading().rows` (`headwater.models.forward`) identifies rows by these numbers. A run that
+    asks several times names each `stage`.
 
     Yields:
-        The places of a batch, and what was written after each.
+        The row numbers of a batch, each with its continuation.
     """
     tokenizer: Any = model.tokenizer
     ends = answer_ends(model)
 
-    @cache  # decoded once per token of the vocabulary: a line break may be one part of many tokens
+    @cache  # decodes each token of the vocabulary once; many tokens may contain a line break
     def is_end(token: int) -> bool:
         return token in ends or (until == "line" and "\n" in tokenizer.decode([token]))
 
-    # Never cut: a shortened prompt asks another question.
+    # Prompts are never truncated, because a shortened prompt asks another question.
     fitting = [place for place, tokens in prompts.items() if len(tokens) + max_new_tokens <= model.shape.n_ctx]
     order = by_length([len(prompts[place]) for place in fitting], batch_size)
     batches = [[fitting[i] for i in batch] for batch in order]
@@ -229,11 +229,11 @@ def ask(
 
 
 class AnswerText(NamedTuple):
-    """An answer of a model's own."""
+    """A generated answer."""
 
     text: str
     ended: bool
-    """By itself, not at the token limit."""
+    """Whether it ended by itself, not at the token limit."""
 
 
 def answer_texts(
@@ -245,7 +245,7 @@ def answer_texts(
     batch_size: int,
     stage: str = "answers",
 ) -> dict[str, AnswerText]:
-    """Let a model answer different prompts; return what it wrote, without spaces around it, where one leaves room."""
+    """Return the model's answers to distinct prompts, stripped of spaces; skip prompts that leave no room."""
     ids = {place: encode(model.tokenizer, text, model.bos)[0] for place, text in enumerate(prompts)}  # type: ignore[arg-type]
     answers = {}
     for batch in ask(run, model, ids, max_new_tokens, until, batch_size, stage=stage):
@@ -257,22 +257,22 @@ def answer_texts(
 
 
 def answer_ends(model: HookedModel) -> frozenset[int]:
-    """Return the tokens that end an answer and are no part of it: end tokens, and all others that are special.
+    """Return the tokens that end an answer and are not part of it: end tokens and all other special tokens.
 
-    A special token begins another turn or document, such as SmolLM2-Instruct's `<|endoftext|>`, not its end token.
+    Other special tokens begin another turn or document, such as SmolLM2-Instruct's `<|endoftext|>`.
     """
     return end_tokens(model) | frozenset(getattr(model.tokenizer, "all_special_ids", ()))
 
 
 def _written(generated: Mapping[str, Tensor], row: int, ends: frozenset[int]) -> WrittenAnswer:
     tokens = generated["tokens"][row, : generated["lengths"][row]].tolist()
-    # The token with the line break stays, as it may begin with text of the answer.
+    # The token with the line break is kept, because it may begin with text of the answer.
     tokens = tokens[:-1] if tokens[-1] in ends else tokens
     return WrittenAnswer(tokens, generated["log_probs"][row, : len(tokens)].tolist(), bool(generated["stopped"][row]))
 
 
 def plain_text(model: HookedModel, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """Write tokens out as they continue a prompt, without special ones."""
+    """Decode tokens as the continuation of a prompt, without special tokens."""
     tokenizer: Any = model.tokenizer
     before = tokenizer.decode(prompt[-1:], skip_special_tokens=True)
     return str(tokenizer.decode([*prompt[-1:], *tokens], skip_special_tokens=True)[len(before) :])

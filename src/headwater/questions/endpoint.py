@@ -1,9 +1,9 @@
-"""A chat model behind an OpenAI-compatible endpoint: one request, its retries, and what becomes of silence.
+"""A chat model behind an OpenAI-compatible endpoint: requests, retries, and missing replies.
 
-1. A request that could not be served (429, 5xx, no connection, no reply in time, a reply that does not speak the
-   protocol) is sent again after a pause that doubles; one that is refused (another 4xx) is an error at once.
-2. What no try brought a reply to is `NoReplyError`: whoever asked counts it, and goes on.
-3. Where one thing after another brings none, nobody is there: `FailureLimit` ends the run, which keeps its replies.
+1. A failed request (429, 5xx, no connection, timeout, a reply that violates the protocol) is sent again after a pause
+   that doubles each time; a rejected request (another 4xx) is an error at once.
+2. If no try brings a reply, `NoReplyError` is raised: the caller counts it and continues.
+3. If many requests in a row bring no reply, the endpoint is down: `FailureLimit` ends the run, which keeps its replies.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from headwater.options import checked_count, checked_number, shown
 T = TypeVar("T")
 U = TypeVar("U")
 SILENT = 16
-"""So many things asked in a row without a reply end a run."""
+"""Number of failed items in a row that ends a run."""
 CHUNK = 2**16
 
 
 class NoReplyError(InputError):
-    """An endpoint did not reply in any of its tries."""
+    """An endpoint did not reply in any try."""
 
 
 @dataclass(frozen=True)
 class ChatEndpoint:
-    """Where a chat model is asked, and how patiently.
+    """Address of a chat model, with timeout and retries.
 
     Raises:
-        InputError: the address, the name of the model or a number cannot be used, or no such environment variable is
+        InputError: the address, the name of the model or a number cannot be used, or the environment variable is not
             set.
     """
 
     url: str
-    """Where the interface begins, such as "http://localhost:8000/v1"."""
+    """Base address of the API, such as "http://localhost:8000/v1"."""
     model: str
     """The endpoint's name of the model."""
     api_key: str | None = field(default=None, repr=False)
@@ -52,11 +52,11 @@ class ChatEndpoint:
     timeout: float = 60.0
     """Seconds that a reply may take, to its last byte."""
     pause: float = 1.0
-    """Seconds before the second try where the endpoint could not serve; twice as long before each further one."""
+    """Seconds before the second try after a failed request; doubles with each further try."""
     workers: int = 4
-    """How many things are asked at a time; what they brought is kept before the next are asked."""
+    """Number of parallel requests; their replies are saved before the next requests."""
     key_from: str | None = None
-    """The environment variable that holds the key, in place of `api_key`."""
+    """The environment variable that holds the key, instead of `api_key`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
@@ -71,11 +71,11 @@ class ChatEndpoint:
 
     @property
     def identity(self) -> str:
-        """What represents it in the record of a run: never its key."""
+        """Its identity in a run record, which never contains the key."""
         return f"{self.model} at {self.url}"
 
     def request(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Send messages once, and return the reply."""
+        """Send messages once and return the reply."""
         body = {"model": self.model, "messages": list(messages), "temperature": 0}
         headers = {"Content-Type": "application/json"}
         key = os.environ.get(self.key_from) if self.key_from is not None else self.api_key
@@ -87,20 +87,20 @@ class ChatEndpoint:
             return str(json.loads(self._read(request))["choices"][0]["message"]["content"] or "")
         except urllib.error.HTTPError as error:
             error.close()
-            # Overload and failures of a server pass; a wrong key, model or address does not, and is said at once.
+            # Overload and server failures are temporary; a wrong key, model or address is not, so it is an error.
             kind = NoReplyError if error.code == 429 or error.code >= 500 else InputError
             raise kind(f"The endpoint {target} answered {error.code} {error.reason}.") from None
-        except (OSError, http.client.HTTPException) as error:  # a broken connection, or none in time
+        except (OSError, http.client.HTTPException) as error:  # a broken connection, or a timeout
             reason = getattr(error, "reason", None) or str(error) or type(error).__name__
             raise NoReplyError(f"The endpoint {target} cannot be reached ({reason}).") from None
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise NoReplyError(f"The endpoint {target} does not speak the chat completions protocol.") from None
 
     def ask(self, messages: Sequence[Mapping[str, str]], read: Callable[[str], tuple[T | None, str]]) -> T | None:
-        """Ask until a reply can be read, at most `tries` times, and return what the last readable one says.
+        """Ask until a reply is valid, at most `tries` times, and return the content of the last readable reply.
 
-        `read` makes of a reply what it says (None for nothing), and the complaint about it, "" where it is fine, which
-        the model is given.
+        `read` returns the content of a reply (None for nothing), and a complaint, "" if the reply is valid. The next
+        request shows the reply and the complaint to the model.
         """
         best: T | None = None
         sent, failure = list(messages), None
@@ -117,17 +117,17 @@ class ChatEndpoint:
             if not complaint:
                 return best
             sent = [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": complaint}]
-        # Only where no try brought any reply; one that could not be read counts as a reply.
+        # Only if no try brought a reply; an unreadable reply counts as a reply.
         if len(sent) == len(messages) and failure is not None:
             raise failure
         return best
 
     def _read(self, request: urllib.request.Request) -> bytes:
-        """Read a reply to its end, for as long as it may take: bytes that come one by one are no reply either."""
+        """Read a reply to its end, within the timeout for the whole reply."""
         end = time.monotonic() + self.timeout
         with urllib.request.urlopen(request, timeout=self.timeout) as response:
             parts: list[bytes] = []
-            # urlopen's timeout is of each read: a server that sends a byte now and then would never run into it.
+            # urlopen's timeout applies to each read, so a server that sends single bytes would never exceed it.
             while part := response.read1(CHUNK):
                 parts.append(part)
                 if time.monotonic() > end:
@@ -136,7 +136,7 @@ class ChatEndpoint:
 
 
 def json_object(text: str) -> dict[str, object] | None:
-    """Return the first JSON object in a text, whatever is around it."""
+    """Return the first JSON object in a text, ignoring other text around it."""
     for start in re.finditer(r"\{", text):
         try:
             value, _ = json.JSONDecoder().raw_decode(text, start.start())
@@ -147,18 +147,18 @@ def json_object(text: str) -> dict[str, object] | None:
 
 
 def workers_of(asked: object) -> int:
-    """Return how many things an extractor or a judge is asked about at a time, 1 where it says nothing."""
+    """Return the number of parallel requests of an extractor or a judge; 1 if it has no `workers`."""
     return max(1, getattr(asked, "workers", 1))
 
 
 class FailureLimit:
-    """Counts what brought no reply, and ends a run where nothing has for long."""
+    """Counts consecutive items without a reply, and ends a run after `SILENT` of them."""
 
     def __init__(self) -> None:
         self._unheard = 0
 
     def map(self, ask: Callable[[T], U], things: Sequence[T], workers: int = 1) -> list[U | None]:
-        """Ask about each thing, `workers` at a time; None for what brought no reply."""
+        """Ask about each item, `workers` at a time; return None for items without a reply."""
 
         def one(thing: T) -> U | NoReplyError:
             try:
@@ -166,7 +166,7 @@ class FailureLimit:
             except NoReplyError as error:
                 return error
 
-        if workers == 1:  # nothing is asked after what fails
+        if workers == 1:  # an error ends the loop, so that nothing is asked after it
             replies = [one(thing) for thing in things]
         else:
             with ThreadPoolExecutor(max_workers=workers) as pool:

@@ -1,13 +1,13 @@
-"""Exact words from outside: rules, a loaded model, an OpenAI-compatible endpoint, or a function of one's own.
+"""Extractors of exact words: rules, a loaded model, an OpenAI-compatible endpoint, or your own function.
 
-An extractor is called with a question and the answer a model gave, and returns a mapping with any of `subject`,
-`property` (words of the question) and `answer` (words of the answer): a text, a list of texts, or None where there is
-nothing. It is asked about every answer that can be used, right or wrong: E_A must be found in one way. What it says of
-a question whose subject or property is given does not count, nor what is not a substring, character for character;
-`exact_words` checks that.
+An extractor is called with a question and a model's answer. It returns a mapping with any of `subject`, `property`
+(words of the question) and `answer` (words of the answer): a text, a list of texts, or None for nothing. It is called
+for every usable answer, right or wrong, because E_A must be found in one way. Its subject and property are ignored if
+the question table has a subject or property. A part with words that are not substrings, character for character, is
+ignored too (`exact_words`).
 
-An extractor may have two methods more: `many`, which is given several pairs of question and answer at once, and
-`of_model`, which returns the extractor that asks the model whose answers they are, where it names no model itself.
+An extractor may have two further methods: `many`, which takes several pairs of question and answer at once, and
+`of_model`, which returns an extractor that asks the model that gave the answers, unless it has a model of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headwater.registry import Registry
 
 Extractor: TypeAlias = Callable[[str, str], Mapping[str, object]]
 EXTRACTORS: Registry[str, Extractor] = Registry("extractor", "headwater.questions.rules")
-"""Those requested by name."""
+"""The extractors by name."""
 
 
 PARTS = ("subject", "property", "answer")
@@ -48,7 +48,7 @@ INSTRUCTION = (
 
 
 def exact_words(reply: object, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
-    """Turn what an extractor returned into spans; a part with anything that is not a substring is left out."""
+    """Turn the reply of an extractor into spans; omit a part if any of its words is not a substring."""
     if not isinstance(reply, Mapping):
         raise InputError(
             f"The extractor returned a {type(reply).__name__}; it must return a mapping with any of {', '.join(PARTS)}."
@@ -67,8 +67,8 @@ def exact_words(reply: object, question: str, answer: str) -> dict[str, tuple[Sp
 class EndpointExtractor(ChatEndpoint):
     """Asks a chat model for the exact words (Orgad et al. 2024; Luo et al. 2026), at most `tries` times per example.
 
-    A reply that is no JSON object, or names words that are no substrings, is asked for again; what is valid of the last
-    reply is returned. An example without any reply drops out, counted (`headwater.questions.endpoint`).
+    If a reply is not a JSON object, or has words that are not substrings, the model is asked again; the valid parts of
+    the last reply are returned. Examples without any reply are dropped and counted (`headwater.questions.endpoint`).
     """
 
     def __call__(self, question: str, answer: str) -> dict[str, object]:
@@ -81,7 +81,7 @@ class EndpointExtractor(ChatEndpoint):
         def read(reply: str) -> tuple[dict[str, object], str]:
             found = json_object(reply) or {}
             spans = exact_words(found, question, answer)
-            # An answer of null says that there is none, and is fine.
+            # A null answer is valid: there are no exact words.
             is_none = "answer" in found and found["answer"] is None
             wrong = [part for part in PARTS if part not in spans and not (part == "answer" and is_none)]
             valid = {part: value for part, value in found.items() if part in PARTS and part not in wrong}
@@ -92,9 +92,9 @@ class EndpointExtractor(ChatEndpoint):
 
 
 def extractor_of(choice: object, model: HookedModel | None) -> Extractor | None:
-    """Return the extractor that is meant: a callable as it is, one of `EXTRACTORS` by its name, or another model.
+    """Resolve a choice of extractor: a callable, the name of one of `EXTRACTORS`, or a loaded model.
 
-    "model" means `model`, the one whose answers they are.
+    "model" selects `model`, which gave the answers.
     """
     if isinstance(choice, str):
         choice = EXTRACTORS[choice]
@@ -108,7 +108,7 @@ def extractor_of(choice: object, model: HookedModel | None) -> Extractor | None:
 
 
 def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
-    """Ask an extractor about one example."""
+    """Call an extractor on one example."""
     what = f"The extractor failed on the question {question!r} and the answer {answer!r}"
     with failures_named(what, in_a_run=False):
         found = extractor(question, answer)
@@ -118,48 +118,48 @@ def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str
 def call_extractor_on(
     extractor: Extractor, pairs: Sequence[tuple[str, str]], failures: FailureLimit
 ) -> list[dict[str, tuple[Span, ...]] | None]:
-    """Ask an extractor about several examples: all at once where it has `many`, else `workers` of them at a time.
+    """Call an extractor on several examples: all at once if it has `many`, else `workers` at a time.
 
     Returns:
-        What it said of each; None where it did not reply.
+        The spans of each example; None without a reply.
     """
     if (many := getattr(extractor, "many", None)) is not None:
         return [exact_words(one, *pair) for one, pair in zip(many(pairs), pairs, strict=True)]
     return failures.map(lambda pair: call_extractor(extractor, *pair), pairs, workers_of(extractor))
 
 
-# How often extractors find the words that a question set names itself, such as PopQA's by its wordings.
+# How often extractors find the words that a question set itself marks, such as PopQA's by its wordings.
 #
-# 1. Subject and property are those that the set names.
-# 2. No set holds answers with their exact words marked: each accepted answer is put into sentences (`SENTENCES`) in
-#    turn, and is then the exact answer of them.
-# 3. Beside every extractor is its control: the whole question and the whole answer, which hold all named words and say
+# 1. Subject and property are the words that the set marks.
+# 2. No set has answers with marked exact words. So accepted answers are put into sentences (`SENTENCES`, used in turn),
+#    where they are the exact answers.
+# 3. Every extractor has a control: the whole question and the whole answer, which contain all marked words but select
 #    nothing.
 
 
 WHOLE = "whole question"
 SENTENCES = ("{answer}", "It is {answer}.", "The answer is {answer}.", "{answer}, I think.", "I would say {answer}.")
-"""What the accepted answers of a set occur in, one after another."""
+"""Sentences for the accepted answers of a set, used in turn."""
 
 
 def agreement(
     questions: Questions, extractor: str | Extractor | HookedModel = "rules", *, model: HookedModel | None = None
 ) -> pd.DataFrame:
-    """Compare an extractor with the words that question sets name themselves.
+    """Compare an extractor with the words that question sets themselves mark.
 
     Args:
-        questions: with subject and property.
-        extractor: as of `hw.answer`; called with each question and a sentence with its accepted answer.
-        model: what "model" means.
+        questions: questions with subject and property.
+        extractor: see `hw.answer`; called with each question and a sentence with its accepted answer.
+        model: the model that extractor "model" asks.
 
     Returns:
-        Two rows per set, of the extractor and of the whole question: `dataset, extractor, questions`, and as shares
-        `subject`, `property` (the very characters), `found` (any word of either), `overlap` (the mean share of the
-        named characters that were found), `named` (that of the found characters that are named); `answer` (the very
-        characters), `answer_overlap`, `answer_named`; `no_reply`.
+        Two rows per set, for the extractor and for the whole question: `dataset, extractor, questions`, and as shares
+        `subject`, `property` (exactly the same characters), `found` (any word of either), `overlap` (mean share of
+        marked characters that were found), `named` (mean share of found characters that are marked); `answer` (exactly
+        the same characters), `answer_overlap`, `answer_named`; `no_reply`.
 
     Raises:
-        InputError: no question names its words, or the extractor cannot be used.
+        InputError: no question marks its words, or the extractor cannot be used.
     """
     if not isinstance(questions, Questions):
         raise InputError(f"questions must be what hw.load_questions returns, found a {type(questions).__name__}.")
@@ -172,7 +172,7 @@ def agreement(
         raise InputError("extractor=None names no extractor.")
     pairs, answers = [], []
     for place, (question, accepted) in enumerate(zip(named["question"], named["answers"], strict=True)):
-        # In turn and not at random: no seed, and each wording is as frequent as the others.
+        # In turn, not at random: this needs no seed, and all sentences are equally frequent.
         sentence = SENTENCES[place % len(SENTENCES)]
         start = sentence.index("{answer}")
         pairs.append((question, sentence.replace("{answer}", accepted[0])))
@@ -217,17 +217,17 @@ def _places(spans: Iterable[Span]) -> set[int]:
     return {place for start, end in spans for place in range(start, end)}
 
 
-# Exact words from a loaded model: it is shown examples of questions whose words are marked, and asked to go on.
+# Exact words from a loaded model: a few-shot prompt with marked questions, which the model continues.
 #
 # 1. Prompt: examples of `Question`, `Answer`, `Subject`, `Property`, `Exact answer`, a line each, then the question and
-#    the answer at hand, up to `Subject:`. A model with a chat template gets it as a message of the user. As many
-#    examples as fit into what the model reads; none fits, none is asked.
-# 2. Greedy generation, three lines at most. A part counts where its words are a piece of the text, character for
+#    its answer, up to `Subject:`. A model with a chat template gets the prompt as a user message. The prompt has as
+#    many examples as fit into the context; if none fits, the model is not asked.
+# 2. Greedy generation of at most three lines. A part is valid if its words are a substring of the text, character for
 #    character (`exact_words`).
-# 3. Where a part has no such words the model is asked again with the examples in another order, `TRIES` times at most
-#    (Orgad et al. 2024; Luo et al. 2026: five), and each part is the first that was valid.
+# 3. If a part is not valid, the model is asked again with the examples in another order, at most `TRIES` times (Orgad
+#    et al. 2024; Luo et al. 2026: five); the first valid reply for each part is used.
 #
-# Small models cannot do this; `agreement` says how well a model does where the words are known.
+# Small models cannot do this; `agreement` measures how well a model does if the words are known.
 
 
 TRIES = 5
@@ -243,7 +243,7 @@ LABELS = {"subject": "Subject", "property": "Property", "answer": "Exact answer"
 
 
 class Shot(NamedTuple):
-    """An example with its words."""
+    """An example with its marked words."""
 
     question: str
     answer: str
@@ -252,7 +252,7 @@ class Shot(NamedTuple):
     exact: str
 
     def written(self) -> str:
-        """Write it as the model is to go on."""
+        """Return it in the format that the model should continue."""
         words = f"Subject: {self.subject}\nProperty: {self.property}\nExact answer: {self.exact}\n\n"
         return f"Question: {self.question}\nAnswer: {self.answer}\n{words}"
 
@@ -271,18 +271,18 @@ SHOTS = (
 
 @dataclass(frozen=True, eq=False)
 class ModelExtractor:
-    """Asks a loaded model for the exact words; without one, the model whose answers they are."""
+    """Asks a loaded model for the exact words; by default the model that gave the answers."""
 
     model: HookedModel | None = None
     tries: int = TRIES
 
     @property
     def identity(self) -> str:
-        """What represents it in the record of a run."""
+        """Its identity in a run record."""
         return "the model itself" if self.model is None else self.model.digest()
 
     def of_model(self, model: HookedModel | None) -> ModelExtractor:
-        """Return the extractor that asks `model` where this one names none."""
+        """Return an extractor that asks `model`, unless this extractor has a model."""
         extractor = self.model or model
         if extractor is None:
             raise InputError("extractor='model' names no model: give model= too, or the loaded model in its place.")
@@ -291,11 +291,11 @@ class ModelExtractor:
         return ModelExtractor(extractor, self.tries)
 
     def __call__(self, question: str, answer: str) -> Mapping[str, object]:
-        """Return the words of one example."""
+        """Return the exact words of one example."""
         return self.many([(question, answer)])[0]
 
     def many(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, object]]:
-        """Return the words of each question and answer that are pieces of them."""
+        """Return the exact words of each question and answer; only words that are substrings."""
         if self.model is None:
             raise InputError("This extractor names no model: give hw.answer extractor='model', or a loaded model.")
         words: list[dict[str, object]] = [{} for _ in pairs]
@@ -310,11 +310,11 @@ class ModelExtractor:
                 valid = exact_words(parts, *pairs[place])
                 new = {part: parts[part] for part in PARTS if part in valid and part not in words[place]}
                 words[place] |= new
-                # "none" is a reply, too: an answer without exact words is not asked about again.
+                # "none" is a valid reply, so an answer without exact words is not asked about again.
                 has_none = not pairs[place][1].strip() or parts.get("answer", "").strip(". ").lower() == NONE
                 if {*PARTS} - {*words[place]} <= ({"answer"} if has_none else set()):
                     is_open.discard(place)
-            # A pair too long for one example is too long in every order.
+            # A pair that leaves no room for one example counts as too long in every turn.
             is_open &= set(fitting)
         return words
 
@@ -323,7 +323,7 @@ EXTRACTORS.add("model", ModelExtractor())
 
 
 def parts_of(text: str) -> dict[str, str]:
-    """Read what was written after `Subject:`; a chat model may begin with that word itself."""
+    """Parse the text generated after `Subject:`; a chat model may repeat that label."""
     parts: dict[str, str] = {}
     for number, line in enumerate(text.split("\n")):
         label = re.match(r"\s*(Subject|Property|Exact answer)\s*:(.*)", line)
@@ -338,8 +338,8 @@ def parts_of(text: str) -> dict[str, str]:
 
 
 def _prompt(model: HookedModel, question: str, answer: str, turn: int) -> list[int]:
-    """Return the tokens of a prompt with as many examples as fit, in the order of a turn; none where none fits."""
-    # Greedy decoding repeats itself: only another prompt can bring another reply.
+    """Return the tokens of a prompt with as many examples as fit, in the order of a turn; empty if none fits."""
+    # Greedy decoding is deterministic, so only another prompt can bring another reply.
     shots = [*SHOTS[turn % len(SHOTS) :], *SHOTS[: turn % len(SHOTS)]]
     while shots:
         text = ASKED + "".join(shot.written() for shot in shots) + f"Question: {question}\nAnswer: {answer}\nSubject:"
@@ -352,7 +352,7 @@ def _prompt(model: HookedModel, question: str, answer: str, turn: int) -> list[i
 
 
 def _written(model: HookedModel, prompts: Mapping[int, Sequence[int]]) -> dict[int, str]:
-    """Let the model continue prompts for three lines."""
+    """Let the model continue prompts for up to three lines."""
     places, ends = list(prompts), end_tokens(model)
 
     def text_of(*tokens: int) -> str:
@@ -372,7 +372,7 @@ def _written(model: HookedModel, prompts: Mapping[int, Sequence[int]]) -> dict[i
 
 
 def _three_lines(text_of: Callable[[int], str]) -> Wrote:
-    """Return what ends a row after its third line that holds something."""
+    """Return a callback that ends a row after its third nonempty line."""
     texts: dict[int, str] = {}
 
     def wrote(row: int, step: int, token: int) -> bool:

@@ -1,4 +1,4 @@
-"""Is an answer right? One rule for accepted answers, and a judge's scores from 1 to 5."""
+"""Is an answer right? Rules that compare it with accepted answers, and judges' scores from 1 to 5."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object
 from headwater.questions.words import MARKS, Span, Word, normalised_words
 from headwater.runs.analysis import Run
 
-# Right or wrong: the one rule by which an answer is compared with the accepted answers, everywhere.
+# Right or wrong: the comparison of an answer with the accepted answers, used everywhere.
 #
-# 1. The answer and every accepted answer are taken apart into normalised words (`words`), in both readings of marks.
-# 2. The answer is right when, in one reading, the words of an accepted answer occur in it, one after the other:
+# 1. The answer and every accepted answer are split into normalised words (`words`), in both readings of marks.
+# 2. The answer is right if, in one reading, the words of an accepted answer occur in it consecutively:
 #
-#    contains    anywhere (default): Orgad et al. 2025 and PopQA (Mallen et al. 2023) look for the accepted text in
-#                the answer; as whole words, as DrQA does (Chen et al. 2017), so that "England" is not "land"
+#    contains    anywhere (default): Orgad et al. 2025 and PopQA (Mallen et al. 2023) search for the accepted text in
+#                the answer; here as whole words, as in DrQA (Chen et al. 2017), so that "England" is not "land"
 #    starts      at its beginning
-#    exact       and nothing else does: the exact match of SQuAD and TriviaQA
+#    exact       and nothing else occurs: the exact match of SQuAD and TriviaQA
 #
-#    or when a judge says so: any function of question, accepted answers and answer that returns True or False, or None
-#    where it cannot say.
-# 3. z = 1 marks a wrong answer (a hallucination), z = 0 a right one.
-# 4. An answer that says that it gives none is a refusal, and is neither.
+#    A judge can decide instead: any function of question, accepted answers and answer that returns True or False, or
+#    None if it is undecided.
+# 3. z = 1 marks a wrong answer (a hallucination), z = 0 a right answer.
+# 4. An answer that declines to answer is a refusal, neither right nor wrong.
 #
-# Limits. "contains" does not read: "not Paris but Lyon" is right for Paris, "one of the largest" for "one". "starts"
-# and "exact" are stricter and miss "It is Paris". No rule knows other orders or wordings ("December 14, 1972" is not
-# "14 December 1972"), endings of words ("Helsingissä"; Korean particles are known), or where a Chinese, Japanese or
-# Thai word ends inside a run of letters (大 is in 大阪). Where that matters, give a judge.
+# Limits. "contains" has no understanding: "not Paris but Lyon" is right for Paris, "one of the largest" for "one".
+# "starts" and "exact" are stricter and miss "It is Paris". No rule handles other orders or wordings ("December 14,
+# 1972" is not "14 December 1972"), word endings ("Helsingissä"; Korean particles are handled), or the ends of Chinese,
+# Japanese or Thai words inside a run of letters (大 is in 大阪). If these matter, pass a judge.
 
 
 Label: TypeAlias = str | Callable[[str, Sequence[str], str], bool | None]
-"""One of `RULES`, or a judge: a function that says of a question, its accepted answers and an answer whether that is
-right; None where it cannot say."""
+"""One of `RULES`, or a judge: a function of a question, its accepted answers and an answer that returns whether the
+answer is right; None if it is undecided."""
 CONTAINS, EXACT, STARTS = RULES = ("contains", "exact", "starts")
 
 _NOT = r"(do\snot|don['’]?t|did\snot|didn['’]?t|can\s?not|can['’]?t|could\snot|couldn['’]?t)"
@@ -51,7 +51,7 @@ _KOREAN = re.compile(
     "(?:에서|에게|한테|께서?|으?로|와|과|하고|이?랑|까지|부터|보다|처럼)?"
     "(?:은|는|이|가|을|를|의|에|도|만|요|이?다|입니다|입니까|이?에요|예요|이?야|이었습니다|였습니다|이?었?다|였다|이?며|이?라고|이?라는)?"
 )
-"""What Korean writes after a noun without a space: particles and forms of "to be"."""
+"""Korean suffixes that follow a noun without a space: particles and forms of "to be"."""
 _REFUSALS = re.compile(
     rf"""\b(i|we)\s(really\s|just\s|actually\s)?{_NOT}\s(\w+\s)?{_VERBS}\b
     | \b(i['’]?m|i\sam)\s(not\s(sure|certain|aware|familiar|able)|unable)\b
@@ -69,29 +69,29 @@ _REFUSALS = re.compile(
 
 
 class Match(NamedTuple):
-    """An accepted answer found in a given one."""
+    """An accepted answer found in a model's answer."""
 
     alias: str
     span: Span
-    """The characters of the given answer."""
+    """Its span in the model's answer."""
 
 
 class Verdict(NamedTuple):
-    """What a label says of an answer."""
+    """Whether an answer is right, by a rule or a judge."""
 
     is_right: bool | None
-    """None where a judge could not say."""
+    """None if a judge was undecided."""
     alias: str = ""
-    """The accepted answer that was found; empty where none was, and where a judge decided."""
+    """The accepted answer that was found; empty if none was found, or if a judge decided."""
 
 
 NO_VERDICT = Verdict(None)
 
 
 def match(answer: str, accepted: Iterable[str], rule: str = CONTAINS) -> Match | None:
-    """Return the accepted answer that occurs in a given one, by one of `RULES`, or None.
+    """Return the accepted answer that occurs in an answer, by one of `RULES`, or None.
 
-    Of several the first to begin is taken, of these the longest.
+    Of several matches it is the one that begins first; of these, the longest.
     """
     checked_name("rule", rule, RULES)
     matches, aliases = list[Match](), tuple(accepted)
@@ -108,7 +108,7 @@ def match(answer: str, accepted: Iterable[str], rule: str = CONTAINS) -> Match |
 
 
 def verdict(label: Label, question: str, accepted: Sequence[str], answer: str) -> Verdict:
-    """Say by a rule, or by a judge, whether an answer is right."""
+    """Decide by a rule, or by a judge, whether an answer is right."""
     if isinstance(label, str):
         found = match(answer, accepted, label)
         return Verdict(found is not None, found.alias if found else "")
@@ -124,7 +124,7 @@ def verdict(label: Label, question: str, accepted: Sequence[str], answer: str) -
 
 
 def check_label(label: object) -> None:
-    """Refuse what is neither a rule nor a judge."""
+    """Refuse a label that is neither a rule nor a judge."""
     if callable(label) or (isinstance(label, str) and label in RULES):
         return
     raise InputError(
@@ -134,15 +134,15 @@ def check_label(label: object) -> None:
 
 
 def is_refusal(answer: str) -> bool:
-    """Say whether an answer declines to give one."""
+    """Return whether an answer declines to answer."""
     return bool(_REFUSALS.search(answer))
 
 
 def _run(words: Sequence[Word], alias: Sequence[Word], rule: str) -> Sequence[Word]:
-    """The first run of `words` that are those of an alias, where the rule lets it be; empty without one."""
-    # Articles of the alias need not be in the answer; one that is all articles ("The The") is sought whole.
+    """Return the first run of `words` that matches an alias where the rule allows it; empty without a match."""
+    # The answer may omit articles of the alias; an alias of articles only ("The The") must match completely.
     sought = [word for word in alias if not word.may_be_article] or list(alias)
-    # A cheap look before runs are tried from every word: a question may have dozens of aliases.
+    # A cheap test before trying runs from every word, because a question may have dozens of aliases.
     if not sought or not any(word.text.startswith(sought[0].text) for word in words):
         return ()
     runs = (_run_from(words[start:], sought, rule) for start in range(len(words) if rule == CONTAINS else 1))
@@ -162,7 +162,7 @@ def _run_from(words: Sequence[Word], sought: Sequence[Word], rule: str) -> Seque
 
 
 def _is_same(word: Word, sought: Sequence[Word], place: int, rule: str) -> bool:
-    """Whether a word is the one at a place of those sought."""
+    """Return whether a word matches the sought word at an index."""
     other = sought[place]
     if word.unit and other.unit and word.unit != other.unit:
         return False
@@ -175,7 +175,7 @@ def _is_same(word: Word, sought: Sequence[Word], place: int, rule: str) -> bool:
 
 
 def _as_written(answer: str, alias: str, rule: str) -> Span | None:
-    """Where an alias of symbols alone is, in an answer, as a word of its own."""
+    """Return the span of an alias of symbols alone in an answer, as a separate word."""
     if not alias:
         return None
     found = re.search(rf"(?<![^\s\"'“‘(\[*]){re.escape(alias)}(?!\w|{re.escape(alias[-1])})", answer)
@@ -184,10 +184,10 @@ def _as_written(answer: str, alias: str, rule: str) -> Span | None:
     return None if rule == EXACT and answer[found.end() :].strip() else found.span()
 
 
-# Scores of answers, from 1 to 5: what a judge says, or 5 where an accepted answer occurs in the answer, else 1.
+# Scores of answers, from 1 to 5: a judge's score, or 5 if an accepted answer occurs in the answer, else 1.
 #
-# A judge is any function of question, accepted answers and answer. Judges may be slow, or cost money: each different
-# answer is judged once, and with `out=` what was said is kept.
+# A judge is any function of question, accepted answers and answer. Judges may be slow, or cost money, so each distinct
+# answer is judged once, and with `out=` the scores are saved.
 
 
 LABEL = "label"
@@ -198,19 +198,19 @@ JUDGING = (
 )
 LOWEST_SCORE, HIGHEST_SCORE = 1, 5
 JUDGED_AT_ONCE = 64
-"""How many answers are judged, and their scores kept, at a time."""
+"""Number of answers that are judged, and whose scores are saved, at a time."""
 
 Scorer: TypeAlias = Callable[[str, Sequence[str], str], float | None]
-"""Gives a question, its accepted answers and an answer a score from 1 to 5, or None."""
+"""Function of a question, its accepted answers and an answer that returns a score from 1 to 5, or None."""
 Judge: TypeAlias = str | Scorer | None
-"""A scorer; "label" for label match; None for the scores in the data, else label match where accepted answers are
+"""A scorer; "label" for label match; None for the scores in the data, else label match if accepted answers are
 short."""
 Key: TypeAlias = tuple[str, Sequence[str], str | None]
-"""A question, its accepted answers, and the answer to judge; None where there is none."""
+"""A question, its accepted answers, and the answer to judge (None without an answer)."""
 
 
 def label_score(question: str, accepted: Sequence[str], answer: str) -> float:
-    """Return 5 where an accepted answer occurs in the answer, else 1."""
+    """Return 5 if an accepted answer occurs in the answer, else 1."""
     return float(HIGHEST_SCORE if match(answer, accepted) else LOWEST_SCORE)
 
 
@@ -225,14 +225,14 @@ def checked_score(score: object, where: str) -> float:
 
 @dataclass(frozen=True)
 class EndpointJudge(ChatEndpoint):
-    """Asks a chat model for a score from 1 to 5 beside an accepted answer, at most `tries` times per answer.
+    """Asks a chat model for a score from 1 to 5, given the accepted answers, at most `tries` times per answer.
 
-    Ko et al., EMNLP 2024, let GPT-4 score so, at temperature 1; here it is 0. A reply without a whole number from 1 to
-    5 is asked for again; an answer without a score after that has none, and is counted.
+    Ko et al., EMNLP 2024, let GPT-4 score in this way, at temperature 1; here it is 0. If a reply has no whole number
+    from 1 to 5 the model is asked again; an answer without any valid reply has no score, and is counted.
     """
 
     def __call__(self, question: str, accepted: Sequence[str], answer: str) -> float | None:
-        """Return the score; None where no reply had one."""
+        """Return the score; None if no reply had one."""
         text = f"Question: {question}\nReference answer: {' / '.join(accepted)}\nAnswer to score: {answer}"
         messages = [{"role": "system", "content": JUDGING}, {"role": "user", "content": text}]
 
@@ -244,7 +244,7 @@ class EndpointJudge(ChatEndpoint):
 
 
 def score_in(reply: str) -> float | None:
-    """Return the score of a judge's reply: of its JSON object, else the number after "score", else a lone number."""
+    """Return the score in a judge's reply: in its JSON object, else the number after "score", else a lone number."""
     parsed = json_object(reply)
     score = parsed.get("score") if parsed is not None else None
     if score is None:
@@ -258,8 +258,8 @@ def score_in(reply: str) -> float | None:
 
 
 def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
-    """Return the score of each key, NaN where there is none, or what an earlier run got."""
-    # In order, unlike a set: pieces are numbered, and a resumed run must cut them in the same way.
+    """Return the score of each key, NaN without one; reuse the scores of an interrupted run."""
+    # In order, unlike a set: pieces are numbered, and a resumed run must split them in the same way.
     different, workers, failures = list(dict.fromkeys(keys)), workers_of(scorer), FailureLimit()
     size = workers if workers > 1 else JUDGED_AT_ONCE
     parts = [different[start : start + size] for start in range(0, len(different), size)]

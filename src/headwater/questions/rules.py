@@ -1,19 +1,19 @@
-"""Exact words by rules, without a model: which words of an English question name its entity and what is asked of it.
+"""Exact words by rules, without a model: the words of an English question that name its entity and the property asked.
 
-1. The subject (the entity) is what occurs in quotation marks; else the names: words with a capital, which small words
-   may join ("Duke of Wellington"), and all that is after the last "of" if it holds one. In a question without a
-   capital it is all that follows the property, or comes before the question word.
+1. The subject (the entity) is the text in quotation marks; else the names: words with a capital, which small words may
+   join ("Duke of Wellington"), and everything after the last "of" if it contains a name. In a question without a
+   capital it is everything after the property, or before the question word.
 2. The property is the noun after a possessive ("Ann's job"); else the verb after "who"; else the nouns after "what",
-   "which", "how many", or after the verb that follows them ("what is the capital of ..."), and what is after the
+   "which", "how many", or after the verb that follows them ("what is the capital of ..."), and the words after the
    entity ("In what city was she born?").
-3. The answer: short ones are taken whole; to "Is ...?" it is yes or no, to "when" and "how many" the first date or
-   number that is not the question's, to "this or that" the one that is named. Of a sentence with a verb one side only
-   repeats the question: the answer is the first title, name or noun phrase of the other side that says something new;
-   of occupations, sports, genres and other kinds a noun phrase before any name. "I think" and the like do not belong to
-   it. Whether it is right does not matter.
+3. The answer: a short answer is used whole. For "Is ...?" it is yes or no, for "when" and "how many" the first date or
+   number that is not in the question, for "this or that" the alternative that is named. In a sentence with a verb one
+   side only repeats the question: the exact answer is the first new title, name or noun phrase of the other side; for
+   occupations, sports, genres and other kinds a noun phrase is preferred to a name. "I think" and the like are
+   excluded. Whether the answer is right does not matter.
 
-`headwater.questions.extract` says how often these are the words that a question set names itself. Rules know nothing:
-titles without a capital, questions of several clauses and other languages are beyond them.
+`headwater.questions.extract` measures how often these are the words that a question set itself marks. Rules have no
+knowledge: they fail on titles without a capital, questions of several clauses and other languages.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ ENDS = LINKS | _words(
     "who which that where when and or but because so during after before between under over through within"
 )
 FILLERS = ARTICLES | _words("it he she they there this that yes no i we you")
-"""Words that begin an answer with a capital and name nothing."""
+"""Words that may begin an answer with a capital but are not names."""
 SMALL = ARTICLES | AUXILIARIES | ENDS | JOINING | FILLERS | {"not"}
 GENERAL = _words(
     "city country state county town province member part place both two one first type kind example term genre "
     "subgenre game form located known name made written given found original"
 )
-"""Words that lead to an answer and are none."""
+"""Words that introduce an answer but are not part of it."""
 PARTICIPLES = _words("written known made born found held set created")
 ADVERBS = GENERAL - {"member", "part", "place"} | _words(
     "currently also often usually approximately about around actually"
@@ -58,7 +58,7 @@ KINDS = _words(
     "occupation profession job sport genre type types kind color colour material animal instrument activity "
     "nationality relation"
 )
-"""What is asked for by these has no name of its own."""
+"""Words in a question that ask for something without a proper name."""
 MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 DATES = re.compile(
     rf"(?:\d{{1,2}}(?:st|nd|rd|th)? )?\b(?:{MONTHS})\b(?: \d{{1,2}}\b)?(?:,? \d{{3,4}})|\b\d{{1,2}} (?:{MONTHS})\b"
@@ -74,22 +74,22 @@ WORDS = re.compile(r"[^\W_]+(?:[-.’'][^\W\d_]+)*\.?(?=\s|$|[^\w])|&|'s\b", re.
 OPINIONS = re.compile(
     r"^I (?:think|believe|guess|suppose|would say)(?: that)?,? |,? I (?:think|believe|guess|suppose|would say)$"
 )
-"""What says of an answer that somebody gives it."""
+"""Phrases that mark an answer as an opinion."""
 SHORT, LONG = 3, 8
-"""An answer of so many words and no verb is taken whole; a longer one where none of them is in the question."""
+"""An answer of at most `SHORT` words without a verb is used whole; up to `LONG`, if none of them is in the question."""
 ALIKE = 0.8
-"""From here on two words are one, spelled differently (`difflib`'s ratio)."""
+"""Two words with a larger ratio (`difflib`) count as spellings of one word."""
 
 
 class _Word(str):
-    """A word of a text, and where it is."""
+    """A word of a text with its span."""
 
     start: int
     end: int
 
     @classmethod
     def all(cls, text: str) -> list[_Word]:
-        """Take a text apart into words; a possessive is a word of its own."""
+        """Split a text into words; a possessive is a separate word."""
         words = []
         for match in WORDS.finditer(text.replace("’", "'")):
             whole, start = match[0].rstrip("."), match.start()
@@ -105,7 +105,7 @@ class _Word(str):
 
     @property
     def is_name(self) -> bool:
-        """Whether it begins with a capital."""
+        """Whether the word begins with a capital."""
         return self[0].isupper()
 
 
@@ -113,7 +113,7 @@ class _Word(str):
 def by_rules(question: str, answer: str) -> dict[str, object]:
     """Return the words of a question that name its subject and property, and the exact words of an answer.
 
-    An extractor as `headwater.questions.extract` describes them: a part that no rule finds is left out.
+    An extractor as described in `headwater.questions.extract`; it omits a part that no rule finds.
     """
     words = _Word.all(question)
     subjects = _subjects(question, words)
@@ -129,10 +129,10 @@ def by_rules(question: str, answer: str) -> dict[str, object]:
 
 
 def _subjects(text: str, words: list[_Word]) -> list[Span]:
-    """Return where the entity of a question is."""
+    """Return the spans of the entity of a question."""
     if quoted := _quoted(text):
         return quoted
-    # Whether the first word has its capital from the sentence that it begins.
+    # Whether the first word is capitalized only because it begins the sentence.
     first = words[0].lower() if words else ""
     opens = first in ASKING | AUXILIARIES | LINKS | ARTICLES or (len(words) > 1 and not words[1].is_name)
     names = _names(words[1:] if opens else words)
@@ -140,7 +140,7 @@ def _subjects(text: str, words: list[_Word]) -> list[Span]:
 
 
 def _without_names(words: list[_Word]) -> tuple[list[Span], list[Span]]:
-    """Return subject and property of a question without a capital: what is asked for comes first, then of what.
+    """Return subject and property of a question without a capital: the property comes first, then the subject.
 
     "who wrote the novel middlemarch", "how many seasons of rules of engagement are there", "perth is in which state".
     """
@@ -173,13 +173,13 @@ def _without_names(words: list[_Word]) -> tuple[list[Span], list[Span]]:
 
 
 def _stripped(words: list[_Word]) -> list[_Word]:
-    """Words without small ones at either end."""
+    """Return words without small words at either end."""
     content = [n for n, word in enumerate(words) if word.lower() not in SMALL | {"many", "much"}]
     return words[content[0] : content[-1] + 1] if content else []
 
 
 def _to_the_end(words: list[_Word], names: list[Span]) -> list[Span]:
-    """Let the entity after the last "of" or "for" be all that is there: "the composer of Ma vlast?"."""
+    """Extend the entity after the last "of" or "for" to everything there: "the composer of Ma vlast?"."""
     start = next((words[n + 1].start for n in reversed(range(len(words) - 1)) if words[n] in ("of", "for")), None)
     if start is None or not any(begin >= start for begin, _ in names):
         return names
@@ -195,7 +195,7 @@ def _quoted(text: str) -> list[Span]:
 
 
 def _names(words: list[_Word]) -> list[Span]:
-    """Return runs of words with a capital, with the small words and numbers that are between such."""
+    """Return runs of words with a capital, including the small words between them and numbers."""
     spans: list[Span] = []
     run: list[_Word] = []
     for word in words:
@@ -210,14 +210,14 @@ def _names(words: list[_Word]) -> list[Span]:
 
 
 def _trimmed(run: list[_Word]) -> list[Span]:
-    """A run without the small words at its end."""
+    """Return the span of a run without the small words at its end."""
     while run and not (run[-1].is_name or run[-1][0].isdigit()):
         run = run[:-1]
     return [(run[0].start, run[-1].end)] if run else []
 
 
 def _properties(words: list[_Word], subjects: list[Span]) -> list[Span]:
-    """Return where what is asked of the entity is."""
+    """Return the spans of the property that is asked of the entity."""
     free = [not any(start < word.end and word.start < end for start, end in subjects) for word in words]
     lower = [word.lower() for word in words]
     end = len(words)
@@ -237,7 +237,7 @@ def _properties(words: list[_Word], subjects: list[Span]) -> list[Span]:
 
 
 def _nouns(words: list[_Word], lower: list[str], free: list[bool], at: int) -> list[Span]:
-    """The noun at a place, and those that follow it by "of": "the capital of the native country of Ann"."""
+    """Return the noun at an index, and nouns joined to it by "of": "the capital of the native country of Ann"."""
     spans = _noun(words, lower, free, at)
     while spans:
         at = next(n for n, word in enumerate(words) if word.end == spans[-1][1]) + 1
@@ -249,7 +249,7 @@ def _nouns(words: list[_Word], lower: list[str], free: list[bool], at: int) -> l
 
 
 def _noun(words: list[_Word], lower: list[str], free: list[bool], at: int) -> list[Span]:
-    """The words from a place on, up to a link, an auxiliary or the entity; articles in front left out."""
+    """Return the words from an index up to a link, an auxiliary or the entity, without leading articles."""
     while at < len(words) and lower[at] in ARTICLES:
         at += 1
     stop = at
@@ -259,7 +259,7 @@ def _noun(words: list[_Word], lower: list[str], free: list[bool], at: int) -> li
 
 
 def _after_entity(words: list[_Word], lower: list[str], free: list[bool]) -> list[Span]:
-    """What is after the entity, of a question with an auxiliary: "In what city was she born?"."""
+    """Return the words after the entity in a question with an auxiliary: "In what city was she born?"."""
     if all(free) or not any(word in AUXILIARIES for word in lower):
         return []
     last = max(n for n, one in enumerate(free) if not one)
@@ -270,7 +270,7 @@ def _after_entity(words: list[_Word], lower: list[str], free: list[bool]) -> lis
 
 
 def _answer(question: str, answer: str) -> str | None:
-    """Return the exact words of an answer, found in one way in right and wrong ones."""
+    """Return the exact words of an answer, by the same rules for right and wrong answers."""
     text = OPINIONS.sub("", answer.strip().rstrip(".!? "))
     text = re.sub(r"\s+\([^()]*\)?$", "", text)
     words, question_words = _Word.all(text), _Word.all(question)
@@ -293,19 +293,19 @@ def _answer(question: str, answer: str) -> str | None:
     if asks_when and (date := DATES.search(text)):
         return date[0]
     if asks_when or "how" in lower:
-        # The first number that the question does not have, with what is counted in it.
+        # The first amount that is not in the question.
         amounts = (match[0].rstrip(",.:/-") for match in AMOUNTS.finditer(text))
         if amount := next((amount for amount in amounts if amount not in question_words), None):
             return amount
     sides = [words] if verb is None else [words[verb + 1 :], words[:verb]]
-    # "X was written by Y": what is new follows "by", although a name is in front of the verb.
+    # "X was written by Y": the new words follow "by", although a name precedes the verb.
     is_passive = verb is not None and any(word == "by" for word in sides[0][:3])
     comes_after = is_passive or KINDS & {*lower} or lower[:1] in (["in"], ["where"])
     if verb is not None and not comes_after and _tells(words[:verb], is_new[:verb]):
         sides.reverse()
     sides = [part for part in sides if part]
-    # First what the question does not say; only where that is nothing, any name or phrase.
-    for is_known in (in_question, _Known([])):  # of what the question has too, the answer may choose one
+    # First words that are not in the question; only if there are none, any name or phrase.
+    for is_known in (in_question, _Known([])):  # the answer may choose among words of the question
         for part in sides if not KINDS & {*lower} else ():
             if name := _new_name(text, part, is_known, is_after=verb is not None and part[0].start > words[verb].start):
                 return name
@@ -316,7 +316,7 @@ def _answer(question: str, answer: str) -> str | None:
 
 
 class _Known:
-    """Whether a word says nothing new: it is small, general, or near enough to one of the question."""
+    """Tests whether a word adds nothing new: it is small, general, or similar to a word of the question."""
 
     def __init__(self, asked: list[str]):
         self.asked = [_folded(word) for word in asked]
@@ -332,28 +332,28 @@ def _is_participle(word: str) -> bool:
 
 @lru_cache(maxsize=100_000)
 def _alike(one: str, other: str) -> bool:
-    """Whether two words are one, perhaps misspelled."""
-    # Cheap tests before difflib, whose time grows with the product of the lengths.
+    """Return whether two words are the same, perhaps misspelled."""
+    # Cheap tests first, because difflib's time grows with the product of the lengths.
     near = min(len(one), len(other)) > 3 and one[0] == other[0] and abs(len(one) - len(other)) < 3
     return one == other or (near and SequenceMatcher(None, one, other).ratio() > ALIKE)
 
 
 def _folded(word: str) -> str:
-    """A word without capitals and accents, and without the ending of a plural."""
+    """Return a word without capitals, accents and the plural ending."""
     plain = "".join(letter for letter in normalize("NFKD", word.lower()) if not combining(letter))
-    # Not of short words: "gas" would become "ga".
+    # Not for short words: "gas" would become "ga".
     return plain[:-1] if plain.endswith("s") and len(plain) > 3 else plain
 
 
 def _tells(words: list[_Word], is_new: list[bool]) -> bool:
-    """Whether what is in front of the verb is the answer, rather than what the question has."""
+    """Return whether the words before the verb are the answer, rather than a repetition of the question."""
     content = [new for word, new in zip(words, is_new, strict=True) if word.lower() not in SMALL]
     names = any(word.is_name and new for word, new in zip(words, is_new, strict=True))
     return names and 2 * sum(content) > len(content)
 
 
 def _new_name(text: str, words: list[_Word], is_known: _Known, is_after: bool) -> str | None:
-    """The first title in quotation marks or name that says something new, with the noun that it describes."""
+    """Return the first new title in quotation marks, or new name, with the noun that it modifies."""
     low, high = words[0].start, words[-1].end
     for start, end in (*((low + start, low + end) for start, end in _quoted(text[low:high])), *_names(words)):
         name_words = [word for word in words if start <= word.start < end]
@@ -371,7 +371,7 @@ def _new_name(text: str, words: list[_Word], is_known: _Known, is_after: bool) -
 
 
 def _new_phrase(text: str, words: list[_Word], is_known: _Known) -> str | None:
-    """The first noun phrase that says something new, without what occurs in front of its first such word."""
+    """Return the first noun phrase with a new word, without small or general words at its beginning."""
     phrase: list[_Word] = []
     for word in [*words, None]:
         gap = text[phrase[-1].end : word.start] if phrase and word is not None else ""

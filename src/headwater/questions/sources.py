@@ -1,16 +1,16 @@
-"""Questions with their accepted answers, and where in the question its exact tokens are.
+"""Questions with their accepted answers, and the positions of the exact words in each question.
 
 A question file is one of the public sets in its own format (below), or a plain table: JSON lines, a JSON array,
-CSV, TSV or parquet. In a plain table `question` and `answers` must be there; the other columns may be.
+CSV, TSV or parquet. A plain table needs the columns `question` and `answers`; the other columns are optional.
 
-| column | what it holds |
+| column | content |
 |---|---|
 | question | the text |
-| answers | every accepted answer: a list, or one text with " | " between them |
-| id, dataset | a name for the row and for the set it belongs to; made from the file's name where missing |
+| answers | all accepted answers: a list, or one text with " | " between them |
+| id, dataset | a name for the row and for its question set; derived from the file's name if missing |
 | subject, property | the exact words of the question (E_Q): character spans [start, end], or the words themselves |
 | popularity | a number: how well known the subject is |
-| relation, depth, ... | kept as they are |
+| relation, depth, ... | kept unchanged |
 
 Files are read row by row, and every row is checked before the next is read.
 """
@@ -45,7 +45,7 @@ Source = str | Path | pd.DataFrame
 
 
 class HasDatasets:
-    """What has a table of one or several question sets."""
+    """Base class of results with a table of one or several question sets."""
 
     table: pd.DataFrame
 
@@ -60,28 +60,28 @@ class Questions(HasDatasets):
     """One or several question sets."""
 
     table: pd.DataFrame
-    """dataset, id, question, answers (tuple), subject and property (tuples of spans, empty where not given), and
-    whatever else the file holds."""
+    """`dataset, id, question, answers` (tuple), `subject` and `property` (tuples of spans, empty if missing), and all
+    other columns of the file."""
     source: str = ""
 
     def select(self, dataset: str) -> Questions:
-        """Return one of the sets."""
+        """Return one of the question sets."""
         if dataset not in self.datasets:
             raise InputError(f"There is no question set {dataset!r} here.{did_you_mean(dataset, self.datasets)}")
         return Questions(self.table[self.table["dataset"] == dataset].reset_index(drop=True), self.source)
 
     def sample(self, per_dataset: int, seed: int = 0) -> Questions:
-        """Draw at most `per_dataset` questions of each set without replacement; they stay in the order of the table."""
+        """Draw at most `per_dataset` questions of each set without replacement, kept in the order of the table."""
         checked_count("sample", per_dataset)
         checked_seed(seed)
         shuffled = self.table.sample(frac=1, random_state=seed)
-        # One shuffle for all sets: drawing more of each keeps those drawn before.
+        # One shuffle for all sets, so that a larger draw contains the questions of a smaller one.
         kept = shuffled.groupby("dataset", sort=False).head(per_dataset).sort_index()
         return Questions(kept.reset_index(drop=True), self.source)
 
     @classmethod
     def joined(cls, parts: Iterable[Questions]) -> Questions:
-        """Put question sets one after another."""
+        """Concatenate question sets."""
         listed = list(parts)
         names = [name for questions in listed for name in questions.datasets]
         double = next((name for name in names if names.count(name) > 1), None)
@@ -109,18 +109,18 @@ def load_questions(
     sample: int | None = None,
     seed: int = 0,
 ) -> Questions:
-    """Read questions from a public question set, from a table of one's own, or those of the embedded model's world.
+    """Read questions from a public question set, from your own table, or from the embedded model's world.
 
     Args:
-        source: a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file; a data frame; one of the world's sets by its
-            name (`properties`, `paraphrased`, `natural`, `multi_hop`); a list of these; None for the world's four.
-        format: "popqa", "triviaqa", "hotpotqa", "nq_open" or "table"; by default read off the first row.
-        sample: draw this many questions of each set, without replacement; default all.
-        seed: of the draw of questions.
+        source: a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file; a data frame; the name of one of the world's
+            sets (`properties`, `paraphrased`, `natural`, `multi_hop`); a list of these; None for the world's four.
+        format: "popqa", "triviaqa", "hotpotqa", "nq_open" or "table"; default: detected from the first row.
+        sample: number of questions to draw from each set, without replacement; default: all.
+        seed: seed of the draw.
 
     Raises:
-        InputError: no such file or format, or a row that cannot be used; the message names the file, the row and the
-            column.
+        InputError: the file or format does not exist, or a row cannot be used; the message names the file, the row and
+            the column.
     """
     if format is not None and (not isinstance(format, str) or format not in FORMATS):
         raise InputError(f"There is no question format {shown(format)}.{did_you_mean(format, FORMATS)}")
@@ -139,7 +139,7 @@ def load_questions(
 
 @functools.cache
 def _of_world(world: Path, format: str | None) -> pd.DataFrame:
-    """The world's ten thousand questions, read once: to check them takes a second."""
+    """Return the world's ten thousand questions, read only once because checking them takes a second."""
     return _read(str(world), read_rows(world, "questions"), format)
 
 
@@ -165,14 +165,14 @@ def _read(name: str, rows: Iterator[tuple[int, Row]], format: str | None) -> pd.
 
 
 def _open(source: object) -> tuple[str, Iterator[tuple[int, Row]]]:
-    """Return what to call the source, and its rows."""
+    """Return the name of the source, and its rows."""
     if isinstance(source, pd.DataFrame):
         refuse_repeated("The table", source.columns)
         records = [{str(key): _plain(cell) for key, cell in row.items()} for row in source.to_dict("records")]
         broken = next((row for row in records if not is_unicode(row)), None)
         if broken is not None:
             raise InputError(f"The table holds text that is not Unicode: {HALF_A_CHARACTER}, in {str(broken)[:80]!r}.")
-        # A frame fills columns that a row does not have; in a file they would not be there.
+        # A data frame fills missing cells; in a file they would be absent, so they are removed.
         there = (
             {key: cell for key, cell in row.items() if isinstance(cell, list) or not pd.isna(cell)} for row in records
         )
@@ -186,13 +186,13 @@ def _open(source: object) -> tuple[str, Iterator[tuple[int, Row]]]:
 
 
 def _plain(value: object) -> Any:
-    """Bring a cell of a data frame to what a file would hold: lists instead of tuples and arrays."""
+    """Convert a cell of a data frame to the form that a file would have: lists instead of tuples and arrays."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _checked(where: str, row: Mapping[str, object], written: Row, dataset: str, number: int) -> dict[str, Any]:
-    """Check a row of a plain table, which the row as it is `written` in the file was brought to."""
+    """Check a row in the columns of a plain table; `written` is the original row of the file."""
     question, answers, popularity = row.get("question"), row.get("answers"), row.get("popularity")
     if not isinstance(question, str) or not question.strip():
         raise InputError(f"{where}: the column question is missing or empty. {columns_found(written, 'question')}")
@@ -213,7 +213,7 @@ def _checked(where: str, row: Mapping[str, object], written: Row, dataset: str, 
 
 
 def _spans(where: str, name: str, value: object, question: str) -> tuple[Span, ...]:
-    """Read spans given as [start, end], as a list of these, as words of the question, or as a list of words."""
+    """Read spans from [start, end], a list of these, words of the question, or a list of words."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _parsed(value, where, name)
     is_single = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
@@ -227,7 +227,7 @@ def _span(where: str, name: str, part: Any, question: str) -> Span:
         if found is None:
             raise InputError(f"{where}: {name} {part!r} does not occur in the question {question!r}.")
         return found
-    # `type is int`, since True is an int and no place.
+    # `type is int`, because True is an int but not an index.
     is_pair = isinstance(part, list) and len(part) == 2 and all(type(place) is int for place in part)
     if not is_pair or not 0 <= part[0] < part[1] <= len(question):
         raise InputError(
@@ -237,10 +237,10 @@ def _span(where: str, name: str, part: Any, question: str) -> Span:
 
 
 def _tidy(table: pd.DataFrame) -> pd.DataFrame:
-    """Write further columns as JSON text where no table file can hold them: cells of several kinds, or huge numbers."""
+    """Convert other columns to JSON text if no table file can hold them: cells of several types, or huge numbers."""
     for name in table.columns.difference(list(FIRST_COLUMNS)):
         kinds = {type(value) for value in table[name].dropna()}
-        # parquet has one type a column; an object column of ints holds some that int64 does not.
+        # parquet has one type per column; an object column of ints has some beyond int64.
         if table[name].dtype == object and (len(kinds) > 1 or kinds & {list, dict, int}):
             table[name] = [_as_text(value) for value in table[name]]
     return table
@@ -252,7 +252,7 @@ def _as_text(value: object) -> str | None:
     return None if isinstance(value, float) and value != value else json.dumps(value, ensure_ascii=False, default=str)
 
 
-# The public question sets, each in its own file format, brought to the columns of a plain question table.
+# The public question sets, each in its own file format, converted to the columns of a plain question table.
 #
 # format     recognised by                              accepted answers                   kept
 # popqa      subj and prop, or s_pop                    possible_answers (a list, or its   prop as relation, s_pop as
@@ -260,19 +260,19 @@ def _as_text(value: object) -> str | None:
 #                                                                                          subj, obj; the exact tokens
 # triviaqa   Question and Answer; in small letters,     Answer.Value and Answer.Aliases    QuestionId, or
 #            or value and aliases beside the question   (or the JSON text of these)        question_id, as id
-# hotpotqa   answer, one text, beside type, level or    answer                             _id as id, type, level
+# hotpotqa   answer, one text, with type, level or      answer                             _id as id, type, level
 #            supporting_facts
 # nq_open    answer, a list (or its JSON text), alone   answer
 # table      anything else                              the first of `ANSWER_COLUMNS`      all columns
 #
-# A copy that keeps a set's own fields under "metadata" and its answers under "golden_answers" is read like the
-# original. Columns that somebody added to a set's rows (`ADDED`) are kept, and go before what the format says itself.
+# A copy with a set's own fields under "metadata" and its answers under "golden_answers" is read like the original.
+# Columns added to a set's rows (`ADDED`) are kept, and take precedence over the values from the format.
 # PopQA: Mallen et al., ACL 2023. TriviaQA: Joshi et al., ACL 2017. HotpotQA: Yang et al., EMNLP 2018. NQ-open: Lee et
 # al., ACL 2019.
 #
-# PopQA (Mallen et al., "When Not to Trust Language Models") asks each of its 16 properties in one wording, so the exact
-# tokens of its questions can be read off. In each
-# wording below, `{s}` is where the subject is and square brackets mark the words that name the property.
+# PopQA (Mallen et al., "When Not to Trust Language Models") asks for each of its 16 properties in one wording, which
+# determines the exact tokens of its questions. In the wordings below, `{s}` stands for the subject, and square brackets
+# mark the words that name the property.
 
 
 WORDINGS = {
@@ -304,7 +304,7 @@ class QuestionWording(NamedTuple):
 
 
 def match_wording(question: str, relation: str | None = None) -> QuestionWording | None:
-    """Find PopQA's wording of a question, that of a relation or the first that fits, and where its words are in it."""
+    """Return the PopQA wording that a question matches (of one relation, or the first match) with its spans."""
     for name, pattern in _PATTERNS.items():
         if relation in (None, name) and (found := pattern.fullmatch(question.strip())):
             shift = len(question) - len(question.lstrip())
@@ -315,7 +315,7 @@ def match_wording(question: str, relation: str | None = None) -> QuestionWording
 
 def _pattern(wording: str) -> re.Pattern[str]:
     names = iter(("property", "property_too"))
-    # re.escape puts a backslash before each bracket.
+    # re.escape escapes the brackets too.
     written = re.escape(wording).replace(r"\{s\}", "(?P<subject>.+)")
     return re.compile(re.sub(r"\\\[(.+?)\\\]", lambda words: f"(?P<{next(names)}>{words[1]})", written), re.DOTALL)
 
@@ -326,13 +326,13 @@ _PATTERNS = {relation: _pattern(wording) for relation, wording in WORDINGS.items
 ANSWER_COLUMNS = ("answers", "answer", "golden_answers", "possible_answers")
 POPULARITY = ("s_pop", "o_pop")
 ADDED = ("dataset", "subject", "property")
-"""What a row may say beside the fields of its set: another name of the set, the exact words of the question."""
+"""Fields that a row may have in addition to those of its set: another set name, the exact words of the question."""
 WITHHELD = "<unk>"
-"""What represents the answer where a set is distributed without its answers."""
+"""Placeholder for the answer if a set is distributed without its answers."""
 
 
 def detect_format(row: Mapping[str, object]) -> str:
-    """Say which format a file has, by its first row."""
+    """Return the format of a file, from its first row."""
     fields = flat(row).keys()
     if {"Question", "Answer"} <= fields or _has_value_and_aliases(flat(row)):
         return "triviaqa"
@@ -347,7 +347,7 @@ def detect_format(row: Mapping[str, object]) -> str:
 
 
 def flat(row: Mapping[str, object]) -> dict[str, object]:
-    """Bring the fields under "metadata" up to the others."""
+    """Return a row with the fields under "metadata" moved to the top level."""
     metadata = row.get("metadata")
     if not isinstance(metadata, Mapping):
         return dict(row)
@@ -355,7 +355,7 @@ def flat(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def columns_found(row: Mapping[str, object], *missing: str) -> str:
-    """Say which columns a row has, and which of them may be meant by one that is missing."""
+    """Return sentences that list a row's columns, and suggest similar names for missing columns."""
     names = [str(name) for name in flat(row)]
     others = [name for name in names if name not in missing]
     near = [(found, name) for name in missing for found in difflib.get_close_matches(name, others, n=1)]
@@ -414,7 +414,7 @@ def _triviaqa(row: dict[str, object], where: str) -> dict[str, object]:
 
 
 def _has_value_and_aliases(row: Mapping[str, object]) -> bool:
-    """Whether the answer is an object, such as {value, aliases}, or these are beside the question."""
+    """Return whether the answer is an object, such as {value, aliases}, or these fields are next to the question."""
     answer = row.get("answer")
     is_object = isinstance(answer, Mapping) or (isinstance(answer, str) and answer.lstrip().startswith("{"))
     return is_object or (
@@ -423,12 +423,12 @@ def _has_value_and_aliases(row: Mapping[str, object]) -> bool:
 
 
 def _in_original_names(row: dict[str, object], where: str) -> dict[str, object]:
-    """Bring a row with value and aliases in small letters to the names of the original files."""
+    """Rename the fields of a row with lowercase value and aliases to the names of the original files."""
     _require(row, where, "triviaqa", "question")
     answer = row.get("answer", row)
     if isinstance(answer, str):
         answer = _parsed(answer, where, "answer")
-    assert isinstance(answer, Mapping)  # of a text that begins with a brace, as of what is an object
+    assert isinstance(answer, Mapping)  # also if parsed from a text, which begins with a brace
     fields = {name.capitalize(): answer[name] for name in ("value", "aliases") if name in answer}
     if "Aliases" in fields:
         fields["Aliases"] = _answers(fields["Aliases"], where, "aliases")
@@ -460,7 +460,7 @@ FORMATS: Mapping[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
 
 
 def unquoted(text: object) -> object:
-    """Undo a CSV writer's quotation marks around a whole text, where they are still there."""
+    """Remove a CSV writer's quotation marks around a whole text, if any are left."""
     if not isinstance(text, str) or len(text) < 3 or not text.startswith('"') or not text.endswith('"'):
         return text
     inner = text[1:-1]
@@ -484,7 +484,7 @@ def _parsed(text: str, where: str, name: str, hint: str = "") -> Any:
 
 
 def number_of(value: Any, where: str, name: str) -> float:
-    """Read a number, or say in which row and column there is none."""
+    """Read a number; the error names the row and column without one."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,12 +1,12 @@
-"""The states that probes read: at one token of each answered question, of every layer.
+"""The states that probes read: of every layer, at one token of each answered question.
 
-Orgad et al., "LLMs Know More Than They Show", ICLR 2025, find most of what a model knows of its errors at the tokens of
+Orgad et al., "LLMs Know More Than They Show", ICLR 2025, find most information about a model's errors at the tokens of
 the exact answer.
 
-1. What is read: what the MLP adds, what attention adds, or the whole residual stream.
-2. Where (`PROBE_TOKENS`): the last token of the prompt; the first of the answer; the token that the exact answer
-   follows, its first, its last, and the one after it; the last of the answer. Where the answer ends with its exact
-   words, the token after them is their last. Maps (`MAP_TOKENS`) have the last token of E_Q too.
+1. Sites: the MLP output, the attention output, or the residual stream after the block.
+2. Tokens (`PROBE_TOKENS`): the last token of the prompt; the first token of the answer; the token before the exact
+   answer, its first token, its last token, and the token after it; the last token of the answer. If the answer ends
+   with its exact words, the token after them is their last token. Maps (`MAP_TOKENS`) also use the last token of E_Q.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ TokenName: TypeAlias = Literal[
 PROBE_TOKENS = get_args(TokenName)
 MAP_TOKENS = ("question_last", *PROBE_TOKENS)
 BEFORE = ("prompt_last", "before_answer")
-"""Tokens that come before the exact answer whatever it is: nothing there can come from it."""
+"""Tokens before the exact answer: their states cannot depend on it."""
 
 
 def check_probe_options(site: str, token: str, batch_size: int) -> None:
-    """Refuse a site, token or batch size that there is not."""
+    """Refuse an unknown site or token, or an invalid batch size."""
     if not isinstance(site, str) or site not in PROBE_SITES:
         raise InputError(f"There is no probe site {shown(site)}.{did_you_mean(site, PROBE_SITES)}")
     if not isinstance(token, str) or token not in PROBE_TOKENS:
@@ -57,7 +57,7 @@ def check_probe_options(site: str, token: str, batch_size: int) -> None:
 
 
 def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
-    """Return the position that a probe, or one of a map (`MAP_TOKENS`), reads in each row's tokens."""
+    """Return the position in each row's tokens of one of `PROBE_TOKENS`, or of `MAP_TOKENS` for maps."""
     if token == "question_last":
         return [max(positions) for positions in answered.exact_question_tokens()]
     table = answered.table
@@ -85,9 +85,9 @@ def probe_states(
     batch_size: int = 64,
     progress: bool = True,
 ) -> States:
-    """Return the states that probes read, of every layer and row, in float32 on the CPU; rows of like length together.
+    """Return the states that probes read, of every layer and row, in float32 on the CPU; runs similar lengths together.
 
-    Sites are `mlp_out`, `attn_out` and `resid_post`; tokens those of `PROBE_TOKENS`.
+    `site` is `mlp_out`, `attn_out` or `resid_post`; `token` is one of `PROBE_TOKENS`.
     """
     check_probe_options(site, token, batch_size)
     return states_at(
@@ -107,13 +107,13 @@ def states_at(
 ) -> States:
     """Return the state of every layer at one position of each row of token ids.
 
-    What all rows begin with, such as a prompt's examples, is run once, and the rest of each row on top of it, where the
-    model gives the same state so as in one run. `editing` gives the hooks of the runs of some rows, from these and how
-    many first tokens are not run with them; no position before `edited_from` is edited.
+    The common prefix of all rows, such as a prompt's examples, runs once, and each row continues from its cached keys
+    and values, if the model then yields the same states as in one run. `editing` returns the hooks for some rows, from
+    these rows and the number of cached prefix tokens; it edits no position before `edited_from`.
     """
     n_layers = model.shape.n_layers
     states = torch.empty(n_layers, len(tokens), model.shape.d_model)
-    # What is shared ends before anything is read or edited in any row.
+    # The shared prefix ends before any position that is read or edited.
     first = min(*positions, len(tokens[0]) if edited_from is None else edited_from) if tokens else 0
 
     def run(rows: Sequence[int], shared: int, start: KeysValues) -> States:
@@ -132,16 +132,16 @@ def states_at(
 
             hooks.append((SITES[site].hook_name(layer), read_hook(keep)))
         model.run(batch, hooks, stop_at=n_layers, **options)
-        # Layers of a spread model lie on several devices, and are stacked on the first.
+        # The layers of a model may be on several devices; their states are stacked on the first.
         by_layer = [collected[layer].to(model.device) for layer in range(n_layers)]
-        return torch.stack(by_layer).cpu().float()  # one copy: a device is waited for once a run
+        return torch.stack(by_layer).cpu().float()  # one copy, so that each run waits for the device once
 
     shared, start = 0, KeysValues()
     if tokens and goes_on(model):
         shared = common_start(torch.tensor([row[:first] for row in tokens], dtype=torch.long))
     if shared:
         start = keys_values(model, torch.tensor([tokens[0][:shared]]), {}, n_layers)
-        # Seen on one row before it is relied on: what a family does with a cache is not taken on trust.
+        # Tested on one row first, because model families handle a cache differently.
         whole, resumed = run([0], 0, {}), run([0], shared, start)
         tolerance = rounding(model.dtype) * float(whole.abs().max())
         shared = shared if float((resumed - whole).abs().max()) <= tolerance else 0

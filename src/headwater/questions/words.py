@@ -1,10 +1,10 @@
-"""Words in a text and where they are: found as they are written, or normalised as answers are compared.
+"""Words and their positions in a text: exact matches, and normalisation for the comparison of answers.
 
 Normalisation follows the evaluation scripts of SQuAD (Rajpurkar et al., EMNLP 2016) and TriviaQA (Joshi et al., ACL
-2017): letter case, punctuation and the articles a, an, the do not count. Nor do accents and compatibility forms of
-Unicode, which these scripts keep ("São Paulo" is "Sao Paulo", "Łódź" is "Lodz"), nor marks without width. Marks inside
-a word are read both ways, as nothing, as these scripts do ("U.S." is "us"), and as a space ("New-York" is "new york"):
-`MARKS` holds the two readings. The scripts are not followed where a mark says something:
+2017): it ignores letter case, punctuation and the articles a, an, the. Unlike these scripts it also ignores accents and
+compatibility forms of Unicode ("São Paulo" is "Sao Paulo", "Łódź" is "Lodz"), and zero-width marks. Marks inside a word
+have two readings: as nothing, as in these scripts ("U.S." is "us"), and as a space ("New-York" is "new york"); `MARKS`
+names the two readings. Normalisation also differs from the scripts where a mark carries meaning:
 
     numbers     "-5", "3.5", "1/2", "1:30" and "10^6" are one word each, "3,677" is "3677". "$5" is "5" and is not "€5".
     symbols     "C++", "C#", "A+" and "O-" are words; so is an operator between two words ("x > y").
@@ -24,14 +24,14 @@ import pandas as pd
 from headwater.models.tokens import Offsets, Tokenizer, token_span
 
 Span: TypeAlias = tuple[int, int]
-"""Characters from `start` to `end`, the end not included."""
+"""Characters from `start` to `end`, excluding `end`."""
 MARKS = ("joined", "apart")
 ARTICLES = frozenset(("a", "an", "the"))
 
 _SILENT = "'’‘`´\u02bb\u02bc\u02bd\u02be\u02bf\u0640"
 """Apostrophes, and the stroke that lengthens an Arabic word."""
 _LETTERS = {"æ": "ae", "œ": "oe", "þ": "th", "ð": "d", "ı": "i"}
-"""What is written for a letter that Unicode does not decompose. Others are a letter "with" something (ł, ø, đ)."""
+"""Replacements of letters that Unicode does not decompose, except those whose name is a letter "with" ... (ł, ø, đ)."""
 _AS = str.maketrans("−‐‑—―⁄∕∶♯٫٬", "---––//:#.,", _SILENT)
 _SCRIPTS = {"CJK": "h", "IDEOGRAPHIC": "h", "HIRAGANA": "h", "KATAKANA": "k", "KATAKANA-HIRAGANA": "k", "HANGUL": "g"}
 _SCRIPTS |= dict.fromkeys(("THAI", "LAO", "KHMER", "MYANMAR"), "t")
@@ -50,26 +50,26 @@ _WORD = re.compile(
     rf"(?P<number>(?:{_SIGN})?(?:{'|'.join(_NUMBERS)})|{_SIGN}0+)|(?P<charged>(?<![a0])a{{1,2}}-(?![a0hnkgt$-]))"
     r"|(?P<alone>v?t(?:m|jt)*|n+|[hvmj])|[a0]*a(?:[+#]{2,}(?!a)|[+#](?![a0]))|[a0]+|k+|g+"
 )
-"""A word, spelled in the kinds of its characters (`_kind`)."""
+"""Pattern of a word, over the kinds of its characters (`_kind`)."""
 _LETTER_FOLLOWS = re.compile(r"(?!\s)|\s*$|[^\S\n]*\n|\s(?:is|was|because|and|or)\b")
 _BEGINNING = re.compile(r"(?:^|[.!?:;\n])\W*$")
 
 
 class Word(NamedTuple):
-    """A normalised word and the characters of the text that it was made of."""
+    """A normalised word and the span of its characters in the text."""
 
     text: str
     start: int
     end: int
     unit: str = ""
-    """The currency or percent sign at a number."""
+    """The currency or percent sign at a number (if any)."""
     may_be_article: bool = False
     may_be_letter: bool = True
-    """Whether it may be anything else than an article or the pronoun I."""
+    """Whether it may be anything other than an article or the pronoun I."""
 
 
 def find_words(text: str, words: str) -> Span | None:
-    """Return where `words` are in a text: the first time as whole words, else the first time at all, else None."""
+    """Return the span of `words` in a text: the first match as whole words, else the first match, else None."""
     if not words.strip():
         return None
     whole = re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text)
@@ -79,9 +79,9 @@ def find_words(text: str, words: str) -> Span | None:
 
 @lru_cache(maxsize=4096)
 def normalised_words(text: str, marks: str = "joined") -> tuple[Word, ...]:
-    """Take a text apart into words as answers are compared, articles among them; punctuation alone has none.
+    """Split a text into normalised words, including articles; punctuation alone yields no words.
 
-    Between words that are "joined" punctuation vanishes; "apart", it parts them.
+    With marks "joined", punctuation inside a word is removed; with "apart", it separates words.
     """
     words = tuple(_words(text, marks))
     if all(word.text in ARTICLES for word in words):  # so that "The The" stays comparable
@@ -90,9 +90,9 @@ def normalised_words(text: str, marks: str = "joined") -> tuple[Word, ...]:
 
 
 def _words(text: str, marks: str) -> Iterator[Word]:
-    """Yield the words of a text, each once it is known that nothing is joined to it."""
+    """Yield the words of a text, each as soon as nothing more can be joined to it."""
     folded, places = _folded(text)
-    # As long as the text, so that a place in the one is a place in the other.
+    # As long as the folded text, so that indices agree.
     kinds = "".join(map(_kind, re.sub("[東东]京", "一一", folded)))  # one word: Kyoto (京都) is not in 東京都
     begun: tuple[int, int] | None = None
     written, was_alone, end = "", False, 0
@@ -119,7 +119,7 @@ def _words(text: str, marks: str) -> Iterator[Word]:
 
 
 def _word(text: str, folded: str, kinds: str, places: list[Span], span: Span, written: str) -> Word:
-    """Make a word of the folded characters in a span."""
+    """Make a word from the folded characters in a span."""
     start, end = span
     characters = places[start][0], places[end - 1][1]
     if "a" not in kinds[start:end] and "0" in kinds[start:end]:
@@ -135,7 +135,7 @@ def _word(text: str, folded: str, kinds: str, places: list[Span], span: Span, wr
 
 
 def _number(number: str, kinds: str) -> str:
-    """Write a number in one way."""
+    """Return a number in canonical form."""
     first = min(place for place in (kinds.find("0"), kinds.find(".")) if place >= 0)
     sign, digits = "-" * (kinds[0] in "-–"), number[first:]
     if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", digits):
@@ -146,7 +146,7 @@ def _number(number: str, kinds: str) -> str:
 
 
 def _folded(text: str) -> tuple[str, list[Span]]:
-    """Return a text without case, accents and what has no width, and the characters that each of its characters was."""
+    """Return a text without case, accents and zero-width marks, and the original span of each of its characters."""
     folded, places, start = "", list[Span](), 0
     while start < len(text):
         end = start + 1
@@ -164,7 +164,7 @@ def _folded(text: str) -> tuple[str, list[Span]]:
 
 @lru_cache(maxsize=4096)
 def _fold(cluster: str) -> str:
-    """Fold a character and the accents on it."""
+    """Fold a character and its accents."""
     character = cluster[0]
     if character.isspace():
         return "\n" if character in "\n\r" else " "
@@ -178,23 +178,23 @@ def _fold(cluster: str) -> str:
 
 
 def _plain(character: str) -> str:
-    """Write a decomposed character in plain letters and digits."""
+    """Return a decomposed character as plain letters and digits."""
     if character.isdecimal():
         return str(unicodedata.decimal(character))
     kind = unicodedata.combining(character)
     if 0 < kind < 8 or 9 < kind < 37 or kind >= 200 or "\ufe00" <= character <= "\ufe0f":
-        return ""  # accents; the marks between say which consonant or vowel it is
+        return ""  # accents; other combining marks determine a consonant or vowel
     other = re.match("LATIN SMALL LETTER ([A-Z]) WITH ", unicodedata.name(character, ""))
     return other[1].lower() if other else _LETTERS.get(character, character)
 
 
 @lru_cache(maxsize=4096)
 def _kind(character: str) -> str:
-    """Say in one character what a folded one is.
+    """Return the kind of a folded character, as one character.
 
     0 a digit, a a letter, g Korean, k katakana, h other Chinese or Japanese, n a Chinese number; in scripts without
-    spaces t a consonant, v a vowel before it, m what follows it, j what joins the next one to it; = an operator,
-    $ a currency or percent sign, · a mark that says nothing; other marks are themselves.
+    spaces t a consonant, v a vowel before it, m a mark or vowel after it, j a mark that joins the next consonant to it;
+    = an operator, $ a currency or percent sign, · a mark without meaning; other marks are their own kind.
     """
     category, script = unicodedata.category(character), unicodedata.name(character, "").partition(" ")[0]
     if character.isspace():
@@ -217,14 +217,14 @@ def _kind(character: str) -> str:
     return "j" if character in "\u1039\u17d2" else "m" if category[0] == "M" or character in "ะาະາ" else "t"
 
 
-# From characters to tokens: where the exact tokens of a question and of its answer are.
+# From characters to tokens: the positions of the exact tokens of a question and of its answer.
 #
-# 1. Exact words are spans of characters: given by the question table, read off a wording, or found as words in a text.
-# 2. The tokens of a text are those the tokenizer made of the prompt and those the model generated; each has the
-#    characters it represents (`models.tokens`, `continuation_offsets`). Nothing is tokenized a second time.
-# 3. A span of characters is the run of tokens that hold any of them.
-# 4. `span_shapes`: how long E_A is and where it is. Where these tell right from wrong answers, a probe that reads at
-#    E_A may know no more.
+# 1. Exact words are spans of characters: from the question table, from a known wording, or found as words in a text.
+# 2. The tokens of a text are the tokenized prompt and the generated tokens; each has its span of characters
+#    (`models.tokens`, `continuation_offsets`). Nothing is tokenized a second time.
+# 3. A span of characters maps to the run of tokens that contain any of them.
+# 4. `span_shapes`: length and position of E_A. If these separate right from wrong answers, a probe at E_A may know no
+#    more than that.
 
 
 def shifted(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
@@ -233,16 +233,16 @@ def shifted(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
 
 
 def tokens_of(offsets: Offsets, spans: Iterable[Span]) -> tuple[int, ...]:
-    """Return the positions of all tokens that hold characters of the spans, ascending, each once."""
+    """Return the distinct positions of all tokens that contain characters of the spans, in ascending order."""
     return tuple(sorted({position for start, end in spans for position in token_span(offsets, start, end)}))
 
 
 def continuation_offsets(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> tuple[str, Offsets]:
-    """Return the text that generated tokens add to a prompt, and the characters of that text that belong to each token.
+    """Return the text that generated tokens add to a prompt, and the span of each token in this text.
 
-    What a token adds is what decoding grows by; tokens that share a character, as bytes of it, each have that
-    character, as they have in the offsets of a tokenizer. `before` has the last tokens of the prompt: some decoders
-    drop a space at the very beginning of a text.
+    A token's span is the text by which it extends the decoded text. If tokens hold bytes of one character, each has
+    that character in its span, as in a tokenizer's offsets. `before` holds the last tokens of the prompt, because some
+    decoders drop a space at the very beginning of a text.
     """
 
     def decode(count: int) -> str:
@@ -263,11 +263,11 @@ def continuation_offsets(tokenizer: Tokenizer, before: Sequence[int], tokens: Se
 
 
 def span_shapes(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the length and place of E_A in each row of answered questions.
+    """Return the length and position of E_A in each row of answered questions.
 
     Returns:
-        `exact_length`, its tokens; `exact_before` and `exact_after`, the tokens of the answer before its first and
-        after its last one; `exact_share`, its share of the answer's tokens.
+        `exact_length`, its number of tokens; `exact_before` and `exact_after`, the numbers of answer tokens before its
+        first and after its last token; `exact_share`, its share of the answer's tokens.
     """
     exact, starts, lengths = table["exact_answer_tokens"], table["answer_start"], table["tokens"].map(len)
     sizes = exact.map(len)

@@ -14,7 +14,7 @@ P(S_pi >= S) comes from the shifted Skellam law with these three moments, c + Po
 
     a = (variance + third) / 2        b = (variance - third) / 2        c = mean - a + b
 
-Sources with several items are hit several items at a time. Then S_pi is counted in steps of h, and the law is that of
+Hits on sources with several items come several at a time. Then S_pi is counted in steps of h, and the law is that of
 S_pi / h: h = sqrt(sum_ij d_ij^4 / sum_ij d_ij^2), the size of the jumps in a sum of rare ones with these powers, or 1
 if that is less, and if each source has one item.
 
