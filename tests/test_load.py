@@ -165,6 +165,26 @@ def test_a_bridge_is_used_as_it_is(bridge):
         assert torch.equal(tensor, before[name]), name
 
 
+def test_the_tokenizer_of_a_bridge_is_the_published_one_unless_it_was_changed_in_memory(tmp_path):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
+    assert bridge.tokenizer.init_kwargs["add_bos_token"]
+    assert not hw.load(bridge).tokenizer.init_kwargs.get("add_bos_token")
+    bridge.tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    assert hw.load(bridge).tokenizer is bridge.tokenizer
+    bridge.tokenizer.name_or_path, bridge.tokenizer.chat_template = "", None
+    assert hw.load(bridge).tokenizer is bridge.tokenizer
+
+
+def test_the_name_of_a_tokenizer_that_cannot_be_fetched_is_an_error_before_transformers_retries(monkeypatch):
+    monkeypatch.setattr("headwater.models.checkpoint._faithful", None)
+    with pytest.raises(ModelError, match="'nobody/nothing' is not a folder"):
+        hw.load(tiny_model("llama"), tokenizer="nobody/nothing")
+
+
 def test_a_bridge_is_not_moved_or_cast(bridge):
     with pytest.raises(InputError, match="does not move"):
         hw.load(bridge, dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -65,13 +65,18 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
         return path
     if path.is_file():
         raise ModelError(f"{what} is a file; give the folder of the checkpoint, or a GGUF file (its name in .gguf).")
-    name = hub_name(str(what))
+    return from_hub(str(what), NEEDED_FILES, revision)
+
+
+def from_hub(what: str, files: Sequence[str], revision: str | None = None) -> Path:
+    """Return the folder in the hub's cache with these files of a hub name, fetched if necessary."""
+    name = hub_name(what)
     is_near = get_close_matches(name, [BASE])
-    embedded_hint = " The model that comes with headwater is hw.load()." if is_near else ""
+    embedded_hint = " The model that comes with headwater is hw.load() or `embedded`." if is_near else ""
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(NEEDED_FILES)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except HFValidationError:
-        raise ModelError(f"{str(what)!r} is neither a folder nor a name on the hub; check the path.") from None
+        raise ModelError(f"{what!r} is neither a folder nor a name on the hub; check the path.") from None
     # Before RepositoryNotFoundError, its base class; all of these are OSErrors, so OSError comes last.
     except GatedRepoError:
         raise ModelError(f"{name!r} is gated on the hub; ask for access there, then `hf auth login`.") from None
@@ -520,8 +525,10 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
         refuse_pointer(folder)
         with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
             return load_gguf_tokenizer(folder)
-    where = str(folder) if folder.is_dir() else str(source)
-    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+    if not folder.is_dir():
+        # One request for all files: without a network, transformers would retry each of them for a minute.
+        folder = from_hub(str(source), (*TOKENIZER_FILES, *TOKENIZER_EXTRAS, "config.json", "*.jinja", "*.model"))
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
             f"The folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES[:4])}). Pass tokenizer=, "
             "or copy the tokenizer files into the folder."
@@ -529,7 +536,7 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
     for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS):
         refuse_pointer(folder / name)
     with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
-        return _faithful(where, trust_remote_code)
+        return _faithful(str(folder), trust_remote_code)
 
 
 def _faithful(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -231,9 +231,14 @@ def _from_lens(
     if tokenizer is None:
         tokenizer = getattr(raw, "tokenizer", None)
         # TransformerLens has changed it to prepend a BOS token; its own files hold it as published.
-        if tokenizer is not None and tokenizer.init_kwargs.get("add_bos_token"):
+        if tokenizer is not None and tokenizer.init_kwargs.get("add_bos_token") and tokenizer.name_or_path:
             with contextlib.suppress(ModelError):
-                tokenizer = load_tokenizer(tokenizer.name_or_path)
+                published = load_tokenizer(tokenizer.name_or_path)
+                # It stays if the caller changed it, too. Missing special tokens are added by TransformerLens itself.
+                differing = published.get_vocab().items() ^ tokenizer.get_vocab().items()
+                by_lens = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
+                if {token for token, _ in differing} <= by_lens and published.chat_template == tokenizer.chat_template:
+                    tokenizer = published
     hf_config = getattr(getattr(raw, "original_model", None), "config", None)
     model = HookedModel(
         raw,
