@@ -277,6 +277,16 @@ def test_a_function_that_cannot_be_called_as_a_hook_is_refused_before_anything_r
     assert not ran
 
 
+def test_a_hook_that_runs_the_model_it_acts_on_is_refused_and_one_that_runs_what_is_before_it_is_not(llama):
+    name = "blocks.1.hook_resid_post"
+    with pytest.raises(InterventionError, match="without end"):
+        llama.run([CLEAN], [(name, lambda activation, hook: llama.run([CLEAN], keep="last") and None)])
+    before = llama.run([CLEAN], [(name, lambda activation, hook: activation + llama.run([CLEAN], stop_at=1))])
+    by_hand = llama.run([CLEAN], stop_at=1)
+    added = llama.run([CLEAN], [(name, lambda activation, hook: activation + by_hand)])
+    assert torch.equal(before, added)
+
+
 def test_functions_of_every_other_kind_are_hooks(llama):
     class Halver:
         def __call__(self, activation, *, hook):

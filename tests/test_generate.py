@@ -322,6 +322,14 @@ def test_end_tokens_and_special_stops_end_a_text_and_are_no_part_of_it(llama):
     assert made == [tokenizer.decode(made.tokens[0][:-1])]
 
 
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
+def test_end_tokens_may_be_of_any_kind_of_list(kind):
+    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    whole = model.generate(PROMPTS[0], max_new_tokens=8).tokens[0]
+    model.raw.original_model.generation_config.eos_token_id = kind([whole[2], whole[3]])
+    assert model.generate(PROMPTS[0], max_new_tokens=8).tokens[0] == whole[: whole.index(whole[2]) + 1]
+
+
 @pytest.mark.oracle
 def test_what_is_drawn_from_is_what_transformers_draws_from():
     for temperature, top_k, top_p in [

@@ -124,6 +124,9 @@ def test_the_loss_leaves_out_padding_and_is_that_of_each_text(llama):
     batch = llama.tokenize([TEXT, OTHER])
     each = [llama(text, return_type="loss", loss_per_token=True) for text in (TEXT, OTHER)]
     torch.testing.assert_close(llama(batch, return_type="loss"), torch.cat(each, 1).mean())
+    of_both = llama([TEXT, OTHER], return_type="loss", loss_per_token=True)
+    assert torch.equal(of_both.isnan(), ~batch.mask[:, 1:])
+    torch.testing.assert_close(of_both.nanmean(), torch.cat(each, 1).mean())
     logits, loss = llama(TEXT, return_type="both")
     tokens = llama.to_tokens(TEXT)
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:]))

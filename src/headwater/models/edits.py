@@ -131,6 +131,7 @@ class Attached:
     read_only: str | None = None
     """Why the activation can only be read; None if it can be edited."""
     fired: bool = False
+    is_acting: bool = False
 
     def act(self, activation: Any, point: Any) -> Tensor | None:
         """Call the hook; return the activation with which the model continues, or None if it is unchanged."""
@@ -150,8 +151,17 @@ class Attached:
             if self.read_only and result is not None and result is not activation:
                 raise InterventionError(self.read_only)
             return result
+        if self.is_acting:
+            raise InterventionError(
+                f"A hook at {self.name} runs the model up to the activation that it acts on, without end: run the "
+                "model before, and let the hook use the result."
+            )
         copy = activation.clone()
-        result = self.function(copy, hook=point)
+        self.is_acting = True
+        try:
+            result = self.function(copy, hook=point)
+        finally:
+            self.is_acting = False
         if result is None:
             if not _same(copy, activation):
                 raise InterventionError(

@@ -514,7 +514,7 @@ def end_tokens(model: Model) -> frozenset[int]:
     named: list[Any] = [getattr(model.tokenizer, "eos_token_id", None)]
     for config in (model.config, generation_config(model.raw)):
         value = getattr(config, "eos_token_id", None)
-        named += value if isinstance(value, list) else [value]
+        named += np.ravel(value).tolist()  # one, several, or None
     return frozenset(int(token) for token in named if token is not None)
 
 

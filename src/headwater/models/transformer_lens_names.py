@@ -132,7 +132,7 @@ class TransformerLensNames(Model):
                 None for nothing.
             fwd_hooks: (name, function(activation, hook)); instead of a name also several names, or a function that
                 returns whether to hook a name. The hook functions return their edit.
-            loss_per_token: return the loss of every token, `batch position` without the first.
+            loss_per_token: return the loss of every token, `batch position` without the first; NaN at padding.
             prepend_bos: whether texts begin with the BOS token; by default they begin with `model.bos`.
             stop_at_layer: return the residual stream that enters this layer.
             bwd_hooks: not supported; `model.run(..., grad=True)` records gradients.
@@ -371,7 +371,10 @@ class TransformerLensNames(Model):
     def _returned(
         self, batch: Batch, hooks: Sequence[Hook], return_type: str | None, per_token: bool, stop_at: int | None
     ) -> Any:
-        """Run the model; return its logits, the loss -ln p of each token but the first (or the mean), or both."""
+        """Run the model; return its logits, the loss of each token but the first (or the mean), or both.
+
+        The loss is -ln p; per token it is NaN at padding.
+        """
         if return_type is not None:
             checked_name("return_type", return_type, RETURNS)
         # Cloned outside the run's inference mode, for the same reason as activations above.
@@ -382,7 +385,9 @@ class TransformerLensNames(Model):
             return None
         tokens, real = batch.tokens.to(out.device), batch.mask[:, 1:].to(out.device)
         loss = -out[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-        if not per_token:
+        if per_token:
+            loss = loss.masked_fill(~real, torch.nan)
+        else:
             if not bool(real.any()):
                 raise InputError("There is no loss of a single token: the first token of a text is not predicted.")
             loss = loss[real].mean()
