@@ -180,6 +180,8 @@ def test_the_rank_is_that_of_a_given_answer_at_every_position(models):
         last = table[(table["example"] == example) & (table["layer"] == 2) & (table["top"] == 1)]
         expected = [int((logits[p] > logits[p, answer]).sum()) for p in last["position"]]
         assert last["rank"].tolist() == expected
+    ranked = read(model, PROMPTS[:2]).table.query("layer == 2 and top == 1")["rank"].count()
+    assert f"% of {ranked} positions" in " ".join(read(model, PROMPTS[:2]).report())
     targets = read(model, PROMPTS[0]).targets
     assert targets["target"].tolist()[:-1] == list(
         model.token_strings(model.tokenize(PROMPTS[0]).tokens[0, 1:].tolist())

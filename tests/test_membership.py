@@ -119,6 +119,13 @@ def test_labels_that_say_nothing_are_refused(labels, message):
         membership(scores_of([1.0, 2.0, 3.0]), labels)
 
 
+def test_classes_too_small_to_tell_anything_are_reported_as_such():
+    alone = membership(scores_of([3.0, 2.0, 1.0]), [1, 0, 0], baseline=False, resamples=50).report()
+    assert alone[1].endswith("chance alone separates them completely with probability 0.67.")
+    unscored = membership(scores_of([np.nan, 2.0, 1.0]), [1, 0, 0], baseline=False, resamples=50).report()
+    assert unscored[1].endswith("AUC not measured: a class has no text with a score.")
+
+
 def test_more_than_a_million_resamples_are_refused():
     with pytest.raises(InputError, match=r"^resamples=1000001 must be from 1 to 1000000[.]$"):
         membership(scores_of([1.0, 2.0, 3.0]), [1, 0, 1], resamples=1_000_001)

@@ -122,6 +122,8 @@ def test_a_data_frame_is_a_table(tmp_path):
     assert table["answers"].tolist() == [tuple(ROW["answers"])] * 2
     assert table["subject"].tolist() == [((23, 27),), ()]
     assert table["popularity"].tolist()[0] == 3
+    years = pd.DataFrame({"question": ["When did it begin?", "When did it end?"], "answers": [1939, [1945, "MCMXLV"]]})
+    assert load_questions(years).table["answers"].tolist() == [("1939",), ("1945", "MCMXLV")]
     with pytest.raises(InputError, match=r"the table, row 2: the column question"):
         load_questions(pd.DataFrame([ROW, ROW | {"question": ""}]))
 

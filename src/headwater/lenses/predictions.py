@@ -110,9 +110,10 @@ class LayerPredictions(Result):
         sentences.append(f"Layer {first['layer']:.0f} is {far} nats from the last.")
         row = layers.iloc[-1]
         if np.isfinite(row["first"]):
+            ranked = int(self.table.query("top == 1").groupby("layer")["rank"].count().iloc[-1])
             sentences.append(
-                f"At the last layer the requested token is the first choice at {row['first']:.0%} of the positions, "
-                f"and its median rank is {row['rank']:.0f}."
+                f"At the last layer the ranked token (answer=, or else the text's next token) is the first choice "
+                f"at {row['first']:.0%} of {ranked} positions, and its median rank is {row['rank']:.0f}."
             )
         sentences.append(
             "A layer's reading is what the final norm and the unembedding decode from it, not what the model does with "

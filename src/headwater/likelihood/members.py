@@ -109,6 +109,11 @@ def _auc(row: Mapping[str, Any]) -> str:
 
 def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
     """Return the reason why an AUC is no evidence of memorization, or an empty text."""
+    if not math.isfinite(row["auc"]):
+        return ": a class has no text with a score"
+    # Of all ways to order the texts two separate the classes completely, in one direction or the other.
+    if (chance := 2 / math.comb(int(row["members"] + row["nonmembers"]), int(row["members"]))) > 0.05:
+        return f", of too few texts: chance alone separates them completely with probability {chance:.2g}"
     if not row["auc_low"] > 0.5:
         return (
             ", below chance: non-members score higher" if row["auc_high"] < 0.5 else ", indistinguishable from chance"

@@ -3,7 +3,8 @@
 Luo et al., "Two Pathways to Truthfulness", ACL 2026, with added controls.
 
 1. Cross-fitted probes per layer: every example is measured by probes fitted on others (`effects`, `headwater.probes`).
-2. Knockout: no position after E_Q attends to it in layers up to k; ΔP(k), flips, modes (`modes`). One pass gives all k.
+2. Knockout: no later position attends to a token of E_Q in layers up to k; ΔP(k), flips, modes (`modes`), for all
+   k in one pass.
 3. Controls: as many random question tokens, token swap, answer only; the test of one mode or two within each relation;
    the margin, the relation and the answer's words as baselines (`tables`, `interventions`, `stats.significance`).
 4. A report of what holds on this model, as sentences computed from the numbers (`report`).

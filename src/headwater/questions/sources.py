@@ -196,7 +196,8 @@ def _checked(where: str, row: Mapping[str, object], written: Row, dataset: str, 
     question, answers, popularity = row.get("question"), row.get("answers"), row.get("popularity")
     if not isinstance(question, str) or not question.strip():
         raise InputError(f"{where}: the column question is missing or empty. {columns_found(written, 'question')}")
-    answers = [answers] if isinstance(answers, str) else answers
+    answers = answers if isinstance(answers, list) else [answers]
+    answers = [str(one) if isinstance(one, int) and not isinstance(one, bool) else one for one in answers]  # a year
     if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
         raise InputError(
             f"{where}: the column answers is missing or empty, or holds an empty answer. "
