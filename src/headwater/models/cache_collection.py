@@ -74,13 +74,13 @@ def cache(
         sites: the activations to keep: sites by their short names ("resid_post", "z", "pattern", ...), any hook by its
             TransformerLens name, in which `*` matches one part ("blocks.*.mlp.hook_post"), and features
             (`hw.features`, `hw.load_sae`), at the layer of their dictionary.
-        layers: the layers; default: all. Negative numbers count from the last.
+        layers: the layers, kept in ascending order; default: all. Negative numbers count from the last.
         positions: the tokens of each text to keep; default: all. Numbers, where -1 or "last" is the last token of each
             text; or a word, a span, a function of the token strings, a list with one of these per text; or roles, such
             as {"subject": [" France", " Italy"], "end": "last"} (see `headwater.models.positions`), which appear in
             the column `role` of the frame. For attention these are the queries; all keys are always kept.
-        heads: the query heads, by number or by names of heads of one layer, such as "9.2"; default: all. Sites without
-            heads are kept whole.
+        heads: the query heads, by number or by names of heads of one layer, such as "9.2", kept in ascending order;
+            default: all. Sites without heads are kept whole.
         out: a folder. The numbers are written there part by part, so memory stays flat, an interrupted collection
             resumes when repeated, and several processes can share the work (`accelerate launch`).
         batch_size: texts in one run.
