@@ -57,8 +57,8 @@ class Scoring:
     """Number of largest logits that count as a hit. Default: 1 for copying relations and 10 for others, on Llama 3
     vocabularies 3 and 25."""
     threshold: float = 0.15
-    """The least chance-corrected score (of `headwater heads --rule published`, the score) at which a head implements a
-    relation."""
+    """The least chance-corrected score (with `headwater heads --rule published`, the score) at which a head implements
+    a relation."""
     embedding: Embedding = None
     device: str | None = None
     """Device that scores a checkpoint, such as "cpu" or "cuda"; scores do not depend on it. Default: a CUDA device if
@@ -128,7 +128,7 @@ def compare(
     long_targets: LongTargets = LongTargets(),
     run: RunOptions = RunOptions(),
 ) -> None:
-    """Compare which heads implement or suppress which relations more, or less, than in the first of several models.
+    """Report which heads implement or suppress which relations more, or less, than in the first of several models.
 
     All models have the same number of layers and heads: base and instruct, or checkpoints of one training.
 
@@ -224,7 +224,7 @@ def evidence(
         template: A text with one {source} after a space, followed by the target. Default: "auto", the one of sentences,
             examples and chat with the largest logit difference.
         embedding: What heads from layer 1 on read for a token. Default: "auto", as in `headwater heads`.
-        pairs: Most pairs of prompts of each relation.
+        pairs: Largest number of pairs of prompts of each relation.
         draws: How often targets are shuffled, and how many random sets of heads are ablated.
         seed: Seed of the halves, pairs, examples, draws and intervals.
     """

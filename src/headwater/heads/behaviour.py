@@ -151,7 +151,7 @@ class AttentionBehaviour(Result):
     ) -> Axes | Figure:
         """Plot maps of layer by head: behaviours on random tokens and on text, `copying` and `position`.
 
-        `on` selects one map: "random" or "text" draw a mark per head, in the colour and shape of its label there;
+        `on` selects one map: "random" or "text" draw a marker per head, in the colour and shape of its label there;
         "copying" or "position" draw the numbers of `heads`. By default every map is drawn on a new figure.
 
         Raises:

@@ -188,7 +188,7 @@ class HeadMap(Result):
         return "used" in self.table
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Plot layer by head: a mark per head in its category's colour, and after `validate` a ring if it is used."""
+        """Plot layer by head: a marker per head in its category's colour; after `validate`, a ring if it is used."""
         return cast("Axes", self._drawn(ax, title, figsize))
 
     def validate(

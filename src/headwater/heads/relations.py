@@ -143,7 +143,7 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
             pairs, or data frame}; or several of these. None is the whole suite.
 
     Raises:
-        InputError: there is no relation, a name occurs twice, or the format is wrong (with the file, line and field).
+        InputError: no relation, a name that occurs twice, or a wrong format; the message names file, line and field.
     """
     if relations is None:
         return _suite_relations()

@@ -175,6 +175,7 @@ def heads_by_threshold(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
         # The controlled rule needs the numbers of a null model.
         rules = RULES if table["q_value"].notna().any() else ["published"]
         for rule, threshold in itertools.product(rules, THRESHOLDS):
+            # From the setting's scores: no score is computed again for a threshold.
             flags = apply_rule(table, rule, threshold)
             called = table[(flags["implemented"] | flags["suppressed"]) & table["category"].notna()]
             called = called[["layer", "head", "category"]].drop_duplicates()

@@ -124,7 +124,7 @@ class LayerPredictions(Result):
     def plot(
         self, ax: Axes | None = None, *, example: int = 0, title: str | None = None, figsize: Size | None = None
     ) -> Axes:
-        """Draw a map of the prompt `example`: the top token of each layer and position, colored by its probability."""
+        """Draw a map of the prompt `example`: the top token of each layer and position, coloured by its probability."""
         return cast("Axes", self._drawn(ax, title, figsize, example=example))
 
 

@@ -90,8 +90,8 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
             Default: the one file that has answers to the questions alone ("zero-shot"), if there is one.
 
     Raises:
-        InputError: a file is missing or not in this format, or edges do not join neighbouring depths of one graph
-            without cycles; the message names the node, the file and the line.
+        InputError: a file is missing or not in this format, or an edge does not join neighbouring depths of one
+            graph, or edges form a cycle; the message names the node, the file and the line.
     """
     path = world_folder() / "depth_graph.json" if source is None else checked_path("source", source)
     if not path.exists():

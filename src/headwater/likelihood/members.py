@@ -264,7 +264,7 @@ def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
 
     Returns:
         A row per text: `text`, `member` (bool), and the file's other columns. The world's texts have `kind` ("member",
-        "other wording", "held out", "note"), `form`, `relation`, `depth` and `times`, their number in the corpus.
+        "other wording", "held out", "note"), `form`, `relation`, `depth` and `times`, how often the corpus has it.
 
     Raises:
         InputError: the file is missing or cannot be read, or a row has no text or no label of 1 or 0.

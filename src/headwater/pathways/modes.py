@@ -190,7 +190,7 @@ def within_relations(
     Changes are in standard deviations of the probe's logit; `predicted_wrong` is the probe's original prediction.
 
     Returns:
-            `examples` tested and `left_out`, `cells`, `p`, and `gain` in BIC; NaN where it was not computed.
+        `examples` tested and `left_out`, `cells`, `p`, and `gain` in BIC; NaN where it was not computed.
     """
     known = np.isfinite(changes) & ([True] * len(changes) if relations is None else pd.notna(relations))
     frame = pd.DataFrame({"change": changes[known], "wrong": predicted_wrong[known]})

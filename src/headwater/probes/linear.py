@@ -279,7 +279,7 @@ def fit_linear(
 
 @functools.cache
 def _threads() -> ThreadpoolController:
-    """Return the controller of the BLAS libraries in this process; cached, because a search takes as long as a fit."""
+    """Return the controller of the BLAS libraries of this process; cached, as a search takes as long as a small fit."""
     return ThreadpoolController()
 
 

@@ -341,7 +341,7 @@ def _extracted(
     parts = (
         batch[at : at + size]
         for batch in to_extract
-        # With several workers, as many answers as are asked at a time, else the whole batch.
+        # With several workers, as many answers as are asked at a time; with one, which costs nothing, the whole batch.
         for size in [workers if workers > 1 else len(batch)]
         for at in range(0, len(batch), size)
     )

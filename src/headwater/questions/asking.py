@@ -163,7 +163,7 @@ def _chat(model: HookedModel, messages: str | Messages | None) -> Frame:
 
 
 def _written_chat(tokenizer: Any, messages: Messages | None) -> str | None:
-    """Apply the chat template; if it has no system message, prepend its text to the next message."""
+    """Apply the chat template; if it takes no system message, prepend that message to the next one."""
     if messages is None:
         return chat_text(tokenizer, SLOT)
     try:

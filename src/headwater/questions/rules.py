@@ -195,7 +195,7 @@ def _quoted(text: str) -> list[Span]:
 
 
 def _names(words: list[_Word]) -> list[Span]:
-    """Return runs of words with a capital, including the small words between them and numbers."""
+    """Return runs of words with a capital, including numbers and the small words between them."""
     spans: list[Span] = []
     run: list[_Word] = []
     for word in words:

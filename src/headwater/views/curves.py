@@ -103,7 +103,7 @@ def _by_layer(profile: DepthProfile, scores: list[str]) -> dict[str, object]:
     }
 
 
-# The view of token statistics: a text as its tokens, colored by their probability; the lowest are framed.
+# The view of token statistics: a text as its tokens, coloured by their probability; the lowest are framed.
 
 LARGEST = 100_000
 """Largest number of table rows in a page: further texts are omitted, and the page reports this."""

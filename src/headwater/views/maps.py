@@ -1,8 +1,8 @@
 """Views by layer: head maps, the evidence of a relation, sweeps, circuits, attention patterns.
 
-Head maps: layer by head; hover for a head's relations, filter, color by a relation, open its card.
-Several maps are shown side by side (`beside=`) and linked: hovering, selecting, filtering and coloring apply to all of
-them. With `model=` a head's card lists what it writes and suppresses, for the tokens that it affects most strongly.
+Head maps: layer by head; hover for a head's relations, filter, colour by a relation, open its card.
+Several maps are shown side by side (`beside=`) and linked: hovering, selecting, filtering and colouring apply to all
+of them. With `model=` a head's card lists what it writes and suppresses, for the tokens that it affects most strongly.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _when(when: pd.DataFrame) -> dict[str, object]:
     }
 
 
-# The view of a sweep: a heat map of two axes, with controls for site, metric, role, example and scale.
+# The view of a sweep: a heat map of two axes, with site, metric, role, example and scale to choose, and cells to pick.
 
 MOST_NUMBERS = 2**22
 """Largest number of values in a page: for larger sweeps the page contains only the means over examples."""

@@ -132,7 +132,7 @@ def drawn(result: Result | Circuit) -> bytes | str:
     finally:
         # pyplot keeps every figure until it is closed, and warns when more than 20 are open.
         plt.close(figure_of(figure))
-    # 128 colors make it a quarter as large; MAXCOVERAGE keeps colors that are far from the others, as in a legend.
+    # 128 colours make it a quarter as large; MAXCOVERAGE keeps colours that are far from the others, as in a legend.
     written = BytesIO()
     few = whole.quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(written, "png", optimize=True)
@@ -247,7 +247,7 @@ def line_of(
     control: bool = False,
     count: str | None = None,
 ) -> dict[str, object]:
-    """Return one line for the script, in a color and with a marker (`look`).
+    """Return one line for the script, in a colour and with a marker (`look`).
 
     `columns` name the x position of its points, the value, and the bounds of its interval; `count` names the column
     with the number of examples of each point. A control is grey, and stays visible when a single line is selected.

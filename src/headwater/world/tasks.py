@@ -199,7 +199,7 @@ def greater_than(rng: np.random.Generator, words: Words, held_out: bool) -> Line
 
 
 def induction(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
-    """Draw a series of words and its repetition up to a word, which the first occurrence determines."""
+    """Draw a series of words and its repetition, cut before a word that the first occurrence determines."""
     length = int(rng.integers(3, 21))
     drawn = _some(rng, words.plain.of(held_out), length + 1)
     series, other = drawn[:-1], drawn[-1]
