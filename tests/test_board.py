@@ -192,7 +192,7 @@ def test_a_board_is_of_one_pair_and_one_metric_of_the_logits():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "name sites="),
+        ({}, "give sites="),
         ({"together": [{"site": "z", "layer": 0}], "sites": "z"}, "both given"),
         ({"together": [{"site": "z", "layer": 0}], "positions": 3}, "both given"),
         ({"together": [{"site": "z", "layer": 0}], "method": "attribution"}, "exact"),

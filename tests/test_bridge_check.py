@@ -404,7 +404,7 @@ def test_analyses_that_run_texts_only_up_to_the_token_read_refuse_attention_that
     for score in (hw.token_statistics, gradient_norms):
         with pytest.raises(InputError, match=r"no next-token likelihoods: its attention reads later tokens"):
             score(model, texts, progress=False)
-    with pytest.warns(UserWarning, match=r"has seen the token whose rank is given\. Give answer="):
+    with pytest.warns(UserWarning, match=r"has already seen the token whose rank is given\. Give answer="):
         hw.lens(model, [IDS], progress=False)
     with warnings.catch_warnings(action="error"):
         hw.lens(model, [IDS], positions="last", progress=False)

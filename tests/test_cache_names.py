@@ -121,7 +121,7 @@ def test_a_model_whose_attention_names_no_cache_writes_by_whole_runs():
 def test_a_sweep_of_attention_that_names_no_cache_takes_whole_runs_and_says_so():
     clean, other = [2, 40, 41, 42, 43], [2, 40, 51, 42, 43]
     options = {"sites": "z", "metric": hw.logit_difference(5, 9), "progress": False}
-    with pytest.warns(UserWarning, match="does not hand its keys and values to a cache"):
+    with pytest.warns(UserWarning, match="does not pass its keys and values to a cache"):
         slow = hw.patch(fresh(change=is_now(Nameless)), [clean], [other], **options)
     fast = hw.patch(fresh(), [clean], [other], **options)
     assert (fast.engine, slow.engine) == ("wavefront", "whole runs")

@@ -158,7 +158,7 @@ def test_a_folder_of_other_noise_is_another_run(llama, tmp_path):
         (hw.noise(3, positions=(" France", " Rome")), {}, "there are no pairs here"),
         (hw.scale(2), {}, r"corrupted=hw.scale\(...\) makes no corrupted run"),
         (hw.noise(3, positions=1), {"values": hw.noise(1)}, "a cell would have two draws"),
-        (None, {"values": hw.noise(1, positions=1)}, "says which embeddings"),
+        (None, {"values": hw.noise(1, positions=1)}, "selects embeddings"),
     ],
 )
 def test_noise_that_cannot_be_is_refused_in_one_line(llama, corrupted, options, message):

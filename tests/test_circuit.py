@@ -184,7 +184,7 @@ def test_circuits_of_another_graph_are_refused():
             InputError, match="different graphs: 3 layers of 4 heads on 2 key-value heads, and 2 layers"
         ):
             getattr(drawn(SERIAL), operate)(drawn(PARALLEL))
-    with pytest.raises(InputError, match="b is of 2 layers"):
+    with pytest.raises(InputError, match="b is from a model of 2 layers"):
         checked_circuits({"a": drawn(SERIAL), "b": drawn(PARALLEL)}, SERIAL)
     for empty, wrong in itertools.product(([], {}), (["no"], 3, {1: drawn(SERIAL)})):
         with pytest.raises(InputError, match="empty"):

@@ -230,7 +230,9 @@ def test_prompts_that_chose_the_circuit_are_said():
     runs = hw.run_circuits(
         model, [CLEAN, " Paris is in A"], [CORRUPTED, " Rome is in A"], {"found": edges.circuit(20)}, **QUIET
     )
-    assert any(sentence.startswith("1 of the 2 prompts (0) are among those") for sentence in runs.report())
+    assert any(
+        sentence.startswith("1 of the 2 prompts (0) were used to select a circuit") for sentence in runs.report()
+    )
     assert runs.run.options["discovery"] == {"found": [ids_of("gpt2", CLEAN)]}
 
 
@@ -266,10 +268,10 @@ def test_an_interrupted_run_goes_on_with_the_pairs_that_are_left(tmp_path, monke
         ({"circuits": []}, "circuits is empty"),
         ({"circuits": None}, "circuits is empty"),
         ({"circuits": ["embed -> logits"]}, "must be a Circuit"),
-        ({"circuits": hw.Circuit.of([], Graph(2, 4, 4, False))}, "is of 2 layers"),
+        ({"circuits": hw.Circuit.of([], Graph(2, 4, 4, False))}, "is from a model of 2 layers"),
         ({"values": "zer"}, "Did you mean"),
         ({"values": hw.noise(1.0)}, "cannot depend on"),
-        ({"dataset": [CLEAN]}, "takes nothing from it"),
+        ({"dataset": [CLEAN]}, "does not use it"),
         ({"values": "mean"}, "same tokens"),
         ({"placebos": -1}, "placebos"),
         ({"metric": hw.Metric("state", lambda x: x[:, -1, 0], site="resid_post")}, "read at the logits"),

@@ -166,7 +166,7 @@ def test_random_sets_have_as_many_cells_of_each_layer_and_none_of_the_claimed():
 
 def test_few_random_sets_are_said_with_the_least_p_that_they_allow():
     claim = made(noise()).claim({"layer": 1, "head": 2})
-    assert "only 11 random sets are like it, so p is at least 0.083; match='site'" in claim.notes[0]
+    assert "only 11 comparable random sets, so p is at least 0.083; match='site'" in claim.notes[0]
     assert not claim.holds
 
 
@@ -176,7 +176,7 @@ def test_prompts_of_discovery_and_test_that_coincide_are_left_out_and_said():
     claim = sweep.claim({"layer": 1, "head": 2}, held_out=test)
     new = test.table.query("layer == 1 and head == 2 and example in (1, 2)")
     assert claim.table["held_out"].item() == pytest.approx(new["effect"].mean())
-    assert any(note.startswith("2 held-out prompts left out, which the sweep has too (0, 3)") for note in claim.notes)
+    assert any(note.startswith("2 held-out prompts left out that the sweep has too (0, 3)") for note in claim.notes)
     assert "2 held-out prompts left out" in claim.sentence
     nothing_new = sweep.claim({"layer": 1, "head": 2}, held_out=sweep)
     assert np.isnan(nothing_new.table["held_out"].item())

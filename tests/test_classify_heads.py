@@ -256,7 +256,7 @@ def test_relations_with_too_few_pairs_are_left_out_and_say_so(checkpoint, suite)
 
 def test_no_usable_relation_is_an_error_that_names_the_best(checkpoint, suite):
     with pytest.raises(
-        InputError, match=r"None of the 1 relations keeps 30 pairs .* the most is 29 of 29 \(few\)"
+        InputError, match=r"None of the 1 relations keeps 30 single-token pairs .* the most is 29 of 29 \(few\)"
     ) as caught:
         classify_heads(checkpoint("llama"), relations=[suite[-1]], progress=False)
     assert "multi_token" not in str(caught.value)

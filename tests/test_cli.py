@@ -44,7 +44,7 @@ def test_heads_prints_a_summary_and_writes_figure_and_tables(run, checkpoint, su
     counts = label_counts(head_map.categories)
     assert f"{12 - counts['unclassified']} of 12 heads are classified under the controlled rule" in printed
     assert "facts" in printed
-    assert "Too few pairs of single tokens to be scored: cities." in printed
+    assert "Too few single-token pairs to score: cities." in printed
     written = {file.name for file in (tmp_path / "out").iterdir()}
     tables = {
         f"{name}.{kind}" for name in ("table", "categories", "relations", "embeddings") for kind in ("csv", "parquet")

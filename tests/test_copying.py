@@ -95,7 +95,7 @@ def test_without_copying_there_are_no_eigenvalues_and_the_rest_is_the_same():
 
 def test_where_heads_have_no_map_from_token_to_token_it_is_said_and_how_to_go_on():
     model = own_model("answers in other tokens")
-    with pytest.raises(ModelError, match=r"answers in 7 others.*With copying=False all the rest is computed"):
+    with pytest.raises(ModelError, match=r"answers in 7 others.*With copying=False the rest is computed"):
         hw.attention_behaviour(model, **QUIET)
     assert len(hw.attention_behaviour(model, copying=False, **QUIET).heads) == 8
     alone = hw.attention_behaviour(own_model("attention alone"), **QUIET)

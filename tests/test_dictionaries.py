@@ -387,7 +387,7 @@ def test_a_dictionary_that_cannot_be_used_is_refused_in_one_line(models, made, m
 def test_a_dictionary_elsewhere_than_the_layers_asked_for_is_refused(models):
     model, _ = models("llama")
     own = Random(32)
-    with pytest.raises(InputError, match=r"layers=\[0\], but resid_post 1 features is of layer 1"):
+    with pytest.raises(InputError, match=r"layers=\[0\], but resid_post 1 features is in layer 1"):
         hw.patch(
             model,
             some_prompts(5),

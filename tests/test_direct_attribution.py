@@ -197,7 +197,7 @@ def test_bfloat16_parts_sum_to_its_rounding():
 
 def test_parts_that_do_not_sum_are_refused(models, monkeypatch):
     monkeypatch.setattr(unembedding.LoadedWeights, "attention_post_gain", lambda self, layer: None)
-    with pytest.raises(HeadwaterError, match=r"contributions of example 0 sum to .*its logit difference is"):
+    with pytest.raises(HeadwaterError, match=r"contributions of example 0 sum to .*but its logit difference is"):
         attributed(models("gemma3"))
 
 

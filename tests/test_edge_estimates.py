@@ -142,7 +142,7 @@ def test_a_screened_run_has_the_exact_effects_of_the_strongest_and_of_those_draw
     correlation = scipy.stats.spearmanr(effects[done], estimates[done]).statistic
     felt = done & (np.abs(effects) > 0.01 * abs(effects[best]))
     assert f"rank correlation {correlation:.2f}" in said
-    assert f"wrong for {(effects[felt] * estimates[felt] < 0).sum()} of those" in said
+    assert f"wrong for {(effects[felt] * estimates[felt] < 0).sum()} of the effects" in said
     rank = 1 + (np.abs(estimates) > abs(estimates[best])).sum()
     assert f"{found.graph.name(int(best))}, has effect {effects[best]:.3g}" in said
     assert f"rank {rank:,} of" in said
@@ -181,7 +181,7 @@ def test_a_metric_without_a_slope_where_it_is_taken_is_refused(method):
     if method == "eap-ig":  # its runs are on the way, where KL has a slope
         assert float(hw.edges(model, CLEAN, CORRUPTED, **options).estimates.abs().max()) > 1e-3
         return
-    with pytest.raises(InputError, match="is 0 in the run that is edited"):
+    with pytest.raises(InputError, match="is 0 in the edited run"):
         hw.edges(model, CLEAN, CORRUPTED, **options)
     with pytest.raises(InputError, match="no gradient"):
         hw.edges(model, CLEAN, CORRUPTED, **(options | {"metric": hw.rank(5)}))

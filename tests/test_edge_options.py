@@ -28,7 +28,7 @@ def test_edges_through_mlps_equal_three_hooked_runs(family):
         expected = float(difference(run) - difference(naive.base_logits))
         assert float(found.effects[0, 0, cell, 0]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert float((found.effects - direct.effects).abs().max()) > 1e-3
-    with pytest.raises(InputError, match="make no circuit"):
+    with pytest.raises(InputError, match="form no circuit"):
         found.circuit(3)
 
 
@@ -39,7 +39,7 @@ def test_a_screen_through_mlps_recomputes_what_exact_finds_and_eap_is_refused():
     run = ~screened.effects[0, 0, :, 0].isnan()
     np.testing.assert_allclose(screened.effects[0, 0, run], exact.effects[0, 0, run], atol=1e-6)
     assert screened.agreement(exact)["top_overlap"].iloc[0] > 0.7
-    with pytest.raises(InputError, match="gradients of direct edges alone"):
+    with pytest.raises(InputError, match="estimates only direct edges"):
         hw.edges(model_of("qwen3"), CLEAN, CORRUPTED, method="eap", **options)
 
 
@@ -91,7 +91,7 @@ def test_values_of_other_kinds_equal_hooked_runs_with_these_outputs(family, valu
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"values": "zero", "method": "eap-ig"}, "are of no run"),
+        ({"values": "zero", "method": "eap-ig"}, "come from no run"),
         ({"values": hw.scale(2.0)}, "not defined for what a sender adds"),
         ({"values": "mean"}, "with the same tokens"),
         ({"values": "resample", "dataset": [" Paris"]}, "No other prompt has as many tokens"),

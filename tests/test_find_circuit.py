@@ -194,7 +194,7 @@ def test_a_budget_below_the_number_of_edges_begins_from_the_strongest_and_tries_
     first = (value(names) - baselines["corrupted"]) / gap
     assert found.faithfulness_at_first == pytest.approx(first, abs=1e-4)
     said = found.report()
-    assert said[0].startswith(f"The search began from {budget} edges (strongest in the whole model")
+    assert said[0].startswith(f"The search started from {budget} edges (strongest in the whole model")
     assert f"faithfulness {first:.2f}" in said[0]
     faithfulness = found.summary()["faithfulness"].item()
     assert any(one.startswith("This is not a circuit:") for one in said) == (faithfulness < 0.5)

@@ -86,7 +86,7 @@ def test_a_card_without_sources_needs_no_model_and_an_uncalled_head_shows_its_ne
     _, heads = planted
     card = heads.head(0, 0, sources=0)
     assert card.writes is None
-    assert [heading for heading, _ in card.sections] == ["Called for no relation; the nearest"]
+    assert [heading for heading, _ in card.sections] == ["No relation found; the closest"]
     assert len(card.sections[0][1]) == 3
     assert card.label == "unclassified"
 
@@ -99,7 +99,7 @@ def test_a_validated_map_says_on_its_cards_what_the_running_model_uses(planted):
     assert card.use == "Used by the running model for capital."
     assert card.relations["used"].tolist()[0] is True
     assert card.relations["used"].isna().tolist() == [False, True, True, True]
-    assert validated.head(0, 0, sources=0).use.startswith("It is called for no relation")
+    assert validated.head(0, 0, sources=0).use.startswith("It implements or suppresses no relation")
     never = validated.table["used"].mask(validated.table["used"].notna(), False)
     unused = dataclasses.replace(validated, table=validated.table.assign(used=never))
     row = validated.table[validated.table["used"].notna()].iloc[0]

@@ -42,7 +42,7 @@ def test_the_heads_that_were_wired_matter_and_others_of_their_layers_do_not():
     assert row["effect"] == pytest.approx(-10, abs=0.01)
     assert row["held_out"] == pytest.approx(-10, abs=0.01)
     assert row["p_value"] == pytest.approx(1 / 25)
-    assert "2 prompts used to select the heads, and so not held out (0, 1)" in found.sentence
+    assert "2 prompts used to select the heads, so not held out (0, 1)" in found.sentence
     idle = [(0, 0), (1, 2), (2, 1)]
     assert not claim(planted(), told, idle, **asked).holds
 
@@ -62,7 +62,7 @@ def test_the_numbers_are_those_of_ablating_the_heads(family):
     assert same["placebo_high"] == found["placebo_high"]
     few = claim(model, PROMPTS, [(1, 0)], other=None, **QUIET)  # three other heads in the layer
     assert few.table["p_value"].item() >= 1 / 4
-    assert "only 3 random sets are like it, so p is at least 0.25" in few.sentence
+    assert "only 3 comparable random sets, so p is at least 0.25" in few.sentence
 
 
 def held_on_shuffled_answers(times: int) -> int:
@@ -104,7 +104,7 @@ def test_what_is_no_set_of_heads_is_refused():
         claim(model, PROMPTS, pd.DataFrame({"layer": [0]}), **QUIET)
     with pytest.raises(InputError, match="one metric; 2 were given"):
         claim(model, PROMPTS, [(0, 0)], metric=[hw.log_probability(5), hw.logit_difference(5, 9)])
-    with pytest.raises(InputError, match="the model has no 8 others"):
+    with pytest.raises(InputError, match="8 heads need 8 others as controls"):
         claim(model, PROMPTS, [(layer, head) for layer in range(2) for head in range(4)], **QUIET)
 
 
@@ -119,5 +119,5 @@ def test_random_sets_have_as_many_other_heads_of_each_layer_and_no_set_twice():
         assert sorted(layer for layer, _ in one) == [3, 3, 5]
         assert not set(one) & set(named)
     assert len(matched_sets(model(1, 5), [(0, 0), (0, 1)], 20, 0)) == 3
-    with pytest.raises(InputError, match="the model has no 2 others"):
+    with pytest.raises(InputError, match="2 heads need 2 others as controls"):
         matched_sets(model(1, 3), [(0, 0), (0, 1)], 20, 0)

@@ -219,9 +219,8 @@ def test_models_with_different_vocabularies_are_compared_on_the_words_both_have(
         {word for source, targets in some for word in (source, *targets)} for some in (CAPITALS.pairs, pairs)
     )
     assert (row["words"], row["shared_words"]) == (len(every), len(both))
-    assert (
-        f"of {len(every)} words of the relations that some model has as single tokens, every model has {len(both)}"
-        in (" ".join(result.report()))
+    assert f"of {len(every)} relation words that are single tokens in some model, {len(both)} are in every model" in (
+        " ".join(result.report())
     )
     again = dataclasses.replace(CAPITALS, name="capitals_again")
     twice = hw.compare_heads(models, relations=[CAPITALS, again], embedding="raw", **QUIET)
@@ -272,7 +271,7 @@ def test_a_head_that_only_changed_its_habit_is_no_change(comparison):
 def test_where_words_of_several_tokens_are_compared_it_is_not_said_that_single_tokens_are():
     found = {"words": 10, "shared_words": 8, "multi_token": "first", "relations": 2, "left_out": ["a"]}
     differ, left_out = sentences_of_words(found)
-    assert differ.endswith("compared on these, and on words of several tokens by one of them (multi_token='first').")
+    assert differ.endswith("compared on these, and on one token of each longer word (multi_token='first').")
     assert left_out == "1 of 2 relations have too few pairs that can be scored for every model: a."
     differ, left_out = sentences_of_words(found | {"multi_token": None})
     assert differ.endswith("compared on these.")

@@ -144,7 +144,7 @@ def test_a_pure_copier_is_classified_by_copying_alone_with_and_without_first_tok
         assert set(head_map.table.query("implemented")["relation"]) == {"own_copying"}
     note = head_map.relations.set_index("relation").loc["alike", "note"]
     assert "left out: " in note
-    assert "pairs left out whose target is the token of its source" in note
+    assert "pairs left out whose target is the same token as its source" in note
 
 
 def permuted(seed: int) -> list[tuple[str, str]]:

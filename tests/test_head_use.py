@@ -59,7 +59,7 @@ def test_the_head_that_the_model_needs_is_used_and_two_that_stand_in_for_each_ot
     assert called.loc[(0, 1, "past"), "loss"] == 0
     rest = found.table[~found.table["implemented"]]
     assert rest[[*COLUMNS]].isna().all(axis=None)
-    assert "Of 3 heads and relations ablated in the running model 1 are used" in " ".join(found.report())
+    assert "Of 3 head-relation pairs ablated in the running model, 1 are used" in " ".join(found.report())
     assert found.findings()["use"]["used"] == 1
 
 
@@ -130,7 +130,7 @@ def test_relations_that_are_not_asked_for_and_maps_without_called_heads_are_said
     some = heads.validate(model, **ASK | {"template": TEMPLATES[1], "relations": [CAPITAL]})
     pd.testing.assert_frame_equal(some.table, found.table)
     assert found.table.loc[found.table["accuracy"].notna(), "relation"].unique().tolist() == ["capital"]
-    assert found.report()[-1] == "1 more of the relations that have heads were not tested."
+    assert found.report()[-1] == "Relations with heads that were not tested: 1."
     nothing = dataclasses.replace(heads, table=heads.table.assign(implemented=False, suppressed=False))
     found = nothing.validate(model, **ASK)
     assert found.table[[*COLUMNS]].isna().all(axis=None)

@@ -170,10 +170,10 @@ def test_a_hook_edits_the_keys_of_each_prompt_as_a_sweep_does(model, values):
         ({"keys": "all"}, "does not align token by token: give pairs that do, or name the keys by role"),
         (
             {"keys": {"in": (" cat", " Rome")}, "positions": {"q": ({4}, {6})}},
-            "comes after the query 'q' in one prompt",
+            "comes after the query 'q', which cannot attend to it",
         ),
         ({"keys": {"word": ({5}, {6})}, "positions": {"q": ({4}, {6})}}, "Token 6 of pair 0 is 'q' and 'word'"),
-        ({"keys": {"begin": 0}, "window": {"key": 2}}, "A window of keys needs keys in a row"),
+        ({"keys": {"begin": 0}, "window": {"key": 2}}, "A window of keys needs consecutive keys"),
         ({"keys": {"begin": 0}, "sites": "z"}, "was given, but z has no keys"),
     ],
 )

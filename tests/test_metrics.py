@@ -176,7 +176,7 @@ def test_a_function_of_the_last_position_is_given_the_last_position(number):
 @pytest.mark.parametrize("number", range(len(OTHER)))
 def test_a_function_that_indexes_another_position_than_the_last_is_refused(number):
     for metric in (*as_metrics(OTHER[number]), hw.Metric("mine", OTHER[number])):
-        with pytest.raises(InputError, match=r"write \[:, -1\], or read all positions by .*at='all'"):
+        with pytest.raises(InputError, match=r"write \[:, -1\], or read all positions with .*at='all'"):
             metric.refuse_misread(torch.randn(3, 1, 50), [])
 
 
@@ -189,7 +189,7 @@ def test_a_metric_of_all_positions_reads_the_one_it_indexes_and_without_them_it_
     logits = model.run([clean, corrupted])
     gap = float((logits[1, 3, 5] - logits[1, 3, 9]).float())
     assert swept["corrupted"].tolist() == pytest.approx([gap] * len(swept), abs=1e-4)
-    with pytest.raises(InputError, match=r"A metric reads position 3, and is given the last position of each prompt"):
+    with pytest.raises(InputError, match=r"A metric reads position 3, but gets only the last position of each prompt"):
         hw.patch(model, clean, corrupted, metric=third, **options)
     with pytest.raises(InputError, match="A metric reads position 0"):
         hw.edges(model, clean, corrupted, metric=lambda z: z[:, 0, 5], receivers="logits", progress=False)

@@ -101,7 +101,7 @@ def test_a_caller_without_a_type_checker_is_told_too():
         "Relation 'r': pairs={'ja': 'nein'} is not a list of pairs",
         "Relation 'r': 'ja' is not a pair",
         "The translator of layer 0 must be a pair of tensors (A, b), found 1.",
-        "A tuned lens has a translator for each layer, a whole number; found 'a'.",
+        "A tuned lens maps layers, whole numbers, to translators; found 'a'.",
         "A dict was given as labels: give a list with a label for each text.",
     )
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == list(starts)

@@ -88,7 +88,7 @@ def test_the_engine_is_part_of_the_run_and_attribution_has_none(models, tmp_path
         hw.patch(models("gpt2"), [clean], [corrupted], out=tmp_path, engine="whole runs", **options)
     with pytest.raises(InputError, match="engine='whole run' is not one of auto, whole runs"):
         hw.patch(models("gpt2"), [clean], [corrupted], engine="whole run", **options)
-    with pytest.raises(InputError, match="method='attribution' measures no cell"):
+    with pytest.raises(InputError, match="method='attribution' has no engine"):
         hw.patch(models("gpt2"), [clean], [corrupted], method="attribution", engine="whole runs", **options)
 
 
@@ -350,9 +350,9 @@ def test_a_pair_of_which_one_prompt_alone_begins_with_bos_is_refused(models):
         for call in (hw.patch, hw.edges, hw.path_patch):
             ends = {"senders": ["head 0.0"], "receivers": ["logits"]}
             more = {hw.patch: {"sites": "z"}, hw.path_patch: ends}.get(call, {})
-            with pytest.raises(InputError, match="of its prompts one begins with '<s>' and the other does not"):
+            with pytest.raises(InputError, match="one of its prompts begins with '<s>' and the other does not"):
                 call(model, clean, corrupted, **more, **options)
-    with pytest.raises(InputError, match="of its prompts one begins with '<s>'"):
+    with pytest.raises(InputError, match="one of its prompts begins with '<s>'"):
         hw.patch(model, [ids], [ids[1:]], sites="z", positions={"end": "last"}, **options)
 
 

@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_with_the_layers_that_are_missing(tmp_path, monkeyp
         ({"senders": "hed 1.1"}, "Did you mean 'head'"),
         ({"receivers": "k 1.3"}, "k counts key-value heads"),
         ({"receivers": "embed"}, "is a sender, not a receiver"),
-        ({"receivers": [["mlp 1", "logits"]]}, "hold the logits with others"),
+        ({"receivers": [["mlp 1", "logits"]]}, "combine the logits with others"),
         ({"senders": {}}, "does not map names to the nodes"),
         ({"senders": {"one": []}}, "one is empty"),
         ({"senders": []}, "empty list"),

@@ -114,7 +114,7 @@ def test_a_wrong_row_is_named_by_file_line_and_field(tmp_path, row):
 
 def test_a_source_given_twice_in_our_own_layout_is_refused_with_both_lines(tmp_path):
     text = '{"name": "r", "category": null, "pairs": [\n["a", ["b"]],\n["c", ["d"]],\n["a", ["e"]]\n]}'
-    assert "line 4: source 'a' comes again (first in line 2)" in refusal(write(tmp_path, "r", text))
+    assert "line 4: source 'a' is repeated (first in line 2)" in refusal(write(tmp_path, "r", text))
 
 
 def test_fields_are_checked(tmp_path):
@@ -274,7 +274,7 @@ def test_a_target_of_several_tokens_is_scored_by_the_first_that_no_other_target_
     assert tokens.source.tolist() == [spaced[word][0] for word in ("Italy", "big", "dog")]
     assert tokens.targets == ((letter["t"],), (spaced["dog"][0],), (letter["x"],))
     reasons = tokens.dropped.set_index("source")["reason"].to_dict()
-    assert reasons["France"] == "no token of 'Roma' tells it from the other targets"
+    assert reasons["France"] == "no token of 'Roma' distinguishes it from the other targets"
     assert reasons["Sweden"] == "'Sweden' is 6 tokens"
     apart = tuple(pair for pair in pairs if pair[0] != "cat")
     (tokens,) = tokenize_relations([Relation("r", None, apart)], tokenizer, multi_token="distinguishing")
@@ -329,7 +329,7 @@ def test_a_pair_whose_target_is_its_sources_token_falls_out_unless_it_is_a_copyi
     (tokens,) = tokenize_relations([Relation("r", None, pairs)], tokenizer)
     assert tokens.source.tolist() == [spaced["dog"], spaced["France"]]
     assert tokens.targets == ((spaced["chien"],), (spaced["Paris"],))
-    assert tokens.note.endswith("; 1 pair left out whose target is the token of its source")
+    assert tokens.note.endswith("; 1 pair left out whose target is the same token as its source")
     for options, name in (({}, "r_copying"), ({"same_words": True}, "r")):
         (tokens,) = tokenize_relations([Relation(name, None, pairs)], tokenizer, **options)
         assert [len(targets) for targets in tokens.targets] == [1, 2, 1]

@@ -244,7 +244,7 @@ def test_roles_that_are_not_there_are_refused_by_name(where, message):
         ({"positions": {"a": "all"}}, "9 tokens of one prompt of pair 0 and 6 of the other"),
         ({"positions": {"a": [(" the cat", " big"), " is"]}}, "hw.last_token_of"),
         ({"positions": {"a": [" France", " Paris", " Italy"]}}, "one entry per prompt; 3 were given for 2"),
-        ({"positions": {"a": "last", "b": ({3}, "last")}}, "which are two tokens"),
+        ({"positions": {"a": "last", "b": ({3}, "last")}}, "which are two different tokens"),
         ({"positions": "last"}, "Name positions by role"),
         ({"positions": ROLES, "window": {"position": 2}}, "roles have none"),
         ({"positions": ROLES, "spans": "each"}, "token by token"),
@@ -371,7 +371,7 @@ def test_prompts_are_resampled_from_one_another_by_role_and_by_any_rule_that_hol
         (
             hw.resample(DONORS, positions={"end": "last"}),
             {"subject": [" France", " Paris"]},
-            "names the roles end; those",
+            "names the roles end; the edited",
         ),
         (hw.resample(DONORS, positions={"end": "last"}), "last", "but the edited positions have none"),
         (hw.resample(DONORS, positions={"all": (0, 3)}), {"all": (0, 2)}, "as many tokens in each role"),

@@ -292,7 +292,7 @@ def test_positions_that_a_dictionary_never_saw_are_left_out(centred):
     ):
         assert call(features, "all") == pytest.approx(call(whole, {1, 2}), abs=1e-6)
         assert call(features, "all") != pytest.approx(call(whole, "all"), abs=1e-4)
-        with pytest.raises(InputError, match=r"none of the positions \[0, 3\]"):
+        with pytest.raises(InputError, match=r"cannot be edited at any of the positions \[0, 3\]"):
             call(features, {0, 3})
     cache = model.cache([prompt], sites=features, progress=False)
     assert cache.table["position"].tolist() == [1, 2]

@@ -107,7 +107,7 @@ def test_the_figure_draws_the_ratio_of_means_that_the_summary_has(model):
         )
     )
     assert "Mean effect / mean gap" in ax.figure.axes[-1].get_ylabel()
-    with pytest.raises(InputError, match="'ratio' is none of 'mean of ratios', 'ratio of means'"):
+    with pytest.raises(InputError, match="'ratio' is not one of 'mean of ratios', 'ratio of means'"):
         sweep.summary(normalize="ratio")
     alone = hw.patch(model, clean, sites="resid_pre", metric=METRIC, values="zero", progress=False)
     with pytest.raises(InputError, match="needs pairs of prompts"):
@@ -134,7 +134,7 @@ def test_key_value_heads_have_a_column_of_their_own(model):
         (lambda x: x[:, -1, 5] / x.max(), "its rows depend on one another"),
         (lambda x: x[:, -1, 5].softmax(0), "its rows depend on one another"),
         (lambda x: torch.complex(x[:, -1, 5], x[:, -1, 6]), "gave complex numbers"),
-        (lambda x: (-x[:, -1, 5].abs() - 1).log(), r"gave nan for example 0, of values that are all finite"),
+        (lambda x: (-x[:, -1, 5].abs() - 1).log(), r"gave nan for example 0, from values that are all finite"),
         (lambda x: x[:, -1, 5] / 0, r"gave -?inf for example 0"),
     ],
 )
@@ -213,4 +213,4 @@ def test_the_report_names_what_there_is_to_name(model):
     (whole, *_) = hw.patch(model, [[3, 4, 5]], [[3, 6, 5]], over=[], **cells).report()
     assert whole == "resid pre: 1.00 of the way back to the clean logit difference, over 1 pair of prompts."
     (one, *_) = hw.patch(model, [[3, 4, 5]], [[3, 6, 5]], positions=[1], **cells).report()
-    assert one.startswith("resid pre: layer 1, position 1, 0.")
+    assert one.startswith("resid pre: layer 1, position 1: 0.")

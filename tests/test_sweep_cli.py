@@ -33,7 +33,7 @@ def test_knockout_of_a_named_token_gives_the_curve_over_layers(checkpoint, capsy
         "--window", "2", "--metric", "log-probability", "--token", " Paris", "--quiet",
     )  # fmt: skip
     assert code == 0, err
-    assert "of 3 cells the strongest is" in out
+    assert "the strongest of 3 cells is" in out
     assert "on log probability" in out
 
 

@@ -42,7 +42,7 @@ def test_a_grid_holds_the_means_over_examples(sweep):
         ({"site": "q"}, "has no site 'q'"),
         ({"layers": 1}, "no layers= to fix or draw: it is not a column of its table. Did you mean 'layer'"),
         ({"cmap": "jet"}, "no cmap= to fix or draw: plot.. returns matplotlib"),
-        ({"site": "z", "normalize": "ratio"}, "none of"),
+        ({"site": "z", "normalize": "ratio"}, "not one of"),
     ],
 )
 def test_a_grid_that_would_average_over_more_than_examples_is_refused(sweep, options, message):

@@ -92,7 +92,7 @@ def test_a_site_of_ones_own_is_swept_as_plain_hooks_on_the_transformers_model_do
     known = site is NEURONS
     assert sweep.engine == ("wavefront" if known else "whole runs")
     texts = [str(one.message) for one in said]
-    assert any("where somewhere lies in a block is not known" in text for text in texts) is not known
+    assert any("does not know where somewhere lies in a block" in text for text in texts) is not known
 
 
 @pytest.mark.diagonal
@@ -198,7 +198,7 @@ def test_values_of_ones_own_stand_in_figure_record_and_suggestions(loaded, tmp_p
         again = hw.patch(model, CLEAN, values="halved", out=tmp_path, **options)
         with pytest.raises(InputError, match="Did you mean 'halved'"):
             hw.patch(model, CLEAN, values="halve", **options)
-        with pytest.raises(InputError, match="dataset= was given, but values='halved' takes nothing from it"):
+        with pytest.raises(InputError, match="dataset= was given, but values='halved' does not use it"):
             hw.patch(model, CLEAN, values="halved", dataset=CORRUPTED, **options)
     assert "halved" in sweep.plot().get_title(loc="left")
     plt.close("all")

@@ -282,8 +282,8 @@ def looks_ahead(activation, other, place):
 @pytest.mark.parametrize(
     ("site", "values", "error", "message"),
     [
-        ("resid_pre", mixes, InterventionError, r"\(mixes\) gives a row .* another result beside another row"),
-        ("z", random, InterventionError, "hw.noise does"),
+        ("resid_pre", mixes, InterventionError, r"\(mixes\) gives a row .* a different result beside another row"),
+        ("z", random, InterventionError, "for noise use hw.noise"),
         ("resid_pre", blows_up, InterventionError, "NaN or infinity at resid_pre of layer 1, prompt 0, position 3"),
         ("resid_pre", lambda a, o, p: a[:, :4], InterventionError, r"returned \(1, 4\) in torch.float32"),
         ("resid_pre", lambda a, o, p: a.double(), InterventionError, "in torch.float64"),
@@ -291,7 +291,7 @@ def looks_ahead(activation, other, place):
         ("resid_pre", lambda a: a, InputError, r"called as function\(activation, other, place\), failed: TypeError"),
         ("pattern", looks_ahead, InterventionError, "later key"),
         ("pattern", hw.noise(0.1), InputError, "cannot be added to attention patterns"),
-        ("resid_pre", torch.ones(5), InputError, r"tensor given as values is \(5,\); for resid_pre here it can be"),
+        ("resid_pre", torch.ones(5), InputError, r"tensor given as values is \(5,\); for resid_pre here it must be"),
         ("resid_pre", torch.full((32,), torch.nan), InputError, "NaN or infinity in it"),
         ("resid_pre", hw.mean([CLEAN]), InputError, "over 1 prompt with the same tokens"),
         ("resid_pre", hw.resample([CORRUPTED]), InputError, "cannot be resampled"),
@@ -354,7 +354,7 @@ def test_values_may_come_from_another_layer(llama):
     assert sweep.table["from_layer"].tolist() == [0, 1]
     linear = swept(llama, "resid_pre", "other run", from_layer=[0, LAYER], method="attribution")
     assert linear.table["effect"].nunique() == 2
-    with pytest.raises(InputError, match="come from no layer"):
+    with pytest.raises(InputError, match="do not come from a layer"):
         swept(llama, "resid_pre", "zero", from_layer=0)
     with pytest.raises(InputError, match="from_layer"):
         swept(llama, "resid_pre", "other run", from_layer=99)

@@ -165,8 +165,8 @@ def candidates(model: HookedModel, tokens: TokenRelation, template: str, pairs: 
     if not usable:
         n_single, n_pairs = len(tokens.targets), len(tokens.relation.pairs)
         raise InputError(
-            f"{tokens.relation.name}: {n_single} of its {n_pairs} pairs are single tokens for {model.name}, "
-            f"which leaves fewer than {FEWEST_PAIRS} pairs of prompts in a half."
+            f"{tokens.relation.name}: only {n_single} of its {n_pairs} pairs are single tokens for {model.name}; "
+            f"a half needs at least {FEWEST_PAIRS} pairs of prompts."
         )
     return usable
 

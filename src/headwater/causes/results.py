@@ -111,29 +111,30 @@ class EvidenceSuite(Result):
     def report(self) -> list[str]:
         """Return in how many relations and families the weights name the cause, beside the baselines."""
         sentences = [
-            f"{self.run.model} can do {len(self.measured)} of {len(self.table)} relations: there the gap of the logit "
-            "difference between two sources is above 0 (95 % interval)."
+            f"{self.run.model} can do {len(self.measured)} of {len(self.table)} relations: there "
+            "replacing the source changes the logit difference (95 % interval above 0)."
         ]
         if not len(self.measured):
             return sentences
         summary, n = whole_summary(self), len(self.measured)
         first, among_three = ((self.measured["rank"] <= rank).sum() for rank in (1, 3))
         sentences.append(
-            f"The head that the margin of its weights × its attention to the source names moves most in {first} of {n} "
-            f"relations and is among the first three in {among_three}; its mean share of the largest effect is "
-            f"{summary['share'].mean():.2f} over {len(summary)} families (relations with one strongest head are one)."
+            f"The head with the largest weight margin × attention to the source has the largest effect in "
+            f"{first} of {n} relations and one of the three largest in {among_three}; its mean share of the largest "
+            f"effect is {summary['share'].mean():.2f} over {len(summary)} families (relations with the same strongest "
+            "head form one family)."
         )
         for row in self.compared().to_dict("records"):
             if row["way"] in (*BASELINES, "shuffled targets"):
                 verdict = "is greater" if row["low"] > 0 else "is not clearly greater"
                 sentences.append(
-                    f"The share {verdict} than that of what is named by {row['way']}: {row['share']:.2f}, a difference "
-                    f"of {row['difference']:.2f} ({row['low']:.2f} to {row['high']:.2f} over families)."
+                    f"This share {verdict} than that of the heads chosen by {row['way']} ({row['share']:.2f}): the "
+                    f"difference is {row['difference']:.2f} ({row['low']:.2f} to {row['high']:.2f} over families)."
                 )
         n_found = (summary["q_value"] <= LARGEST_P).sum()
         sentences.append(
-            f"Against shuffled targets {n_found} of {len(summary)} families pass a false-discovery rate of 5 %; "
-            f"{int(self.table['holds'].sum())} of {n} relations individually exceed every baseline."
+            f"Against shuffled targets, {n_found} of {len(summary)} families are significant at a false-discovery rate "
+            f"of 5 %; {int(self.table['holds'].sum())} of {n} relations individually exceed every baseline."
         )
         return sentences
 
@@ -213,7 +214,7 @@ class Evidence(Result):
             )
         beaten = [row for row in self.ways.to_dict("records") if row["way"] in BASELINES]
         level = [f"{r['way']} ({r['share']:.2f})" for r in beaten if r["heads"] and not r["difference_low"] > 0]
-        why = [f"its share is not clearly greater than that of what is named by {', '.join(level)}"] if level else []
+        why = [f"its share is not clearly greater than that of the heads chosen by {', '.join(level)}"] if level else []
         if not all(row["heads"] for row in beaten):
             why.append("no relation of another family could be compared")
         if not ours["p_value"] <= LARGEST_P:
@@ -229,37 +230,39 @@ class Evidence(Result):
             return [self.verdict]
         can = self.can.iloc[0]
         sentences = [
-            f"{self.run.model} on {self.relation}, with a {can['prompt']} prompt: the logit difference between two "
-            f"sources changes by {can['gap']:.1f} ({can['gap_low']:.1f} to {can['gap_high']:.1f}; n = {can['pairs']} "
-            f"held-out pairs); a correct word is the top prediction in {can['accuracy']:.0%}."
+            f"{self.run.model} on {self.relation}, with a {can['prompt']} prompt: replacing the source changes "
+            f"the logit difference by {can['gap']:.1f} ({can['gap_low']:.1f} to {can['gap_high']:.1f}; "
+            f"n = {can['pairs']} held-out pairs); the top prediction is correct in {can['accuracy']:.0%} of them."
         ]
         tried = self.templates.set_index("kind")["difference"]
         if can["prompt"] != "chat" and "chat" in tried:
             sentences.append(
-                f"This prompt does not use the chat template, where the difference was smaller ({tried['chat']:.1f} "
-                f"in place of {tried[can['prompt']].max():.1f}, first half): results in a chat may differ."
+                f"This prompt does not use the chat template, which gave a smaller difference ({tried['chat']:.1f} "
+                f"instead of {tried[can['prompt']].max():.1f}, first half): results in a chat may differ."
             )
         if self.passes is not None:
             sentences.append(f"From layer {self.passes} on, the last position carries at least half of this change.")
         top = self.table.dropna(subset=["effect"]).nlargest(3, "effect").to_dict("records")
-        moved = ", ".join(f"{_head(row)} {row['effect']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for row in top)
-        sentences.append(f"Share of the gap moved by single heads at the last position: {moved}.")
+        moved = ", ".join(f"{_head(row)} ({row['effect']:.2f}, {row['low']:.2f} to {row['high']:.2f})" for row in top)
+        sentences.append(f"Shares of this change moved by patching one head at the last position: {moved}.")
         sentences.append(f"Most attention to the source: {self._largest('attention')}.")
         if self.table["direct"].notna().any():
-            sentences.append(f"Largest direct effects (share of the gap): {self._largest('direct')}.")
+            sentences.append(f"Largest direct effects on the logits (share of this change): {self._largest('direct')}.")
         for row in self.ways.dropna(subset=["share"]).to_dict("records"):
-            head = f"head {_head(row)}" if pd.notna(row["layer"]) else f"{row['heads']} heads, mean"
-            sentences.append(f"Named by {row['way']}: {head}, {_share(row)} of the largest effect.")
+            head = f"head {_head(row)} has" if pd.notna(row["layer"]) else f"{row['heads']} heads have on average"
+            sentences.append(f"Chosen by {row['way']}: {head} {_share(row)} of the largest effect.")
         for row in self.cost.to_dict("records"):
-            heads = f" ({row['heads']})" if row["heads"] else ""
+            several = "s" * ("," in row["heads"])
+            heads = f"head{several} {row['heads']} ({row['what']})" if row["heads"] else row["what"]
             sentences.append(
-                f"Ablated at the last position, {row['what']}{heads}: costs {row['cost']:.2f} logits "
+                f"Ablating {heads} at the last position costs {row['cost']:.2f} logits "
                 f"({row['low']:.2f} to {row['high']:.2f})."
             )
         return [*sentences, self.verdict]
 
     def _largest(self, column: str) -> str:
-        return ", ".join(f"{_head(row)} {row[column]:.2f}" for row in self.table.nlargest(3, column).to_dict("records"))
+        rows = self.table.nlargest(3, column).to_dict("records")
+        return ", ".join(f"{_head(row)} ({row[column]:.2f})" for row in rows)
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw margins, attention, effects, when the answer passes on, cost of ablation; on `ax` each way's share."""

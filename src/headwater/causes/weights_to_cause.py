@@ -224,7 +224,7 @@ def _say_how_long(
         for pairs_of, count in moved:
             # Both sides; and for each head one token through half of the layers.
             tokens += 2 * pairs_of.clean.numel() + len(pairs_of) * count // 2
-    subject = f"{requested[0].relation.name} and what it is compared with"
+    subject = f"{requested[0].relation.name} and the relations it is compared with"
     what = f"{len(tried):,} relations" if n > 1 else subject
     say_how_long(
         model, what, tokens, f"Fewer relations, or fewer pairs than {pairs}, take less time.", progress=progress
@@ -302,7 +302,7 @@ def _row(
     row |= {"gap": gap.value, "gap_low": gap.low, "gap_high": gap.high}
     row |= {"accuracy": result["correct"].double().mean().item()}
     if family is None:
-        why = f"the interval of its gap holds 0 ({gap.low:.2f} to {gap.high:.2f} logits)"
+        why = f"the 95 % interval of its gap includes 0 ({gap.low:.2f} to {gap.high:.2f} logits)"
         return row | {"can": False, "reason": why}
     return row | {"can": True, "reason": "", "family": f"{family[0]}.{family[1]}"}
 
@@ -412,7 +412,7 @@ def _cost(
     if random:
         sizes = lost[:, len(sets) :].mean(0)
         value, (low, high) = sizes.mean(), np.quantile(sizes, [0.025, 0.975])
-        what = f"random, {len(sizes)} sets of {len(named)} of the same layers"
+        what = f"random heads ({len(sizes)} sets of {len(named)}, same layers)"
         rows.append({"what": what, "heads": "", "cost": value, "low": low, "high": high, "share": value / difference})
     return rows
 

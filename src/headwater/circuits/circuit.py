@@ -393,7 +393,9 @@ def checked_circuits(circuits: Any, graph: Graph) -> dict[str, Circuit]:
             raise InputError(f"{shown(name)} is not the name of a circuit; give texts.")
         checked_kind("circuits", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
         if circuit.graph != graph:
-            raise InputError(f"{name} is of {describe_graph(circuit.graph)}; this model has {describe_graph(graph)}.")
+            raise InputError(
+                f"{name} is from a model of {describe_graph(circuit.graph)}; this model has {describe_graph(graph)}."
+            )
     return dict(circuits)
 
 
@@ -443,7 +445,7 @@ def read_graph_file(
         checked_name("groups", groups, ("any", "all"))
     if file.suffix not in (".json", ".pt"):
         raise InputError(
-            f"{file} ends in {file.suffix!r}; EAP-IG's graphs end in .json or .pt. Of the edges of another tool make a "
+            f"{file} ends in {file.suffix!r}; EAP-IG's graphs end in .json or .pt. From another tool's edges make a "
             'circuit by their names: hw.Circuit.of(["head 9.9 -> q 10.7", ...], model).'
         )
     try:
@@ -566,7 +568,7 @@ def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, obje
 def _refuse_neurons(kept: list[Any]) -> None:
     """Refuse a graph in which only some neurons of a node are kept."""
     if not all(bool(torch.as_tensor(neurons).bool().all()) for neurons in kept):
-        raise InputError("it keeps single neurons of its nodes; a circuit here is of edges, whole ones.")
+        raise InputError("it keeps single neurons of its nodes; a circuit here consists of whole edges.")
 
 
 def _names(graph: Graph) -> tuple[list[str], dict[str, tuple[int, int]]]:

@@ -327,7 +327,7 @@ def gap_sentences(table: pd.DataFrame) -> list[str]:
             some = ", ".join(map(str, missing["example"].tolist()[:8]))
             sentences.append(
                 f"{len(missing)} of {len(part)} prompts ({some}) have no faithfulness on {metric}: "
-                "clean and corrupted run differ by no more than rounding there."
+                "their clean and corrupted runs differ by no more than rounding."
             )
     return sentences
 
@@ -339,8 +339,8 @@ def discovery_sentences(run: RunRecord) -> list[str]:
         return []
     some = ", ".join(map(str, shared[:8]))
     return [
-        f"{len(shared)} of the {len(prompts)} prompts ({some}) are among those that a circuit was chosen on: for these "
-        "this is not a test."
+        f"{len(shared)} of the {len(prompts)} prompts ({some}) were used to select a circuit: for these this is not "
+        "a test."
     ]
 
 
@@ -395,7 +395,7 @@ def beside_placebos(row: Mapping[Any, Any]) -> str:
     if not np.isfinite(row["placebo"]) or not row["edges"]:
         return ""
     return (
-        f"; random circuits of its shape, which share {row['overlap']:.0%} of its edges: mean {row['placebo']:.2f}, "
+        f"; random circuits of its shape ({row['overlap']:.0%} of its edges shared): mean {row['placebo']:.2f}, "
         f"95th percentile {row['placebo_high']:.2f}"
     )
 
@@ -403,7 +403,7 @@ def beside_placebos(row: Mapping[Any, Any]) -> str:
 def _chosen(table: pd.DataFrame, column: str, name: str | None) -> str:
     names = tuple(table[column].unique())
     if name is None and len(names) > 1:
-        raise InputError(f"There are {len(names)} of them; choose one with {column}={names[0]!r}.")
+        raise InputError(f"There are {len(names)} {column}s; choose one with {column}={names[0]!r}.")
     return names[0] if name is None else checked_name(column, name, names)
 
 

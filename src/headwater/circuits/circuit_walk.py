@@ -87,13 +87,13 @@ class Outcome:
                     "values='zero', 'mean' or 'resample'."
                 )
             if dataset is not None:
-                raise InputError("dataset= was given, but values='other run' takes nothing from it; use 'mean'.")
+                raise InputError("dataset= was given, but values='other run' does not use it; use 'mean'.")
         else:
             sites = tuple(SITES[name] for name in ("resid_pre", "z", "mlp_out"))
             source = build_replacement(model, values, dataset, PromptPair(first), sites, seed)
             if source.changes or source.samples:
                 raise InputError(
-                    "Outside of a circuit values cannot depend on what they replace: use 'zero', 'mean', ..."
+                    "The values outside a circuit cannot depend on what they replace: use 'zero', 'mean', ..."
                 )
             refuse_other_kinds(source)
             pool = source.inputs.dataset
@@ -113,7 +113,7 @@ class Outcome:
         what, advice = f"{n:,} circuits of {len(self):,} pairs", "Fewer circuits, placebos= or pairs take less time."
         if search:
             what = f"{n:,} edges, each tried on {len(self):,} pairs,"
-            advice = "With budget= or fewer pairs it takes less time."
+            advice = "A smaller budget= or fewer pairs take less time."
         say_how_long(self.plan.model, what, n * self._changed.sum(), advice, hours=hours, progress=progress)
 
     def pairs_to_keep(self, most: int) -> int:
@@ -164,8 +164,8 @@ class CircuitRunner:
                 # Written so that NaN is refused, too.
                 if not float((full - clean).abs().max()) <= allowed:
                     raise ModelError(
-                        f"The circuit of all edges of {model.name} is not its clean run: {float(full[0]):.4g} against "
-                        f"{float(clean[0]):.4g} on {self.outcome.metrics[0]}. Its circuits have no meaning."
+                        f"The circuit of all edges of {model.name} does not give its clean run: {float(full[0]):.4g} "
+                        f"instead of {float(clean[0]):.4g} on {self.outcome.metrics[0]}. Its circuits have no meaning."
                     )
             values = walk.measure(circuits)
         return {"values": values, "baselines": baselines}

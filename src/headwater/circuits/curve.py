@@ -116,7 +116,7 @@ class CircuitCurve(ByMetric, Result):
         for metric, part in self.areas().groupby("metric", sort=False):
             parts = [
                 f"{words[row['area']]} {with_interval(row['value'], row['low'], row['high'], 3)}"
-                + (f", of random curves {row['placebo']:.3f}" if np.isfinite(row["placebo"]) else "")
+                + (f" (random curves: {row['placebo']:.3f})" if np.isfinite(row["placebo"]) else "")
                 for row in part.to_dict("records")
             ]
             sentences.append(f"Edges ranked by {by}, faithfulness on {metric}: {'; '.join(parts)}.".replace("_", " "))
@@ -174,15 +174,17 @@ def circuit_curve(
     """
     graph, listed = graph_of(model), [] if isinstance(sizes, str) else one_or_several(sizes)
     if not listed:
-        raise InputError(f"sizes={shown(sizes)} must be parts of all edges, such as (0.01, 0.1, 1).")
+        raise InputError(f"sizes={shown(sizes)} must be fractions of all edges, such as (0.01, 0.1, 1).")
     shares = sorted({checked_number("sizes", one, above=0.0, below=1.0, up_to=True) for one in listed})
     checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
     if edges.graph != graph:
-        raise InputError(f"The edges are of {describe_graph(edges.graph)}; this model has {describe_graph(graph)}.")
+        raise InputError(
+            f"The edges are from a model of {describe_graph(edges.graph)}; this model has {describe_graph(graph)}."
+        )
     if len(edges.chosen) < graph.n_edges:
         raise InputError(
-            f"The edges are {len(edges.chosen):,} of {graph.n_edges:,}: sizes are parts of all. Run hw.edges without "
-            "senders= and receivers=."
+            f"Only {len(edges.chosen):,} of {graph.n_edges:,} edges were measured, and sizes are fractions of all: run "
+            "hw.edges without senders= and receivers=."
         )
     checked_name("by", by, RANKED_BY)
     seed = checked_seed(seed)
@@ -384,7 +386,7 @@ def minimality(
 def _checked(circuit: object, sets: object, placebos: object, seed: object) -> tuple[Circuit, int, int, int]:
     circuit = checked_kind("circuit", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
     if not len(circuit):
-        raise InputError("The circuit has no edges: there is nothing to take out of it.")
+        raise InputError("The circuit has no edges: there is nothing to remove.")
     sets = checked_count("sets", sets, least=0, most=MOST)
     return circuit, sets, checked_count("placebos", placebos, least=0, most=MOST), checked_seed(seed)
 

@@ -141,7 +141,7 @@ def edges(
     by = checked_name("method", default_method(model) if method is None else method, METHODS)
     checked_name("through", through, THROUGH)
     if through != "direct" and by in ("eap", "eap-ig"):
-        raise InputError(f"method={by!r} has gradients of direct edges alone: use 'screened' with through='mlps'.")
+        raise InputError(f"method={by!r} estimates only direct edges: use 'screened' with through='mlps'.")
     hours = None if hours is None else checked_number("hours", hours, above=0.0)
     verify, steps = checked_count("verify", verify), checked_count("steps", steps, most=1000)
     seed = checked_seed(seed)
@@ -153,12 +153,12 @@ def edges(
     if by == "eap-ig" and source.inputs.kind in ("zero", "mean"):
         raise InputError(
             f"method='eap-ig' goes from the embeddings of one run to those of another, and values="
-            f"{source.inputs.kind!r} are of no run. Use 'exact', 'screened' or 'eap'."
+            f"{source.inputs.kind!r} come from no run. Use 'exact', 'screened' or 'eap'."
         )
     places = places_in(plan, over, positions)
     request = EdgeRequest(plan, source, graph, chosen, places, by, through, verify, steps, seed, quadrature)
     numbers = (5 if request.ranks_twice else 3) * 4 * int(np.prod(request.size))
-    what = f"What {len(chosen):,} edges of {len(plan.pair.base):,} pairs come to"
+    what = f"The table of {len(chosen):,} edges of {len(plan.pair.base):,} pairs"
     refuse_too_large(what, numbers, torch.device("cpu"), "Give fewer pairs, fewer senders= or receivers=.")
     _say_how_long(request, hours, progress)
     options = {
@@ -183,14 +183,14 @@ def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> 
     stage, sender = graph.stage[request.chosen], graph.sender[request.chosen]
     exact, runs, whole = runs_of(graph, stage) * len(request.places), 0.0, 0
     if method == "exact":
-        runs, advice = exact, "With method='screened', or fewer senders= or receivers=, it takes less time."
+        runs, advice = exact, "method='screened', or fewer senders= or receivers=, take less time."
     if method in ("sublayer", "screened"):
         # All senders pass through each later layer in which an edge ends.
         through = sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers)
         runs = through / graph.n_layers * len(request.places)
     if method == "screened":
         runs += exact * min(1.0, (request.verify + DRAWN) / n_edges)
-        advice = "With a smaller verify= it takes less time."
+        advice = "A smaller verify= takes less time."
     if method != "exact":
         what = f"Estimates of {what}"
         whole = 1 + len(request.shares) * (1 + len(plan.metrics))

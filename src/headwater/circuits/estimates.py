@@ -177,9 +177,9 @@ class Slopes:
             )
         if float(last.abs().max()) <= SMALLEST:
             raise InputError(
-                f"The gradient of {metric!r} is 0 in the run that is edited (example {self.runs.example}), so that all "
-                "estimates would be. KL divergence from the run itself is at its least there, and a difference of a "
-                "token from itself is 0 everywhere. Use method='exact', or hw.logit_difference(...) of two tokens."
+                f"The gradient of {metric!r} is 0 in the edited run (example {self.runs.example}), so all estimates "
+                "would be. KL divergence from the run itself has its minimum there, and the difference of a token from "
+                "itself is 0 everywhere. Use method='exact', or hw.logit_difference(...) of two tokens."
             )
         return slopes
 

@@ -212,9 +212,7 @@ def refuse_heads_that_meet(rows: EdgeRows) -> None:
     for layer in range(rows.n_layers):
         receivers = Receivers(rows, layer)
         if not are_near([(receivers.attended(receivers.z[None])[0], rows.base("attn_out", layer))]):
-            raise ModelError(
-                f"Attention of layer {layer} of {model.name} adds something else than z W_O: no edges there."
-            )
+            raise ModelError(f"Attention of layer {layer} of {model.name} does not add z W_O alone: no edges there.")
         projected = receivers.projected(receivers.entering[None])
         for kind in KINDS:
             heads, n = projected[kind].clone(), projected[kind].shape[2]

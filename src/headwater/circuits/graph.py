@@ -187,7 +187,7 @@ class Graph:
         """Return the index of the edge with a name such as "head 9.9 -> q 10.7"."""
         edges = self.edges_named(name)
         if len(edges) != 1:
-            raise InputError(f"{shown(name)} names {len(edges)} edges, {self.name(edges[0])} among them: name one.")
+            raise InputError(f"{shown(name)} names {len(edges)} edges, such as {self.name(edges[0])}: name one.")
         return int(edges[0])
 
     def edges_named(self, name: Any) -> Indices:
@@ -256,7 +256,7 @@ class Graph:
 
     def refuse_order(self, sender: str, receiver: str) -> NoReturn:
         """Refuse a sender that comes after its receiver."""
-        order = "heads and MLP of a layer read what is before it" if self.parallel else "heads feed their own MLP"
+        order = "heads and MLP of a layer read the same input" if self.parallel else "heads feed their own MLP"
         raise InputError(
             f"{sender} cannot feed {receiver}: a sender must come before its receiver ({order}, heads of one layer do "
             "not feed each other)."

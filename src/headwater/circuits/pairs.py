@@ -95,7 +95,7 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
                     raise InputError(
                         f"The role {role!r} is tokens {list(span.base)} of one prompt of pair {i} and "
                         f"{list(span.other)} of the other. What senders add is exchanged position by position: give "
-                        f"pairs in which roles are at the same positions.\n{both}"
+                        f"pairs in which roles have the same positions.\n{both}"
                     )
         return Places(tuple(tuple(s.base for s in spans.values()) for spans in by_role), tuple(where), chosen=True)
     chosen: list[tuple[int, ...] | None] = [None] * len(plan.pair.base)

@@ -62,8 +62,8 @@ def ends_named(graph: Graph, nodes: Nodes, option: str, value: object) -> dict[s
             continue
         if len(indices) > 1 and "logits" in nodes.kinds and len(nodes) - 1 in indices:
             raise InputError(
-                f"The receivers {shown(name)} hold the logits with others. The logits read all that others change: "
-                "take them by themselves."
+                f"The receivers {shown(name)} combine the logits with others. The logits read all that others change: "
+                "patch them separately."
             )
         ends[name] = indices
     return ends
@@ -75,7 +75,7 @@ def _several(nodes: Nodes, option: str, value: Any) -> list[tuple[str | None, li
         return [(None, list(nodes.kinds))]
     if isinstance(value, Mapping):
         if not value or not all(isinstance(name, str) and name for name in value):
-            raise InputError(f"{option}={shown(value)} does not map names to the nodes that are taken together.")
+            raise InputError(f"{option}={shown(value)} does not map names to the nodes to patch together.")
         return [(name, _listed(option, name, some)) for name, some in value.items()]
     if isinstance(value, str):
         return [(None, [value])]
@@ -171,13 +171,13 @@ class PathEffects(ByMetric, Result):
             n, where = int(row["examples"]), f" at {row['role']}" if "role" in rows else ""
             where = f" at position {row['position']}" if "position" in rows else where
             sentences.append(
-                f"Of {len(means):,} paths the largest effect on {metric.replace('_', ' ')} is {row['sender']} -> "
-                f"{row['receiver']}{where}: {with_interval(row['mean'], row['low'], row['high'])}, over {n} "
+                f"Of {len(means):,} paths, {row['sender']} -> {row['receiver']}{where} has the largest effect on "
+                f"{metric.replace('_', ' ')}: {with_interval(row['mean'], row['low'], row['high'])}, over {n} "
                 f"pair{'s' * (n != 1)}; {int((means > floor).sum()):,} exceed the rounding error ({floor:.1e})."
             )
         sentences += edited_run(self.run.options)
         sentences.append(f"Senders reach receivers {WAYS[self.through]}.")
-        sentences.append("Effects of paths that share a part count it more than once: they do not add up to a whole.")
+        sentences.append("Paths that share a part count it more than once, so effects do not add up to the total.")
         return sentences
 
     def matrix(self, metric: str | None = None) -> pd.DataFrame:
@@ -332,7 +332,7 @@ class PathRequest:
         # A row for each number; NaN means that there is no path.
         example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
         if not len(example):
-            raise InputError("No position that was named can change what is read.")
+            raise InputError("None of the positions= can change the positions that the metric reads.")
         names = list(self.senders), list(self.receivers), [metric.name for metric in self.plan.metrics]
         senders, receivers, metrics = (np.array(some, dtype=object) for some in names)
         columns: dict[str, Any] = {"example": example, "sender": senders[sender], "receiver": receivers[receiver]}

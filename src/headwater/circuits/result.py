@@ -192,7 +192,7 @@ class EdgeEffects(ByMetric, Result):
             edge = self.graph.name(int(self._edges(self._ranked(m)[:1])[0]))
             n, beyond = int(row["examples"]), int((np.abs(np.nan_to_num(means)) > floor).sum())
             sentence = (
-                f"Of {int((~np.isnan(means)).sum()):,} edges the largest {what} on {metric} is {edge}: "
+                f"Of {int((~np.isnan(means)).sum()):,} edges, {edge} has the largest {what} on {metric}: "
                 f"{with_interval(row['mean'], row['low'], row['high'])}, over {n} pair{'s' * (n != 1)}; "
                 f"{beyond:,} exceed the rounding error ({floor:.1e})."
             )
@@ -201,9 +201,7 @@ class EdgeEffects(ByMetric, Result):
         if not self.is_exact:
             sentences.append(f"These are estimates ({self.method}), not runs with the edge changed.")
         sentences += edited_run(self.run.options)
-        sentences.append(
-            "Effects of edges in series count the same path more than once: they do not add up to a whole."
-        )
+        sentences.append("Edges in series count the same path more than once, so effects do not add up to the total.")
         return sentences
 
     def circuit(self, n: int, *, by: RankName = "size", metric: str | None = None) -> Circuit:
@@ -225,7 +223,7 @@ class EdgeEffects(ByMetric, Result):
         m = self._metric(metric)
         if self.by_position or {"positions", "through"} & set(self.run.options):
             raise InputError(
-                "Edges of single positions, or through MLPs, make no circuit; run hw.edges without over='position', "
+                "Edges of single positions, or through MLPs, form no circuit; run hw.edges without over='position', "
                 "positions= or through='mlps'."
             )
         n = checked_count("n", n, most=len(self.chosen))
@@ -255,7 +253,7 @@ class EdgeEffects(ByMetric, Result):
         """
         checked_kind("exact", exact, EdgeEffects, "hw.edges(..., method='exact')")
         if not exact.is_exact:
-            raise InputError(f"exact= has estimates alone ({exact.method}): give what method='exact' found.")
+            raise InputError(f"exact= has only estimates ({exact.method}): give a result of method='exact'.")
         same = torch.equal(self.chosen, exact.chosen) and self.by_position == exact.by_position
         if not same or self.metrics != exact.metrics or self.sizes != exact.sizes:
             raise InputError("The two do not have the same edges and metrics: run both with the same options.")
@@ -381,9 +379,10 @@ class EdgeEffects(ByMetric, Result):
         hits, bar = int((drawn > ranked[0]).sum()), ranked[0]
         most = most_of_a_share(hits, len(drawn))
         on_the_rest = (
-            f"The {len(ranked):,} edges with the largest estimates on {metric} were computed exactly; the least has "
-            f"{bar:.3g}. Of {len(drawn):,} of the {rest:,} others, drawn at random, {hits} exceed it (the largest: "
-            f"{drawn.max():.3g}); at 95 % confidence at most {most:.1%} of the others ({int(most * rest):,} edges) do."
+            f"The {len(ranked):,} edges with the largest estimates on {metric} were computed exactly; their smallest "
+            f"effect is {bar:.3g}. Of {len(drawn):,} of the {rest:,} others, drawn at random, {hits} exceed it "
+            f"(largest: {drawn.max():.3g}); at 95 % confidence, at most {most:.1%} of the others ({int(most * rest):,} "
+            "edges) do."
         )
         count, _, ranks, _, _ = _compared(estimates, exact)
         best = int(np.nanargmax(np.abs(exact)))
@@ -392,7 +391,7 @@ class EdgeEffects(ByMetric, Result):
         edge = self.graph.name(int(self._edges(np.array([best]))[0]))
         on_estimates = (
             f"For {count:,} exact edges, estimates and effects on {metric} have rank correlation {ranks:.2f}; the sign "
-            f"is wrong for {int(wrong):,} of those above 1 % of the largest. The strongest, {edge}, has effect "
+            f"is wrong for {int(wrong):,} of the effects above 1 % of the largest. The strongest, {edge}, has effect "
             f"{exact[best]:.3g}; its estimate is {estimates[best]:.3g}, rank {rank:,} of {len(estimates):,}."
         )
         return [sentence.replace("_", " ") for sentence in (on_estimates, on_the_rest)]

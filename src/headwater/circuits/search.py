@@ -247,34 +247,36 @@ class CircuitSearch(Result):
         """Return what remains, its faithfulness beside random circuits, and what was not tried."""
         row, options = whole_summary(self).to_dict("records")[0], self.run.options
         metric = str(row["metric"]).replace("_", " ")
-        rule = "the answer loses" if options["by"] == "signed" else "the metric changes by"
+        size = f"{options['threshold']:g}"
+        change = f"cost the answer {size} of {metric}" if options["by"] == "signed" else f"changed {metric} by {size}"
         sentences = []
         if row["not_tried"]:
             sentences.append(
-                f"This is not a circuit yet: {row['not_tried']:,} of {len(self.table):,} edges were not tried, as "
+                f"This is not a circuit yet: {row['not_tried']:,} of {len(self.table):,} edges were not tried, because "
                 f"the budget of {options['budget']:,} was spent, and stay in. Give a larger budget=, or a smaller "
                 "start=: hw.edges(...).circuit(n)."
             )
         if row["left_out"]:
             begun, first = len(self.table) - row["left_out"], self.faithfulness_at_first
-            which = "given" if options["start"] else "strongest in the whole model, as hw.edges screens them"
+            which = "given" if options["start"] else "strongest in the whole model, screened by hw.edges"
             sentences.append(
-                f"The search began from {begun:,} edges ({which}), which alone have faithfulness {first:.2f}; the "
-                f"other {row['left_out']:,} were left out at once."
+                f"The search started from {begun:,} edges ({which}), with faithfulness {first:.2f}; the other "
+                f"{row['left_out']:,} were left out from the start."
             )
         runs = f"{row['runs']:,} run{'s' * (row['runs'] != 1)}"
         sentences += [
-            f"{row['edges']:,} of {len(self.table):,} edges are left ({row['edges_on_a_path']:,} on a path); {rule} "
-            f"{options['threshold']:g} of {metric} or more without any of them in what was left when it was tried. "
-            f"{row['removed']:,} were taken out and {row['nowhere']:,} led nowhere, in {runs} of a pair.",
-            f"Alone the circuit has faithfulness {with_interval(row['faithfulness'], row['low'], row['high'])} over "
+            f"{row['edges']:,} of {len(self.table):,} edges are left ({row['edges_on_a_path']:,} on a path); removing "
+            f"any of them when it was tried {change} or more. {row['removed']:,} were removed and "
+            f"{row['nowhere']:,} led nowhere (on no path), in {runs} of a pair.",
+            f"The circuit alone has faithfulness {with_interval(row['faithfulness'], row['low'], row['high'])} over "
             f"{row['examples']} pair{'s' * (row['examples'] != 1)}{beside_placebos(row)}.",
         ]
         if not row["faithfulness"] >= ENOUGH:
             advice = "a smaller threshold= or a larger budget=" if row["left_out"] else "a smaller threshold="
-            sentences.append(f"This is not a circuit: it does less than half of what all edges do. Give {advice}.")
+            sentences.append(f"This is not a circuit: it has less than half of the effect of all edges. Give {advice}.")
         sentences.append(
-            "Another order leaves another circuit. It was chosen on these pairs: see Circuit.claim for others."
+            "Another order of edges leaves another circuit. This one was chosen on these pairs: test it on others with "
+            "Circuit.claim."
         )
         return sentences
 

@@ -73,24 +73,24 @@ class HeadAblation(Result):
         n_heads = len(self.heads)
         untouched, without = rows["relation", "none", 0], rows["relation", "relation heads", n_heads]
         sentences = [
-            f"{self.relation}: accuracy {untouched['accuracy']:.0%}, and {without['accuracy']:.0%} without its "
-            f"{n_heads} head{'s' * (n_heads != 1)}; the logit difference is {untouched['logit_difference']:.2f} before "
-            f"and {without['logit_difference']:.2f} after.",
+            f"{self.relation}: ablating its {n_heads} head{'s' * (n_heads != 1)} changes the accuracy from "
+            f"{untouched['accuracy']:.0%} to {without['accuracy']:.0%} and the logit difference from "
+            f"{untouched['logit_difference']:.2f} to {without['logit_difference']:.2f}.",
         ]
         if (random := rows.get(("relation", "random heads", n_heads))) is None:
-            sentences.append("These layers have no other heads to ablate: there is no random control.")
+            sentences.append("There is no random control, because these layers have no other heads to ablate.")
         else:
             sentences.append(
-                f"Without as many random heads of the same layers: accuracy {random['accuracy']:.0%}, logit "
+                f"Ablating as many random heads of the same layers gives accuracy {random['accuracy']:.0%} and logit "
                 f"difference {random['logit_difference']:.2f} (means over draws)."
             )
         if (control := rows.get(("control", "relation heads", n_heads))) is None:
             sentences.append(
-                "No other relation serves as a control: it is unknown whether the loss is specific to this relation."
+                "No other relation serves as a control, so it is unknown whether the loss is specific to this relation."
             )
         else:
             sentences.append(
-                "On control relations the same removal takes the accuracy from "
+                "On control relations, ablating the same heads changes the accuracy from "
                 f"{rows['control', 'none', 0]['accuracy']:.0%} to {control['accuracy']:.0%} (means)."
             )
         return sentences

@@ -109,32 +109,30 @@ class AttentionBehaviour(Result):
         sentences = []
         for on, part in whole_summary(self).groupby("on", sort=False):
             called = [row for row in each_row(part) if row["heads"]]
-            named = ", ".join(f"{row['heads']} by {words(row['behaviour'])}{self._heads_by(on, row)}" for row in called)
-            sentences.append(
-                f"{_where(on)}, heads are called {named}." if named else f"{_where(on)}, no head is called."
-            )
+            named = ", ".join(f"{row['heads']} {words(row['behaviour'])}{self._heads_by(on, row)}" for row in called)
+            sentences.append(f"{_where(on)}, heads classified by behaviour: {named or 'none'}.")
             called = [row for row in called if row["behaviour"] != RESTING]
             if called:
                 best = max(called, key=lambda row: row["excess"])
                 sentences.append(
-                    f"The strongest there is head {best['head']} of layer {best['layer']}: {best['score']:.0%} of its "
+                    f"The strongest is head {best['head']} of layer {best['layer']}: {best['score']:.0%} of its "
                     f"attention is on {BEHAVIOURS[best['behaviour']].says if best['behaviour'] in BEHAVIOURS else 'it'}"
-                    f", where as many keys at random would get {best['expected']:.0%}."
+                    f", compared with {best['expected']:.0%} on as many random keys."
                 )
         unseen = self.table[self.table["score"].isna()].groupby("on", sort=False)["behaviour"].unique()
         sentences += [
             f"{_where(on)}, {', '.join(map(words, names))} cannot be measured." for on, names in unseen.items()
         ]
         if (self.table["sequences"] == 1).any():
-            sentences.append("A single sequence has no interval and no p-value, so no behaviour is called on it.")
+            sentences.append("A single sequence has no interval and no p-value, so no head is classified there.")
         if self.heads["copying"].notna().any():
             above = int((self.heads["copying"] > self.heads["copying_high"]).sum())
             below = int((self.heads["copying"] < self.heads["copying_low"]).sum())
             sentences.append(
-                f"By the eigenvalues of their OV circuits {above} of {len(self.heads)} heads copy what they read, and "
-                f"{below} suppress it, beyond 95 % of random heads; of these one in forty does either."
+                f"By the eigenvalues of their OV circuits, {above} of {len(self.heads)} heads copy what they read and "
+                f"{below} suppress it (outside the central 95 % of random heads: by chance, 2.5 % for each)."
             )
-        return [*sentences, "A head that attends to something need not move anything from there."]
+        return [*sentences, "Attention to a position does not show that the head moves information from it."]
 
     def _heads_by(self, on: object, row: Mapping[str, Any]) -> str:
         """Name the heads that have a behaviour, the strongest first; resting heads are too many to name."""
@@ -253,7 +251,7 @@ def _copying(
         try:
             scores, bounds = copying_scores(weights_of(model), embedding, seed, bar, layers)
         except HeadwaterError as error:
-            raise ModelError(f"{error} With copying=False all the rest is computed.") from None
+            raise ModelError(f"{error} With copying=False the rest is computed.") from None
     by_head = [scores, *(side[:, None].expand_as(scores) for side in bounds.T)]
     return {name: values.flatten().numpy() for name, values in zip(names, by_head, strict=True)}
 

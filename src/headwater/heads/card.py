@@ -74,7 +74,7 @@ class HeadCard:
         heading = "Relations" if called <= AT_MOST else f"Relations, the first {AT_MOST} of {called}"
         tables = [(heading, self.relations.head(min(called, AT_MOST)))]
         if not called:
-            tables = [("Called for no relation; the nearest", self.relations.head(AT_LEAST))]
+            tables = [("No relation found; the closest", self.relations.head(AT_LEAST))]
         if self.behaviour is not None:
             tables.append(("Attends to", self.behaviour.drop(columns=["layer", "head"])))
         if self.writes is not None:
@@ -85,13 +85,13 @@ class HeadCard:
     def use(self) -> str:
         """Whether the running model uses the head, as text."""
         if "used" not in self.relations:
-            return "Whether the running model uses it was not measured: HeadMap.validate does."
+            return "Whether the running model uses it was not measured; HeadMap.validate measures it."
         called = self.relations[self.relations["says"].isin(list(SAYS.values()))]
         measured = called[called["used"].notna()]
         if called.empty:
-            return "It is called for no relation that the running model could use it for."
+            return "It implements or suppresses no relation, so there is no use to test."
         if measured.empty:
-            return "The running model was not tested on what it is called for, or answers none of it."
+            return "The running model was not tested on its relations, or answers none of their items."
         is_used = measured["used"].astype(bool)
         used = ", ".join(measured.loc[is_used, "relation"].map(plain_text))
         others = ", ".join(

@@ -132,19 +132,20 @@ def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
     sentences = []
     if counts["measured"]:
         sentences.append(
-            f"Of {counts['measured']} heads and relations ablated in the running model {counts['used']} are used: the "
-            f"answers change as they should, and more than without as many other heads of the layer (false-discovery "
-            f"rate {FALSE_DISCOVERY_RATE:.0%}). For the others it is not shown: `loss_high` is what each may cost."
+            f"Of {counts['measured']} head-relation pairs ablated in the running model, {counts['used']} are used: the "
+            "answers change in the expected direction, and more than when another head of the layer is ablated "
+            f"(false-discovery rate {FALSE_DISCOVERY_RATE:.0%}). For the others, use is not shown; the loss may be as "
+            "large as `loss_high`."
         )
     if counts["opposed"]:
-        sentences.append(f"The other way round it is for {', '.join(counts['opposed'])}.")
+        sentences.append(f"Ablation has the opposite effect for {', '.join(counts['opposed'])}.")
     if counts["unanswered"]:
         sentences.append(
             "Whether heads are used is unknown where the whole model answers no item: "
             f"{', '.join(counts['unanswered'])}. Give a template= that it understands."
         )
     if counts["not_asked"]:
-        sentences.append(f"{counts['not_asked']} more of the relations that have heads were not tested.")
+        sentences.append(f"Relations with heads that were not tested: {counts['not_asked']}.")
     return sentences
 
 
@@ -323,7 +324,7 @@ def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Gene
     """Draw one other head per head, from its layer, or from the nearest layer if that has too few."""
     free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
     if sum(map(len, free.values())) < len(heads):
-        raise InputError(f"{len(heads)} heads are to be matched, but the model has no {len(heads)} others: lower top=.")
+        raise InputError(f"{len(heads)} heads need {len(heads)} others as controls; the model has fewer: lower top=.")
     drawn_by_layer = {}
     for layer, count in Counter(layer for layer, _ in heads).items():
         drawn_by_layer[layer] = list(rng.permutation(free[layer])[:count])

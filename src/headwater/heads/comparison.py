@@ -138,14 +138,14 @@ class HeadComparison(Result):
             counts = ", ".join(f"{row[name]} {name}" for name in CHANGES)
             sentences.append(
                 f"From {first} to {model}: {before['heads']} heads classified before, {row['heads']} after; heads with "
-                f"a relation {counts} (false-discovery rate {FALSE_DISCOVERY_RATE:.0%})."
+                f"relations {counts} (false-discovery rate {FALSE_DISCOVERY_RATE:.0%})."
             )
             largest = self.changed[self.changed["model"] == model]
             if len(largest):
                 top = largest.iloc[0]
                 sentences.append(
-                    f"The largest change is of head {top['layer']}.{top['head']} on {top['relation']} ({top['sign']}): "
-                    f"an excess of {top['excess'] - top['difference']:.2f} before and {top['excess']:.2f} after."
+                    f"Head {top['layer']}.{top['head']} changes most, on {top['relation']} ({top['sign']}): its excess "
+                    f"is {top['excess'] - top['difference']:.2f} before and {top['excess']:.2f} after."
                 )
         return sentences + sentences_of_words(self.findings())
 
@@ -161,10 +161,10 @@ def sentences_of_words(findings: Mapping[str, Any]) -> list[str]:
     """Return sentences on whether the vocabularies differ, and which relations have too few shared pairs."""
     sentences, kind = [], findings["multi_token"]
     if findings["shared_words"] < findings["words"]:
-        on = "these" if kind is None else f"these, and on words of several tokens by one of them (multi_token={kind!r})"
+        on = "these" if kind is None else f"these, and on one token of each longer word (multi_token={kind!r})"
         sentences.append(
-            f"The vocabularies differ: of {findings['words']:,} words of the relations that some model has as single "
-            f"tokens, every model has {findings['shared_words']:,}, and the models are compared on {on}."
+            f"The vocabularies differ: of {findings['words']:,} relation words that are single tokens in some model, "
+            f"{findings['shared_words']:,} are in every model, and the models are compared on {on}."
         )
     if left_out := findings["left_out"]:
         are = "are single tokens" if kind is None else "can be scored"

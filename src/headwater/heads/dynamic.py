@@ -88,7 +88,7 @@ class DynamicScores(Result):
     def report(self) -> list[str]:
         """Report how well the heads' outputs in the running model agree with their parameters."""
         sentences = [
-            f"{row['sign']}, {row['context']} context: static and dynamic scores of heads correlate by "
+            f"{row['sign']}, {row['context']} context: heads' static and dynamic scores have correlation "
             f"{row['pearson']:.2f} (median of {row['relations']} relations, {row['lowest']:.2f} to "
             f"{row['highest']:.2f}); for {row['above_0']} of them the 95 % interval is above 0."
             for row in whole_summary(self).to_dict("records")
@@ -96,7 +96,7 @@ class DynamicScores(Result):
         unmeasured = int(self.correlations["pearson"].isna().sum())
         if unmeasured:
             sentences.append(
-                f"{unmeasured} of {len(self.correlations)} correlations have no value: there all heads score the same."
+                f"{unmeasured} of {len(self.correlations)} correlations are undefined: there all heads score the same."
             )
         return sentences
 

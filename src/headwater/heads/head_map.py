@@ -118,7 +118,7 @@ class HeadMap(Result):
         names = [checked_name("vary", name, VARIED) for name in one_or_several(vary)]
         weights, base, loaded = self._weights(model), self.run.options, load_relations(relations)
         if relations_digest(loaded) != base["relations"]:
-            raise InputError("relations= are not those of the map: give what classify_heads was given.")
+            raise InputError("relations= are not those of the map: give those that classify_heads was given.")
         most, readable = int(self.relations["k"].max()), self.embeddings.dropna()["embedding"]
         others: dict[str, list[Any]] = {
             "embedding": [kind for kind in (*readable, "layer0") if kind != base["embedding"]] if len(readable) else [],
@@ -237,7 +237,7 @@ class HeadMap(Result):
             template = {checked_name("template", name, list(tokenized)): text for name, text in template.items()}
         elif not isinstance(template, str):
             raise InputError(
-                f"template={shown(template)} is neither a text with {{source}} nor a mapping of relations to such."
+                f"template={shown(template)} is neither a text with {{source}} nor a mapping of relations to texts."
             )
         shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
         asking: dict[str, Any] = {"template": template, "shots": shots, "draws": checked_repeats("draws", draws)}
@@ -396,8 +396,8 @@ def relations_of(
     lacking = [name for name in used["relation"] if name not in by_name or not by_name[name].targets]
     if lacking and (kind := head_map.run.options["multi_token"]) is not None and lacking[0] in by_name:
         raise InputError(
-            f"The map's relation {lacking[0]!r} has no items of single tokens, only those that multi_token={kind!r} "
-            "scored by one token of several; a running model is asked for single tokens."
+            f"The map's relation {lacking[0]!r} has no single-token items, only those that multi_token={kind!r} "
+            "scored by one token of several; a running model is tested on single tokens."
         )
     if lacking:
         raise InputError(f"No items of the map's relation {lacking[0]!r}: give the relations= that classify_heads got.")
@@ -427,7 +427,7 @@ def sentences_of(findings: Mapping[str, Any]) -> list[str]:
         sentences.append(f"The highest score of any head is {best['best_score']:.0%}: {where}.")
     if several := [name for name, count in findings["in_category"].items() if count > labels.get(name, 0)]:
         counts = ", ".join(f"{findings['in_category'][name]} {name}" for name in several)
-        sentences.append(f"Counting heads of several categories in each: {counts}.")
+        sentences.append(f"With heads of several categories counted in each: {counts}.")
     if vetoed := sum(row["copying"] for row in findings["relations"]):
         sentences.append(
             f"{vetoed} more pairs of a head and a relation reach the threshold but are rejected as copying: the head "
@@ -442,5 +442,5 @@ def sentences_of(findings: Mapping[str, Any]) -> list[str]:
     if missing := [row["relation"] for row in findings["relations"] if not row["heads"]]:
         sentences.append(f"No head was found for: {', '.join(missing)}.")
     if findings["left_out"]:
-        sentences.append(f"Too few pairs of single tokens to be scored: {', '.join(findings['left_out'])}.")
+        sentences.append(f"Too few single-token pairs to score: {', '.join(findings['left_out'])}.")
     return sentences + (sentences_of_use(findings["use"]) if "use" in findings else [])

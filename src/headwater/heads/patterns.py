@@ -311,13 +311,13 @@ def _successor(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query k
 
 BEHAVIOURS: Registry[str, Behaviour] = Registry("behaviour of attention")
 """The behaviours by name, in the order of tables and legends."""
-BEHAVIOURS.add("current_token", Behaviour("their own position", _current, *SETS[4]))
+BEHAVIOURS.add("current_token", Behaviour("the query's own position", _current, *SETS[4]))
 BEHAVIOURS.add("first_token", Behaviour("the first position", _first, *SETS[5]))
 BEHAVIOURS.add("previous_token", Behaviour("the position before", _previous, *SETS[0]))
 BEHAVIOURS.add("delimiter", Behaviour("earlier punctuation and line breaks", _delimiter, *SETS[3]))
 BEHAVIOURS.add("duplicate_token", Behaviour("earlier positions with the same token", _duplicate, *SETS[2]))
-BEHAVIOURS.add("induction", Behaviour("what followed earlier positions with the same token", _induction, *SETS[1]))
-BEHAVIOURS.add("successor", Behaviour("earlier tokens that follow theirs in a series", _successor, INK, "*"))
+BEHAVIOURS.add("induction", Behaviour("the tokens after earlier positions with the same token", _induction, *SETS[1]))
+BEHAVIOURS.add("successor", Behaviour("earlier tokens that come next in a series", _successor, INK, "*"))
 
 
 def attended_keys(
@@ -374,7 +374,7 @@ def repeated_tokens(
     ordinary = kinds.ordinary.nonzero()[:, 0]
     length = min(length, len(ordinary), (model.shape.n_ctx - len(model.bos)) // 2)
     if length < 2:
-        raise InputError(f"{model.name} has too small a vocabulary or context to say a sequence of tokens twice.")
+        raise InputError(f"{model.name} has too small a vocabulary or context to repeat a sequence of tokens.")
     generator = torch.Generator().manual_seed(seed)
     # Distinct tokens, because a chance repeat within the sequence would add induction keys.
     once = torch.stack([_drawn(ordinary, kinds, length, generator) for _ in range(sequences)])
@@ -481,8 +481,8 @@ def _read_and_written(weights: WeightSource, kind: str) -> Float[Tensor, "d_mode
     U = weights.unembedding()
     if U.shape[1] != weights.shape.d_vocab:
         raise ModelError(
-            f"{weights.name} reads {weights.shape.d_vocab:,} tokens and answers in {U.shape[1]:,} others: from token "
-            "to token it has no eigenvalues."
+            f"{weights.name} reads {weights.shape.d_vocab:,} tokens and answers in {U.shape[1]:,} others: a map "
+            "between different vocabularies has no eigenvalues."
         )
     tokens = torch.arange(weights.shape.d_vocab, device=U.device)
     whole = torch.zeros(len(U), weights.shape.d_model, dtype=torch.double, device=U.device)

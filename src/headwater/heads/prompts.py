@@ -63,7 +63,8 @@ def source_prompts(
     used = {place for *_, place in kept}
     if lacking := [template for place, template in enumerate(templates) if place not in used]:
         raise InputError(
-            f"In no prompt of {lacking[0]!r} is the source one token of {tokens.relation.name}: put a space before it."
+            f"In no prompt of {lacking[0]!r} is the source a single token ({tokens.relation.name}): "
+            "put a space before it."
         )
     row, source, items, places = torch.tensor(kept).T
     return SourcePrompts(Batch(batch.tokens[row], batch.mask[row]), source, items, places)
@@ -73,7 +74,7 @@ def checked_templates(templates: str | Sequence[str]) -> list[str]:
     """Return one template or several as a list."""
     checked = one_or_several(templates)
     if not checked:
-        raise InputError("No templates were given: sentences with {source} in them.")
+        raise InputError("No templates were given; give sentences with {source} in them.")
     for template in checked:
         if not isinstance(template, str) or template.count("{source}") != 1 or not is_unicode(template):
             raise InputError(f"The template {shown(template)} must hold {{source}} once.")
@@ -99,7 +100,7 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
     for item, (source, _) in enumerate(words):
         wrong = sorted(every - set(tokens.targets[item]))
         if not wrong:
-            raise InputError(f"Every item of {tokens.relation.name} accepts the same targets: nothing to tell apart.")
+            raise InputError(f"Every item of {tokens.relation.name} accepts the same targets: none is wrong.")
         others = [other for other in range(len(words)) if other != item]
         chosen = generator.choice(others, size=min(shots, len(others)), replace=False)
         # replace, not format, because a template may contain other braces.

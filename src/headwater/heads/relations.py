@@ -157,7 +157,7 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
         loaded, where = _read_relations(checked_path("relations", relations)), relations
     elif is_one(relations):
         raise InputError(
-            f"relations={shown(relations)} is not a folder, file or name of a relation, nor several of these."
+            f"relations={shown(relations)} is not a folder, file or name of a relation, nor a list of these."
         )
     elif is_pairs(parts := list(relations)):
         return (_named("own", parts),)
@@ -169,7 +169,7 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
     for name, times in Counter(relation.name for relation in loaded).items():
         if times > 1:
             counted = f"{where} holds {times} relations" if where else f"{times} relations are"
-            raise InputError(f"{counted} named {name!r}: a name may come once. Rename or remove one.")
+            raise InputError(f"{counted} named {name!r}: names must be unique. Rename or remove one.")
     return loaded
 
 
@@ -217,7 +217,7 @@ def _of_table(name: str, rows: NumberedRows, where: str) -> Relation:
         raise InputError(f"{where} holds no pairs: a relation has columns source and target, with a row per pair.")
     if len(categories) > 1:
         named = ", ".join(map(str, categories))
-        raise InputError(f"{where} has several categories ({named}): a relation is of one. Make a relation of each.")
+        raise InputError(f"{where} has several categories ({named}): a relation has one. Make a relation for each.")
     return _merged(name, pairs, next(iter(categories)))
 
 
@@ -301,7 +301,7 @@ def _read_pairs(document: JsonDocument, start: int, rows: object, *, unique_sour
         source, targets = row
         if first.setdefault(source, index) < index and unique_sources:
             line = document.line(document.element(start, first[source]))
-            what = f"source {source!r} comes again (first in line {line}): put its targets in one row"
+            what = f"source {source!r} is repeated (first in line {line}): put its targets in one row"
             raise document.error(document.element(start, index), what)
         yield source, tuple(targets) if isinstance(targets, list) else (targets,)
 
@@ -349,8 +349,8 @@ def _shown(value: object) -> str:
 MIN_PAIRS = 30
 MultiTokenName: TypeAlias = Literal["first", "distinguishing"]
 MULTI_TOKEN = (None, *get_args(MultiTokenName))
-REPEATED = "says again, token for token, what an earlier pair says"
-OWN_TARGET = "its target is the token of its source"
+REPEATED = "repeats an earlier pair, token for token"
+OWN_TARGET = "its target is the same token as its source"
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,7 +385,7 @@ class TokenRelation:
         if repeated:
             notes.append(f"{repeated} repeated pair{'s' * (repeated > 1)} merged")
         if own:
-            notes.append(f"{own} pair{'s' * (own > 1)} left out whose target is the token of its source")
+            notes.append(f"{own} pair{'s' * (own > 1)} left out whose target is the same token as its source")
         return "; ".join(notes)
 
 
@@ -403,7 +403,7 @@ def tokenize_relations(
     `same_words` keeps pairs of a word with itself also outside copying relations, as the published rule does.
     """
     if not isinstance(multi_token, str | None) or multi_token not in MULTI_TOKEN:
-        raise InputError(f'multi_token={shown(multi_token)} is not known: it is None, "first" or "distinguishing".')
+        raise InputError(f'multi_token={shown(multi_token)} is not known: give None, "first" or "distinguishing".')
     relations = tuple(relations)
     pairs = [pair for relation in relations for pair in relation.pairs]
     words = sorted({word for source, targets in pairs for word in (source, *targets)})
@@ -438,7 +438,7 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     """
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise ModelError(
-            f"Relations are words, and tokenizer={shown(tokenizer)} is not a tokenizer: load the model with its own."
+            f"Relations are words, and tokenizer={shown(tokenizer)} is not a tokenizer: load the model with one."
         )
     if not words:
         return []
@@ -503,7 +503,7 @@ def _targets(
         if not tokens[word]:
             return {}, f"{word!r} is not in the vocabulary"
         if len(source_ids) == 1 and holders is not None:
-            return {}, f"no token of {word!r} tells it from the other targets"
+            return {}, f"no token of {word!r} distinguishes it from the other targets"
         return {}, f"{word!r} is {len(tokens[word])} tokens"
     by_token: dict[int, str] = {}
     for target, token in one_token.items():

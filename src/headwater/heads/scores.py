@@ -400,7 +400,7 @@ class LayerScorer:
         if nothing := int((x == 0).all(-1).sum()):
             raise InputError(
                 f"{self.weights.name}: the {kind!r} embedding of {nothing} of {len(x)} sources is zero, "
-                'so every token would tie. A model without MLPs is read with embedding="raw".'
+                'so every token would tie. For a model without MLPs give embedding="raw".'
             )
         return x
 

@@ -92,18 +92,18 @@ def sentences_of_embedding(embedding: str, agreement: pd.DataFrame) -> list[str]
     """Return sentences on the embedding of heads from layer 1 on, and its agreement with the first block's output."""
     by_name = dict(agreement.dropna().set_index("embedding")["agreement"].astype(float))
     if embedding == "layer0":
-        return ["Heads from layer 1 on read what the first block writes for [BOS, token] (embedding='layer0')."]
+        return ["Heads from layer 1 on read the first block's output for [BOS, token] (embedding='layer0')."]
     if embedding not in by_name:
-        return [f"How well embedding={embedding!r} agrees with what the first block writes cannot be computed here."]
+        return [f"The agreement of embedding={embedding!r} with the first block's output cannot be computed here."]
     others = ", ".join(f"{kind!r} {value:.2f}" for kind, value in by_name.items() if kind != embedding)
     sentences = [
-        f"Heads from layer 1 on read embedding={embedding!r}: mean cosine {by_name[embedding]:.2f} to what the first "
-        f"block writes for the relations' sources ({others})."
+        f"Heads from layer 1 on read embedding={embedding!r}, whose mean cosine to the first block's output for the "
+        f"relations' sources is {by_name[embedding]:.2f} ({others})."
     ]
     if by_name[embedding] < LOW:
         sentences.append(
-            f"That is low (below {LOW}): what these heads read in a text may be something else, and scores may miss "
-            "what they do there."
+            f"That is low (below {LOW}): in a text these heads may read something else, which their scores do not "
+            "describe."
         )
     return sentences
 
@@ -142,8 +142,8 @@ class Sensitivity(Result):
             )
         own, *others = (row for _, row in self.at_own_threshold.iterrows())
         sentences += [
-            f"With {row['setting']}, else as mapped: {row['heads']} heads, {row['kept']} of them among the map's "
-            f"{own['heads']} with a category in common."
+            f"With {row['setting']}, otherwise as mapped: {row['heads']} heads, {row['kept']} of them in a category in "
+            f"common with the map's {own['heads']}."
             for row in others
         ]
         return sentences
@@ -219,13 +219,13 @@ def scored_relations(
     ks = [hits_of(relation, weights, k) for relation in relations]
     usable = [(tokens, k) for tokens, k in zip(tokenized, ks, strict=True) if tokens.usable]
     if not tokenized:
-        raise InputError("No relations were given: give a folder of relations, or none for headwater's own suite.")
+        raise InputError("No relations were given: give a folder of relations, or None for headwater's suite.")
     if not usable:
         best = max(tokenized, key=lambda relation: len(relation.targets))
         raise InputError(
-            f"None of the {len(tokenized)} relations keeps {MIN_PAIRS} pairs of single tokens with the tokenizer of "
+            f"None of the {len(tokenized)} relations keeps {MIN_PAIRS} single-token pairs with the tokenizer of "
             f"{weights.name}; the most is {len(best.targets)} of {len(best.relation.pairs)} ({best.relation.name}). "
-            "Give relations between words that are one token there; `headwater relations MODEL` lists what survives."
+            "Give relations between words that are single tokens; `headwater relations MODEL` lists what survives."
         )
     return list(tokenized), ks, usable
 

@@ -79,10 +79,10 @@ class Composition(Result):
             row = max(each_row(part), key=lambda one: one["z"])
             above = float((part["z"] > 3).mean())
             sentences.append(
-                f"By their {LONG[str(kind)]}: head {row['reader_head']} of layer {row['reader_layer']} reads head "
-                f"{row['writer_head']} of layer {row['writer_layer']} most for chance, with a score of "
-                f"{row['score']:.3f} where {row['expected']:.3f} is expected; of {len(part):,} pairs {above:.0%} are "
-                "more than three standard deviations above it."
+                f"Through its {LONG[str(kind)]}, head {row['reader_head']} of layer {row['reader_layer']} reads head "
+                f"{row['writer_head']} of layer {row['writer_layer']} most strongly relative to chance (score "
+                f"{row['score']:.3f}, expected {row['expected']:.3f}); {above:.0%} of {len(part):,} pairs are more "
+                "than three standard deviations above chance."
             )
         return [
             *sentences,
@@ -152,7 +152,7 @@ def composition_scores(
                 writers.append(_side(factors.expand_kv(factors.W_V * gain), factors.W_O))
                 bar.update()
         if n_layers < 2:
-            raise InputError("A model of one layer has no head after another: there is nothing to compose.")
+            raise InputError("A model of one layer has no later head that could read an earlier one.")
         every = [part for of_kind in parts.values() for part in of_kind]
         table = pd.DataFrame({name: np.concatenate([part[name] for part in every]) for name in every[0]})
         return Composition(table, run.record)
@@ -262,13 +262,13 @@ class SingularVectors(Result):
         share, random = self.values.iloc[0][["share", "random_share"]]
         sentences = [
             f"The strongest direction of the {str(first['circuit']).upper()} circuit of head {first['head']} in layer "
-            f"{first['layer']} is {share:.0%} of it; of random factors it would be {random:.0%}."
+            f"{first['layer']} makes up {share:.0%} of it, compared with {random:.0%} for random factors."
         ]
         for sign in SIGNS:
             of = self.table[(self.table["vector"] == 1) & (self.table["sign"] == sign)]
             listed = [", ".join(repr(one) for one in of.loc[of["side"] == side, "token"].head(4)) for side in sides]
             sentences.append(f"Along it ({sign}): {sides[0]} {listed[0]}; {sides[1]} {listed[1]}.")
-        return [*sentences, "Tokens with large products are those that lie along it most, not all that it is used for."]
+        return [*sentences, "These tokens lie along it most; the direction may be used for others too."]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Plot the share of each singular value, with that of random factors, and the tokens of the first vectors."""

@@ -113,20 +113,20 @@ class DirectAttribution(Result):
         parts = whole_summary(self).sort_values("mean", ascending=False)
         total, examples = self.totals["logit_difference"].mean(), len(self.totals)
         sentences = [
-            f"The logit difference is {total:.2f} on average over {examples} prompt{'s' * (examples > 1)}: the sum of "
-            f"what {len(parts)} parts write."
+            f"The logit difference is {total:.2f} on average over {examples} prompt{'s' * (examples > 1)}, "
+            f"the sum of the direct contributions of {len(parts)} parts."
         ]
         for row, what, sign in ((parts.iloc[0], "correct", 1), (parts.iloc[-1], "wrong", -1)):
             if not sign * row["mean"] > 0:
-                sentences.append(f"No part writes for the {what} token on average.")
+                sentences.append(f"No part contributes to the {what} token on average.")
                 continue
             part = f"Head {row['head']}" if pd.notna(row["head"]) else PARTS[row["component"]]
             part += f" of layer {row['layer']}" if pd.notna(row["layer"]) else ""
             size = with_interval(row["mean"], row["low"], row["high"])
-            sentences.append(f"{part} writes most for the {what} token: {size} logits.")
+            sentences.append(f"{part} contributes most to the {what} token: {size} logits.")
         if examples < 2:
-            sentences.append("One prompt has no intervals, and says nothing of others.")
-        return [*sentences, "These are direct effects: what a part does through later parts is counted with those."]
+            sentences.append("One prompt has no intervals, and other prompts may differ.")
+        return [*sentences, "These are direct effects: what a part does through later parts counts as theirs."]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the mean contribution of every head and MLP as a map, or of layers or components as bars."""
@@ -428,10 +428,10 @@ class Contributions:
         if wrong:
             example = [i for i in examples for _ in self.where[i]][wrong[0]]
             raise NumericsError(
-                f"The contributions of example {example} sum to {float(sums[wrong[0]]):.4g}, its logit difference is "
-                f"{float(total[wrong[0]]):.4g}: {self.model.shape.architecture} adds something to its residual stream "
-                "that is neither embedding, head, MLP nor bias, a hook edits it on the way, or the weights are not "
-                "those that it computes with."
+                f"The contributions of example {example} sum to {float(sums[wrong[0]]):.4g}, but its logit difference "
+                f"is {float(total[wrong[0]]):.4g}: {self.model.shape.architecture} adds something to its residual "
+                "stream that is neither embedding, head, MLP nor bias, a hook edits it on the way, or the weights are "
+                "not those that it computes with."
             )
 
 

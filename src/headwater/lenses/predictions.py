@@ -98,26 +98,25 @@ class LayerPredictions(Result):
         """Return the layer from which the last layer's choice is visible, and the KL divergence of the first layer."""
         layers = whole_summary(self)
         examples, places = self.table["example"].nunique(), int(layers["places"].iloc[-1])
-        sentences = [f"Read: {places} position{'s' * (places != 1)} of {examples} prompt{'s' * (examples != 1)}."]
+        sentences = [f"Decoded: {places} position{'s' * (places != 1)} of {examples} prompt{'s' * (examples != 1)}."]
         differs = layers.loc[layers["agrees"] < 0.5, "layer"]
         since = layers.loc[layers["layer"] > (differs.max() if len(differs) else -1)].iloc[0]
         sentences.append(
-            f"From layer {since['layer']:.0f} on the top token is the last layer's at half of the positions or more "
-            f"({since['agrees']:.0%} there)."
+            f"From layer {since['layer']:.0f} on, the top token agrees with the last layer's at half of the positions "
+            f"or more ({since['agrees']:.0%} at layer {since['layer']:.0f})."
         )
         first = layers.iloc[0]
         far = with_interval(first["kl"], first["low"], first["high"])
-        sentences.append(f"Layer {first['layer']:.0f} is {far} nats from the last.")
+        sentences.append(f"The KL divergence of layer {first['layer']:.0f} from the last layer is {far} nats.")
         row = layers.iloc[-1]
         if np.isfinite(row["first"]):
             ranked = int(self.table.query("top == 1").groupby("layer")["rank"].count().iloc[-1])
             sentences.append(
-                f"At the last layer the ranked token (answer=, or else the text's next token) is the first choice "
-                f"at {row['first']:.0%} of {ranked} positions, and its median rank is {row['rank']:.0f}."
+                f"At the last layer, the ranked token (answer=, or else the text's next token) is the top token at "
+                f"{row['first']:.0%} of {ranked} positions, and its median rank is {row['rank']:.0f}."
             )
         sentences.append(
-            "A layer's reading is what the final norm and the unembedding decode from it, not what the model does with "
-            "it."
+            "A lens shows what the final norm and the unembedding decode from a layer, not what the model does with it."
         )
         return sentences
 
@@ -213,8 +212,8 @@ def _targets(
     targets = [torch.tensor([after[place] for place in places]) for after, places in zip(following, where, strict=True)]
     if model.looks_ahead and any(bool((ids != NONE).any()) for ids in targets):
         warnings.warn(
-            f"The attention of {model.name} reads later tokens: at all positions but the last it has seen the token "
-            "whose rank is given. Give answer= or positions='last'.",
+            f"The attention of {model.name} reads later tokens: at all positions but the last it has already seen the "
+            "token whose rank is given. Give answer= or positions='last'.",
             stacklevel=3,
         )
     return targets
@@ -399,7 +398,7 @@ def opened_lens(lens: Lens, n_layers: int) -> Lens:
     pairs: Any = lens.items() if isinstance(lens, Mapping) else ()
     for layer, pair in pairs:
         if isinstance(layer, bool) or not isinstance(layer, Integral):
-            raise InputError(f"A tuned lens has a translator for each layer, a whole number; found {shown(layer)}.")
+            raise InputError(f"A tuned lens maps layers, whole numbers, to translators; found {shown(layer)}.")
         if not (isinstance(pair, list | tuple) and [isinstance(part, Tensor) for part in pair] == [True, True]):
             raise InputError(f"The translator of layer {layer} must be a pair of tensors (A, b), found {shown(pair)}.")
     if not isinstance(lens, Path) and (not isinstance(lens, str) or lens == "logit"):

@@ -174,7 +174,7 @@ def patch(
     checked_name("method", method, METHODS)
     checked_name("engine", engine, list(ENGINES))
     if method == "attribution" and engine != "auto":
-        raise InputError(f"engine={engine!r} was given, but method='attribution' measures no cell: leave it out.")
+        raise InputError(f"engine={engine!r} was given, but method='attribution' has no engine: leave it out.")
     batch_size, seed, metrics = check_call(model, batch_size), checked_seed(seed), as_metrics(metric)
     if together is not None:
         options: dict[str, Any] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
@@ -182,11 +182,11 @@ def patch(
         options |= {"keys": None if is_all(keys) else keys}
         if given := [name for name, value in options.items() if value is not None]:
             raise InputError(
-                f"together= and {given[0]}= were both given: a node says its site, layer and place itself."
+                f"together= and {given[0]}= were both given: a node specifies its own site, layer and place."
             )
         if method != METHODS[0]:
             raise InputError(
-                f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up."
+                f"together= needs method='exact', not {method!r}: estimates of single nodes simply add up."
             )
         pair = read_prompt_pair(model, clean, corrupted, direction)
         nodes = read_nodes(model, together, pair.prompts)
@@ -200,7 +200,7 @@ def patch(
         options = {"together": [node.described() for node in nodes]}
         return run_sweep("patch", plan, options, engine=engine, seed=seed, progress=progress, out=out)
     if sites is None:
-        raise InputError("Nothing was requested: name sites=, or nodes that are patched at once as together=.")
+        raise InputError("Nothing was requested: give sites=, or together= for nodes to patch at once.")
 
     chosen_sites = sites_named(sites, model)
     spec = SweepSpec(model, chosen_sites, over, layers, positions, heads, keys, window, spans, from_layer)
@@ -213,7 +213,9 @@ def patch(
     replacement = build_replacement(model, values, dataset, pair, chosen_sites, seed, positions=positions)
     if spec.from_layer is not None and not replacement.takes_other_run:
         kind = replacement.inputs.kind
-        raise InputError(f"from_layer={shown(spec.from_layer)} was given, but values={kind!r} come from no layer.")
+        raise InputError(
+            f"from_layer={shown(spec.from_layer)} was given, but values={kind!r} do not come from a layer."
+        )
 
     steps = spec.steps(pair, edited, attended)
     if method == "exact":
@@ -270,9 +272,9 @@ def _refuse_too_many_features(model: HookedModel, sites: Sequence[Site], steps: 
             above = model.shape.n_layers - min(site.layers(model.shape))
             raise InputError(
                 f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
-                f"layers; at most {MOST_FEATURES:,} features are swept unless they are chosen. Choose them by number, "
-                "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
-                "forward and one backward for all."
+                f"layers; at most {MOST_FEATURES:,} features are swept unless you choose them. Choose them by number, "
+                "sites=features.only([...]), for instance the strongest by method='attribution', which takes one "
+                "forward and one backward pass for all."
             )
 
 
@@ -324,7 +326,9 @@ class SweepSpec:
             self.windows[site.name] = windows_of(window, self.axes[site.name])
             # Positions and keys by role have no order.
             if axis := next((axis for axis in named if axis in self.windows[site.name]), None):
-                raise InputError(f"A window of {axis}s needs {axis}s in a row; roles have none. Name a span as a role.")
+                raise InputError(
+                    f"A window of {axis}s needs consecutive {axis}s; roles have none. Name a span as a role."
+                )
 
     def steps(
         self,
@@ -352,7 +356,7 @@ class SweepSpec:
         at = seen_positions(site, prompt, sorted({p for span in spans.values() for p in span.base}))
         wanted, has = resolve_indices(self.layers, shape.n_layers, "layer"), site.layers(shape)
         if not (layers := tuple(layer for layer in wanted if layer in has)):
-            raise InputError(f"layers={shown(self.layers)}, but {site.name} is of layer {', '.join(map(str, has))}.")
+            raise InputError(f"layers={shown(self.layers)}, but {site.name} is in layer {', '.join(map(str, has))}.")
         indices: dict[str, Sequence[int]] = {
             "layer": site.among(layers, self.model, edited=True),
             "position": at,

@@ -174,7 +174,7 @@ class Function(_Changing):
             returned = f"{tuple(written.shape)} in {written.dtype} on {written.device}"
         raise InterventionError(
             f"{self._named} was given rows {tuple(kind[0])} in {kind[1]} on {kind[2]} at {rows.site} of layer "
-            f"{rows.layer} and returned {returned}; it must return rows like those it was given."
+            f"{rows.layer} and returned {returned}; it must return rows of the same kind."
         )
 
     def _refuse_if_rows_mix(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> None:
@@ -191,9 +191,9 @@ class Function(_Changing):
         size = single.nan_to_num().abs().max()
         if not torch.allclose(together, single, rtol=RTOL, atol=ATOL * max(1.0, float(size)), equal_nan=True):
             raise InterventionError(
-                f"{self._named} gives a row of {rows.site} in layer {rows.layer} another result beside another row "
-                "than alone. It must treat each row by itself (take means and the like with dim=-1) and draw nothing "
-                "at random, which hw.noise does."
+                f"{self._named} gives a row of {rows.site} in layer {rows.layer} a different result beside another row "
+                "than alone. It must treat each row separately (take means and the like over dim=-1) and draw no "
+                "random numbers (for noise use hw.noise)."
             )
 
 
@@ -216,7 +216,7 @@ class TensorReplacement(_Changing):
             if not any(_fits(self.tensor.shape, axes, sizes) for axes in listed):
                 known = " or ".join(f"({', '.join(f'{axis} {sizes[axis]}' for axis in axes)})" for axes in listed)
                 raise InputError(
-                    f"The tensor given as values is {tuple(self.tensor.shape)}; for {name} here it can be {known}."
+                    f"The tensor given as values is {tuple(self.tensor.shape)}; for {name} here it must be {known}."
                 )
         return {}
 
@@ -294,11 +294,11 @@ class Noise(_Changing):
         super().__init__(inputs)
         if "positions" in inputs.arguments:
             raise InputError(
-                "hw.noise(..., positions=) says which embeddings corrupted=hw.noise(...) makes noisy; noise given as "
+                "hw.noise(..., positions=) selects embeddings for corrupted=hw.noise(...); noise given as "
                 "values= is added at the positions of the call."
             )
         if any(site.has_keys for site in inputs.sites):
-            raise InputError("Noise cannot be added to attention patterns: their weights would not sum to 1 any more.")
+            raise InputError("Noise cannot be added to attention patterns: their weights would no longer sum to 1.")
         self.samples: int = inputs.arguments["samples"]
         self.is_control = inputs.arguments["std"] == 0
 

@@ -122,7 +122,7 @@ def _read_node(model: HookedModel, entry: object, lengths: Set[int]) -> Activati
         raise InputError(f"The node {shown(dict(values))} names no {absent[0]}.")
     name, shape = values.pop("site"), model.shape
     if not isinstance(name, str):
-        raise InputError(f"The site of a node is its name, not {shown(name)}. Valid: {', '.join(SITES)}.")
+        raise InputError(f"The site of a node must be a name, not {shown(name)}. Valid: {', '.join(SITES)}.")
     (site,) = sites_named(name, model)
     # Every prompt that is edited must have the token.
     counts = {"layer": shape.n_layers, "position": min(lengths), "key": min(lengths)}
@@ -268,7 +268,9 @@ def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
         )
     fitted = tuple(features.fitted(model) for features in dictionaries)
     if len({features.name for features in fitted}) < len(fitted):
-        raise InputError(f"The dictionary {fitted[0].name!r} is named twice: name its features together, or name= it.")
+        raise InputError(
+            f"The dictionary {fitted[0].name!r} is named twice: name its features together, or give it a name=."
+        )
     return fitted
 
 

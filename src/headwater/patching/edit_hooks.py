@@ -170,14 +170,16 @@ def edit(
         raise InputError(f"keys={shown(keys)} was given, but {row.name} has no keys.")
     spec = replacement_spec(values)
     if spec.kind == "other run":
-        raise InputError("hw.edit has no other run; give what it left in a cache, as a tensor.")
+        raise InputError("hw.edit has no other run; give its cached activation as a tensor.")
     if spec.arguments.get("samples", 1) != 1:
         raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
     # Only a dictionary's site has a layer of its own.
     edited_layer = getattr(row, "layer", None)
     if edited_layer is None:
         if isinstance(layer, list | tuple | range):
-            raise InputError(f"layer={shown(layer)} are several: give one hw.edit for each, all in the list of hooks.")
+            raise InputError(
+                f"layer={shown(layer)} is more than one layer: give one hw.edit for each, all in the list of hooks."
+            )
         try:
             edited_layer = whole_number(layer)
         except TypeError:

@@ -113,9 +113,9 @@ class Metric:
         if not torch.allclose(together, alone_too, rtol=1e-3, atol=1e-4, equal_nan=True):
             row = int((together - alone_too).abs().nan_to_num(torch.inf).argmax())
             raise InputError(
-                f"The metric {self.name!r} gives a row {together[row]:.4g} beside another row and {alone_too[row]:.4g} "
-                "alone: its rows depend on one another. It must treat each row by itself: take means and the like over "
-                "the other axes (dim=1, dim=-1)."
+                f"The metric {self.name!r} gives {together[row]:.4g} for a row beside another row and "
+                f"{alone_too[row]:.4g} for the row alone: its rows depend on one another. It must treat each row "
+                "separately: take means and the like over the other axes (dim=1, dim=-1)."
             )
 
 
@@ -165,8 +165,8 @@ def _checked_index(index: Any, axis: int, ndim: int) -> int | None:
             whole = isinstance(part, slice) and part.start in (None, -1) and part.stop is None
             if not whole and (isinstance(part, slice) or (count == 1 and bool((torch.as_tensor(part) != -1).any()))):
                 raise InputError(
-                    f"A metric reads position {shown(part)}, and is given the last position of each prompt alone: "
-                    "write [:, -1], or read all positions by metric=hw.Metric('name', function, at='all')."
+                    f"A metric reads position {shown(part)}, but gets only the last position of each prompt: "
+                    "write [:, -1], or read all positions with metric=hw.Metric('name', function, at='all')."
                 )
             return after if whole and not gone else None
         gone = gone or not (part is None or isinstance(part, slice | int))
@@ -338,7 +338,9 @@ def _token_id(answer: object, tokenizer: Tokenizer | None) -> int:
         spaced, _ = encode(tokenizer, " " + answer)
         hint = f" With a leading space, {' ' + answer!r} is one." if len(spaced) == 1 else ""
         pieces = [tokenizer.decode([i]) for i in ids]
-        first = f" Give its first, {pieces[0]!r}, as the id {ids[0]}, if other answers begin otherwise." if ids else ""
+        first = (
+            f" If other answers begin differently, give its first token, {pieces[0]!r}, as id {ids[0]}." if ids else ""
+        )
         raise InputError(
             f"The answer {answer!r} is {len(ids):,} tokens, {shown(pieces)}; a metric needs one token.{hint or first}"
         )

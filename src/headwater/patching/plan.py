@@ -99,8 +99,8 @@ class Plan:
                     # Every position is read once for all metrics, in both runs.
                     if same.setdefault(in_base, in_other) != in_other:
                         raise InputError(
-                            f"The metrics read position {in_base} of pair {i}, which is {same[in_base]} of the other "
-                            f"prompt for one and {in_other} for another: name what they read alike."
+                            f"The metrics read position {in_base} of pair {i}, which matches {same[in_base]} of the "
+                            f"other prompt for one and {in_other} for another: name their positions alike."
                         )
             by_example.append(tuple(same.get(position, position) for position in positions))
         return tuple(by_example)
@@ -453,7 +453,7 @@ class Readout:
                 if bool(values[i].isfinite().all()):
                     raise InputError(
                         f"The metric {metric.name!r} gave {float(measured[rows[i]])} for example "
-                        f"{self.examples[who[i]]}, of values that are all finite: fix it there (log_softmax in place "
+                        f"{self.examples[who[i]]}, from values that are all finite: fix it there (log_softmax instead "
                         "of log(softmax), no division by 0)."
                     )
         return measured

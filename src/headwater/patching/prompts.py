@@ -67,7 +67,7 @@ def read_pairs(
         if bos and (a.ids[: len(bos)] == bos) != (b.ids[: len(bos)] == bos):
             first_tokens = spelled_tokens(model.tokenizer, bos)
             raise InputError(
-                f"Pair {example} does not align: of its prompts one begins with {first_tokens} and the other does not. "
+                f"Pair {example} does not align: one of its prompts begins with {first_tokens} and the other does not. "
                 "Texts get model.bos, token ids stay as they are: give both prompts with it, or both without."
             )
         # After the first difference positions would mean other words, and every cell would be wrong.
@@ -166,7 +166,7 @@ def aligned_spans(
             if len(a) != len(b):
                 raise InputError(
                     f"{shown(where)} is {len(a)} and {len(b)} tokens of the two prompts of pair {i}, which are of "
-                    f"{len(first)} and {lengths[1]} tokens: name as many in each."
+                    f"{len(first)} and {lengths[1]} tokens: name the same number in each."
                 )
             by_lengths[lengths] = AlignedSpan(a, b)
         spans.append(by_lengths[lengths])
@@ -193,7 +193,7 @@ def spans_by_role(
             except AbsentError as error:
                 absent = error
         if absent is not None and (of_two_lengths or not positions):
-            advice = " Of a pair of two lengths, name both words: (the clean prompt's, the corrupted one's)."
+            advice = " If the lengths of a pair differ, name both words: (the clean prompt's, the corrupted one's)."
             raise InputError(f"{absent}{advice * of_two_lengths}")
         span = spots[role] = AlignedSpan(positions[0], positions[-1])
         if len(span.base) != len(span.other):
@@ -214,8 +214,8 @@ def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedS
             first, earlier = by_token.setdefault(in_base, (role, in_other))
             if earlier != in_other:
                 raise InputError(
-                    f"Token {in_base} of pair {example} is {first!r} and {role!r}, which are two tokens ({earlier} and "
-                    f"{in_other}) of the other prompt."
+                    f"Token {in_base} of pair {example} is {first!r} and {role!r}, which are two different tokens "
+                    f"({earlier} and {in_other}) of the other prompt."
                 )
     return {in_base: in_other for in_base, (_, in_other) in by_token.items()}
 
@@ -226,7 +226,7 @@ def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tupl
     editable = tuple(position for position in positions if position not in left_out)
     if not editable:
         raise InputError(
-            f"{site.name} can be edited at none of the positions {list(positions)} of the prompt that begins with "
+            f"{site.name} cannot be edited at any of the positions {list(positions)} of the prompt that begins with "
             f"{''.join(prompt.strings[:8])!r}: its dictionary was trained without such tokens. Name other positions."
         )
     return editable
@@ -345,8 +345,8 @@ class PromptPair:
                 for in_base, in_other in zip(query.base, query.other, strict=True):
                     if any((in_base < of) != (in_other < to) for of, to in zip(key.base, key.other, strict=True)):
                         raise InputError(
-                            f"The key {read!r} comes after the query {reads!r} in one prompt of pair {i} and not in "
-                            "the other, where its weight is 0. Give pairs in which they have one order."
+                            f"The key {read!r} comes after the query {reads!r}, which cannot attend to it, in only one "
+                            f"prompt of pair {i}. Give pairs in which both prompts have the same order."
                         )
         return tuple(matched)
 

@@ -256,13 +256,13 @@ def build_replacement(
     spec = replacement_spec(values)
     kind, roles = VALUES[spec.kind], positions if isinstance(positions, Mapping) else None
     if "positions" in spec.arguments and roles is None and spec.kind == "resample":
-        raise InputError("hw.resample(..., positions=) says what roles are, but the edited positions have none.")
+        raise InputError("hw.resample(..., positions=) names roles, but the edited positions have none.")
     if "prompts" in spec.arguments and dataset is not None:
         raise InputError(f"values=hw.{spec.kind}(prompts) and dataset= both give prompts; give one of them.")
     prompts = spec.arguments.get("prompts", dataset)
     if prompts is not None and not kind.takes_dataset:
         takers = " or ".join(repr(name) for name, row in VALUES.items() if row.takes_dataset)
-        raise InputError(f"dataset= was given, but values={spec.kind!r} takes nothing from it; use {takers}.")
+        raise InputError(f"dataset= was given, but values={spec.kind!r} does not use it; use {takers}.")
     pool = read_prompts(model, prompts) if prompts is not None else None
     seed = int(spec.arguments.get("seed", seed))
     replacement = kind(ReplacementInputs(spec.kind, pair, sites, pool, seed, spec.arguments, roles))
@@ -289,8 +289,8 @@ def refuse_values_that_change_nothing(replacement: Replacement, outcome: int) ->
         label = f" ({replacement.label})" if replacement.label not in (None, inputs.kind) else ""
         sites = ", ".join(site.name for site in inputs.sites)
         raise InterventionError(
-            f"The {inputs.kind}{label} given as values left every row of {sites} as it was, at all layers and "
-            "positions asked for: nothing was edited. Return another activation there, or choose other layers and "
+            f"The {inputs.kind}{label} given as values left every row of {sites} unchanged, at all requested "
+            "layers and positions: nothing was edited. Return another activation there, or choose other layers and "
             "positions."
         )
 
@@ -394,7 +394,7 @@ class Resample(_OfDataset):
                 same = "tokens in each role" if self._by_role else f"tokens as prompt {i} ({len(prompt)})"
                 raise InputError(
                     f"No other prompt has as many {same}: the activations of prompt {i} cannot be resampled. Give a "
-                    "dataset= with prompts that have."
+                    "dataset= with such prompts."
                 )
             self.donors.append(fitting[int(torch.randint(len(fitting), (1,), generator=generator))])
 
@@ -411,7 +411,7 @@ class Resample(_OfDataset):
             ) from None
         if set(by_prompt[0]) != set(roles):
             raise InputError(
-                f"hw.resample(..., positions=) names the roles {', '.join(by_prompt[0])}; those that are edited are "
+                f"hw.resample(..., positions=) names the roles {', '.join(by_prompt[0])}; the edited roles are "
                 f"{', '.join(roles)}."
             )
         return by_prompt

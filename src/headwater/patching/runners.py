@@ -217,7 +217,7 @@ class WalkRunner(Runner):
         recording = self.blocks.record(batch.rows(longest, longest + 1), names, before)
         # Some attention keeps a state of its own (recurrent layers), or shares keys between layers.
         if set(recording.keys) != set(range(n_layers)):
-            return "its attention does not hand its keys and values to a cache"
+            return "its attention does not pass its keys and values to a cache"
         logits = recording.last_logits
         assert logits is not None
         expected, answers = logits[0].float(), None

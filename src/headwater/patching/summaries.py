@@ -53,7 +53,7 @@ def tokens_by_role(columns: Iterable[str]) -> set[str]:
 def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
     """Return the measure to summarize: `effect`, `normalized_effect` (a mean of ratios) or `ratio of means`."""
     if normalize is not None and not (isinstance(normalize, str) and normalize in NORMALIZE):
-        raise InputError(f"normalize={shown(normalize)} is none of {', '.join(map(repr, NORMALIZE))}.")
+        raise InputError(f"normalize={shown(normalize)} is not one of {', '.join(map(repr, NORMALIZE))}.")
     column = checked_name("value", value, MEASURES)
     column = column if normalize is None else "normalized_effect"
     if column not in table.columns:
@@ -145,7 +145,7 @@ def grid_axes(table: pd.DataFrame, coordinates: Sequence[str], rows: Any, column
     named = [name for name in (rows, columns) if name is not None]
     if wrong := [name for name in named if not isinstance(name, str) or name not in valid]:
         raise InputError(
-            f"A grid of this sweep runs over two of {', '.join(valid)}; {shown(wrong[0])} is none of them."
+            f"A grid of this sweep runs over two of {', '.join(valid)}; {shown(wrong[0])} is not one of them."
         )
     free = [name for name in [*runs, *valid] if name not in (*named, "site", "metric")]
     down = rows if rows is not None else free.pop(0) if free else None
@@ -173,7 +173,7 @@ def notes_on_averages(
     if counted and len(set(lengths)) > 1:
         notes.append(
             f"Prompts of {min(lengths)} to {max(lengths)} tokens are averaged by {counted[0]}, counted from the "
-            "beginning: a cell may hold other words of one prompt than of another, and fewer prompts than there are "
+            "beginning: a cell may mix different words of different prompts, and cover only some of the prompts "
             "(`examples` counts them). Name positions by role, as in positions={'subject': [...], 'end': 'last'}, or "
             "sweep prompts of one length."
         )
@@ -184,7 +184,7 @@ def notes_on_averages(
         if small:
             notes.append(
                 f"The two runs of pair{'s' * (len(small) > 1)} {', '.join(map(str, small[:8]))} differ by less than a "
-                "tenth of what the others' do: such a pair's normalized effect weighs more than theirs. "
+                "tenth of the median difference: such a pair's normalized effect outweighs the others. "
                 "Use normalize='ratio of means', or leave it out."
             )
     return notes
@@ -194,7 +194,7 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     """Return sentences on the largest effect in `cells` (`Sweep.summary` of one site and metric), and its certainty."""
     site, metric = cells[["site", "metric"]].iloc[0]
     if cells["mean"].isna().all():
-        return [f"{site}: no cell has an effect on {metric} that can be given.".replace("_", " ")]
+        return [f"{site}: no cell has a defined effect on {metric}.".replace("_", " ")]
     best = cells.iloc[int(cells["mean"].abs().argmax())]
     known = ("layer", "role", "position", "head", "kv_head", "key_role", "key", "feature", "set", "from_layer")
     by_role = tokens_by_role(map(str, cells))
@@ -205,16 +205,16 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     examples, n_cells = int(best["examples"]), len(cells)
     of_pairs = value == "normalized_effect"
     unit = ("pair" if of_pairs else "prompt") + "s" * (examples != 1) + " of prompts" * of_pairs
-    among = f"of {n_cells} cells the strongest is " if n_cells > 1 else ""
-    named = f"{among}{where}, " if where else ""
+    among = f"the strongest of {n_cells} cells is " if n_cells > 1 else ""
+    named = f"{among}{where}: " if where else ""
     size = with_interval(best["mean"], best["low"], best["high"])
     sentences = [f"{site}: {named}{size} {of}, over {examples} {unit}."]
     if examples < 2:
-        sentences.append(f"{site}: one example has no interval, and says nothing of others.")
+        sentences.append(f"{site}: one example has no interval, and other examples may differ.")
     elif n_cells > 1:
         certain = int(((cells["low"] > 0) | (cells["high"] < 0)).sum())
         sentences.append(
-            f"{site}: {certain} of {n_cells} cells have a 95 % interval that leaves 0 out; by chance one in twenty "
+            f"{site}: {certain} of {n_cells} cells have a 95 % interval that excludes 0; by chance, one in twenty "
             "would, and the strongest of many is overestimated."
         )
     return [sentence.replace("_", " ") for sentence in sentences]

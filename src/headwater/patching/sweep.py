@@ -412,7 +412,7 @@ class Sweep(Result):
             if option == "held_out" and (shared := summaries.shared_prompts(self.run, sweep.run)):
                 same[option] = same[option][[example not in shared for example in other_scores.examples]]
                 notes.append(
-                    f"{len(shared)} held-out prompt{'s' * (len(shared) > 1)} left out, which the sweep has too "
+                    f"{len(shared)} held-out prompt{'s' * (len(shared) > 1)} left out that the sweep has too "
                     f"({', '.join(map(str, shared[:8]))})"
                 )
         evidence = ClaimEffects(scores.of(chosen), drawn, same.get("other"), scores.effects, same.get("held_out"))

@@ -760,5 +760,5 @@ def not_walked(edits: Iterable[Edit]) -> str | None:
     for site in {edit.site.name: edit.site for edit in edits if edit.writes}.values():
         inside = site.within is not None and site.stage in (Stage.ATTENTION, Stage.NEURONS) and not site.has_keys
         if site.stage is None or not (inside or site.hook == main_site(site.stage).hook):
-            return f"where {site.name} lies in a block is not known to the walk down the layers"
+            return f"the walk down the layers does not know where {site.name} lies in a block"
     return None

@@ -222,7 +222,7 @@ def grouped_folds(
     per_class = [len(np.unique(codes[z == value])) for value in (0, 1)]
     short = InputError(
         f"{per_class[0]:,} right and {per_class[1]:,} wrong answers to different questions are too few for {folds} "
-        "folds that each hold both. Give more questions, or fewer folds."
+        "folds with both in each. Give more questions, or fewer folds."
     )
     if min(per_class) < folds:
         raise short
@@ -368,7 +368,7 @@ def _of_cache(cache: Any, site: str | None, layers: Sequence[int] | int | None) 
         raise InputError(f"This cache holds {', '.join(layers_by_site)}: name one as site=.")
     chosen = next(iter(layers_by_site), "") if site is None else checked_name("site", site, tuple(layers_by_site))
     if not layers_by_site:
-        raise InputError("This cache holds nothing by layer that could be probed.")
+        raise InputError("This cache holds no activations by layer to probe.")
     # Loaded when a layer is fitted, because a cache in files may be larger than memory.
     states = {layer: partial(_of_site, cache, chosen, layer) for layer in _chosen(layers, layers_by_site[chosen])}
     run = cache.run

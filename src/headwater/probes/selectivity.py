@@ -164,29 +164,28 @@ class ProbeFit(Result):
         auc_text = with_interval(row["auc"], row["auc_low"], row["auc_high"], places=3)
         accuracy = with_interval(row["accuracy"], row["accuracy_low"], row["accuracy_high"], places=3)
         sentences = [
-            f"Layer {row['layer']:.0f} is read best: AUC {auc_text}, accuracy {accuracy} against {row['majority']:.3f} "
-            f"of the majority class, over {row['rows']:.0f} rows of {row['groups']:.0f} groups left out in "
-            "turn."
+            f"The best probe is at layer {row['layer']:.0f}: AUC {auc_text}, accuracy {accuracy} against "
+            f"{row['majority']:.3f} for the majority class, over {row['rows']:.0f} rows of {row['groups']:.0f} groups "
+            "held out in turn."
         ]
         if layers > 1:
-            sentences.append(f"It is the best of {layers} layers, and so somewhat overestimated.")
+            sentences.append(f"As the best of {layers} layers, its performance is somewhat overestimated.")
         below = [f"{layer_row['layer']:.0f}" for layer_row in each_row(self.table) if layer_row["auc_high"] < 0.5]
         if below:
             sentences.append(
                 f"The interval of the AUC is wholly below 0.5 (layer{'s' * (len(below) > 1)} {', '.join(below)}). "
-                "That is the sign of matched pairs, such as one text with two endings, split over folds: give "
+                "This happens if matched pairs, such as one text with two endings, are split over folds: give "
                 "groups= with one name for each pair."
             )
         if not row["auc_low"] > 0.5 and not row["auc_high"] < 0.5:
-            sentences.append("That is indistinguishable from chance.")
+            sentences.append("This is indistinguishable from chance.")
         if np.isfinite(row["selectivity"]):
             selectivity = with_interval(row["selectivity"], row["selectivity_low"], row["selectivity_high"], places=3)
             sentences.append(
-                f"Labels drawn at random are read with accuracy {row['control_accuracy']:.3f}: selectivity "
-                f"{selectivity}."
+                f"The accuracy on random labels is {row['control_accuracy']:.3f}, so the selectivity is {selectivity}."
             )
             if not row["selectivity_low"] > 0:
-                sentences.append("The probe does no better than on random labels.")
+                sentences.append("The probe does no better than one fitted to random labels.")
         sentences.append("That a probe can decode a label does not show that the model uses it.")
         return sentences
 
@@ -276,11 +275,11 @@ def fit_probe(
     if len(entries) != states.rows:
         n_groups = len(set(states.groups))
         hint = (
-            f" There is one label for each of the {n_groups} texts, and a row for each token: cache them with "
+            f" There is one label for each of the {n_groups} texts, but a row for each token: cache them with "
             "positions='last'."
         )
         if states.site == "given" and len(entries) == len(states.layers) > 1:
-            hint = " An array of three axes is `layer row feature`: transpose(0, 1) makes it so of `row layer feature`."
+            hint = " An array of three axes is `layer row feature`; for `row layer feature` use transpose(0, 1)."
         elif len(entries) != n_groups:
             hint = " Give a label for each row."
         raise InputError(f"{len(entries)} labels were given for {states.rows} rows of states.{hint}")
@@ -290,7 +289,7 @@ def fit_probe(
     of_groups = _named("groups", groups, states.rows) or list(states.groups)
     listed = [checked_number("strengths", one, above=0.0) for one in checked_several("strengths", strengths, "a list")]
     if not listed:
-        raise InputError("strengths=[] holds no strength of the penalty; give one at least.")
+        raise InputError("strengths=[] is empty; give at least one strength of the penalty.")
     seed = checked_seed(seed)
     task = _Task(
         labels=np.array([int(label) for label in entries], dtype=np.int64),
@@ -307,8 +306,8 @@ def fit_probe(
     if splits is None:
         counts = [len({g for g, label in zip(task.groups, task.labels, strict=True) if label == v}) for v in (0, 1)]
         raise InputError(
-            f"{counts[0]} groups with label 0 and {counts[1]} with label 1 are too few for {task.folds} folds that "
-            "each hold both. Give more rows, or fewer folds."
+            f"{counts[0]} groups with label 0 and {counts[1]} with label 1 are too few for {task.folds} folds with "
+            "both in each. Give more rows, or fewer folds."
         )
     options = {
         "labels": task.labels.tolist(), "groups": digest([str(name) for name in task.groups]),

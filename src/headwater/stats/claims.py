@@ -105,7 +105,7 @@ def claim_of(
     """
     effects = _known(evidence.effects)
     if not len(effects):
-        raise InputError(f"{what} has no effect that can be given: no prompt has all of its cells.")
+        raise InputError(f"{what}: no effect can be computed, because no prompt has all of the cells.")
     # The size of each placebo's mean effect; placebos that no prompt has are dropped.
     placebos = _known(np.abs(means_of(evidence.placebos.T))) if evidence.placebos.size else np.zeros(0)
     if not len(placebos) and margin is None:
@@ -127,7 +127,7 @@ def claim_of(
     failed = _failures(row, evidence)
     by_signs = sign_flip_p(effects, seed) if not failed and len(effects) >= FEWEST_SIGNS else 0.0
     if by_signs > LARGEST_P:
-        failed.append(f"random signs give the prompts as large a mean (p = {by_signs:.2g})")
+        failed.append(f"random signs of the effects give as large a mean (p = {by_signs:.2g})")
     row["holds"] = not failed
     counts = len(effects), len(placebos), 0 if evidence.held_out is None else len(_known(evidence.held_out))
     because = "; ".join([*failed, *notes])
@@ -136,7 +136,7 @@ def claim_of(
     return Judgement(what, pd.DataFrame([row]), _measured(what, row, counts, level), verdict, level, tuple(notes))
 
 
-def notes_of_few(sets: int, are: str = "random sets are like it", advice: str = "") -> list[str]:
+def notes_of_few(sets: int, are: str = "comparable random sets", advice: str = "") -> list[str]:
     """Return a note that random sets are too few for a small p; none if there are enough, or no sets at all."""
     return [f"only {sets} {are}, so p is at least {1 / (1 + sets):.2g}{advice}"] if 0 < sets < TOO_FEW else []
 
@@ -144,7 +144,7 @@ def notes_of_few(sets: int, are: str = "random sets are like it", advice: str = 
 def notes_of_seen(seen: Sequence[int], what: str) -> list[str]:
     """Return a note on the prompts, by number, that were used to choose the claimed set; none if there are none."""
     some = ", ".join(map(str, seen[:8]))
-    what = f"prompt{'s' * (len(seen) != 1)} used to select the {what}, and so not held out"
+    what = f"prompt{'s' * (len(seen) != 1)} used to select the {what}, so not held out"
     return [f"{len(seen)} {what} ({some})"] if len(seen) else []
 
 
@@ -187,11 +187,13 @@ def _failures(row: dict[str, Any], evidence: ClaimEffects) -> list[str]:
     elif not near > row["margin"]:
         failed.append("the interval includes values within the margin")
     if not row["p_value"] <= LARGEST_P:
-        failed.append(f"random sets have an effect as large (p = {row['p_value']:.2g})")
+        as_large = f"random sets have an effect as large (p = {row['p_value']:.2g})"
+        failed.append("there are no comparable random sets" if np.isnan(row["placebo"]) else as_large)
     if evidence.other_ablation is not None and not sign * row["other_ablation"] > 0:
         failed.append("the other ablation does not have the same sign")
     if evidence.held_out is not None and not sign * row["held_out"] > row["margin"]:
-        failed.append("the effect on held-out prompts is not beyond the margin")
+        within = "the effect on held-out prompts does not exceed the margin"
+        failed.append("no prompt is held out" if np.isnan(row["held_out"]) else within)
     return failed
 
 

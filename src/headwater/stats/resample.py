@@ -75,7 +75,7 @@ class Bootstrap:
             stratum[of_example] = of_stratum
             torn = np.flatnonzero(stratum[of_example] != of_stratum)
             if len(torn):
-                raise InputError(f"The unit of example {torn[0]} has examples in two strata; it is drawn in one.")
+                raise InputError(f"The unit of example {torn[0]} has examples in two strata; give it one.")
         return cls(of_example, stratum, draws if len(np.unique(stratum)) < len(names) else 0, seed)
 
     def blocks(self, size: int = AT_ONCE) -> Iterator[Float[ndarray, "draw unit"]]:
