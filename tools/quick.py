@@ -16,7 +16,7 @@ from headwater.rooms import homes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS, MOST_FILES = 42, 10
-WHOLE_RUNS = ["first_glance", "whole_runs", "planted_heads", "sweep_planted", "edges_planted", "architecture"]
+WHOLE_RUNS = ["screen_pairs", "whole_runs", "planted_heads", "sweep_planted", "edges_planted", "architecture"]
 
 
 def changed() -> list[str]:

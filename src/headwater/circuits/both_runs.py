@@ -192,7 +192,7 @@ WRITTEN = ("z", "attn_out", "mlp_out")
 """Sites of the gradients at the outputs of receivers."""
 
 
-def sloped_names(model: HookedModel) -> list[str]:
+def names_with_gradient(model: HookedModel) -> list[str]:
     """Return the hook names of all sites where gradients are taken; the first comes before the others in the model."""
     n_layers = model.shape.n_layers
     names = [hook_name("resid_pre", layer) for layer in range(n_layers)]
@@ -215,7 +215,7 @@ class BothRuns:
     """An example's two runs. Use inside `torch.no_grad()` and the model's lock.
 
     `exchanged` replaces the run of the other prompt, if given; `sloped` means that gradients in the base run will be
-    taken, at `sloped_names`.
+    taken, at `names_with_gradient`.
 
     Raises:
         ModelError: the model's blocks cannot be stepped through, or heads do not add up to what attention adds.
@@ -238,7 +238,7 @@ class BothRuns:
         if sloped:
             refuse_without_gradients(self.model)
         try:
-            sloped_sites = sloped_names(self.model) if sloped else ()
+            sloped_sites = names_with_gradient(self.model) if sloped else ()
             # A tensor created in inference mode can never be part of an autograd graph.
             with torch.inference_mode(False) if sloped else contextlib.nullcontext():
                 self.wave = WalkRunner(plan, range(example, example + 1), hook_names(self.graph), sloped_sites)

@@ -227,7 +227,7 @@ def run_circuits(
     outcome.say_how_long((1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitRuns:
-        return ran(outcome, Lineup.of(named, placebos, seed), run)
+        return ran(outcome, CircuitsAndPlacebos.of(named, placebos, seed), run)
 
     result = run_or_resume(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
     for left in gap_sentences(result.table):
@@ -251,7 +251,7 @@ def claim_of_circuit(
 
 
 @dataclass(frozen=True, eq=False)
-class Lineup:
+class CircuitsAndPlacebos:
     """Circuits by name, each followed by its placebos."""
 
     graph: Graph
@@ -262,7 +262,7 @@ class Lineup:
     placebo: Sequence[int | None]
 
     @classmethod
-    def of(cls, named: Mapping[str, Circuit], placebos: int, seed: int) -> Lineup:
+    def of(cls, named: Mapping[str, Circuit], placebos: int, seed: int) -> CircuitsAndPlacebos:
         """Return the circuits with their placebos, drawn with the seed."""
         listed: list[tuple[Circuit, str, int | None]] = []
         for name, circuit in named.items():
@@ -280,16 +280,16 @@ class Lineup:
         return pd.DataFrame({"circuit": list(self.names), "placebo": numbers, "overlap": overlap})
 
 
-def ran(outcome: Outcome, lineup: Lineup, run: Run) -> CircuitRuns:
-    """Run a lineup on all pairs."""
-    members = [pd.DataFrame({"circuit": name, "edge": circuit.edges}) for name, circuit in lineup.named.items()]
-    table = measured(outcome, lineup, run)
-    return CircuitRuns(table, run.record, lineup.shapes, pd.concat(members, ignore_index=True), lineup.graph.sizes)
+def ran(outcome: Outcome, tested: CircuitsAndPlacebos, run: Run) -> CircuitRuns:
+    """Run circuits and their placebos on all pairs."""
+    members = [pd.DataFrame({"circuit": name, "edge": circuit.edges}) for name, circuit in tested.named.items()]
+    table = measured(outcome, tested, run)
+    return CircuitRuns(table, run.record, tested.shapes, pd.concat(members, ignore_index=True), tested.graph.sizes)
 
 
-def measured(outcome: Outcome, lineup: Lineup, run: Run) -> pd.DataFrame:
-    """Run a lineup on all pairs, one pair per piece, and return the metrics as the rows of `hw.run_circuits`."""
-    circuits = [circuit.edges for circuit in lineup.all]
+def measured(outcome: Outcome, tested: CircuitsAndPlacebos, run: Run) -> pd.DataFrame:
+    """Run circuits on all pairs, one pair per piece, and return the metrics as the rows of `hw.run_circuits`."""
+    circuits = [circuit.edges for circuit in tested.all]
     measure = partial(CircuitRunner(outcome, run.record.fingerprint).measure, circuits=circuits)
     with run.bar("circuits", "pair", len(outcome)) as bar:
         pieces = list(run.pieces("circuits", range(len(outcome)), measure, bar))
@@ -305,15 +305,15 @@ def measured(outcome: Outcome, lineup: Lineup, run: Run) -> pd.DataFrame:
 
     columns = {
         "example": np.repeat(np.arange(n_examples), n_circuits * n_metrics),
-        "circuit": each(lineup.names),
-        "edges": each([len(circuit) for circuit in lineup.all]).astype(np.int64),
-        "edges_on_a_path": each([len(circuit.on_a_path) for circuit in lineup.all]).astype(np.int64),
+        "circuit": each(tested.names),
+        "edges": each([len(circuit) for circuit in tested.all]).astype(np.int64),
+        "edges_on_a_path": each([len(circuit.on_a_path) for circuit in tested.all]).astype(np.int64),
         "metric": np.tile(np.asarray(outcome.metrics, dtype=object), n_examples * n_circuits),
         "value": flat,
         "clean": clean,
         "corrupted": corrupted,
         "faithfulness": np.where(wide, (flat - corrupted) / np.where(wide, gap, 1.0), np.nan),
-        "placebo": pd.array(each(list(lineup.placebo)).tolist(), dtype="Int64"),
+        "placebo": pd.array(each(list(tested.placebo)).tolist(), dtype="Int64"),
     }
     return pd.DataFrame(columns)
 

@@ -199,10 +199,10 @@ def circuit_curve(
     outcome.say_how_long((1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitCurve:
-        lineup = circuit_runs.Lineup.of(named, placebos, seed)
-        table = circuit_runs.measured(outcome, lineup, run)
+        tested = circuit_runs.CircuitsAndPlacebos.of(named, placebos, seed)
+        table = circuit_runs.measured(outcome, tested, run)
         table.insert(1, "size", table["circuit"].map({f"{x:g}": x for x in shares}).astype(float))
-        return CircuitCurve(table, run.record, lineup.shapes)
+        return CircuitCurve(table, run.record, tested.shapes)
 
     result = run_or_resume(CircuitCurve, "circuit_curve", model, options, work, out=out, seed=seed, progress=progress)
     for left in [*circuit_runs.gap_sentences(result.table), *circuit_runs.discovery_sentences(result.run)]:

@@ -38,7 +38,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.circuits.both_runs import BothRuns, Place, sloped_names
+from headwater.circuits.both_runs import BothRuns, Place, names_with_gradient
 from headwater.circuits.exact import Exact, Receivers
 from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import InputError, NumericsError
@@ -153,7 +153,7 @@ class Slopes:
             return self.recorded[name]
 
         hooks: list[Hook] = [(first, replace_hook(begin))]
-        hooks += [(name, replace_hook(partial(fork, name=name))) for name in sloped_names(runs.model)[1:]]
+        hooks += [(name, replace_hook(partial(fork, name=name))) for name in names_with_gradient(runs.model)[1:]]
         prompt = runs.plan.pair.base[runs.example]
         batch = Batch.of([list(prompt.ids)] * len(self.shares), 0)
         logits = runs.model.run(batch, hooks, keep=list(runs.kept), grad=True)

@@ -52,7 +52,7 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html, whole_summary, with_interval
 
 
-def ends_named(graph: Graph, nodes: Nodes, option: str, value: object) -> dict[str, Indices]:
+def path_ends(graph: Graph, nodes: Nodes, option: str, value: object) -> dict[str, Indices]:
     """Return by name the nodes that are patched together, as for `path_patch`; for None, each node separately."""
     ends: dict[str, Indices] = {}
     for name, several in _several(nodes, option, value):
@@ -277,8 +277,8 @@ def path_patch(
     checked_name("through", through, THROUGH)
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     graph = Graph.of(model.shape)
-    sent = ends_named(graph, graph.senders, "senders", senders)
-    received = ends_named(graph, graph.receivers, "receivers", receivers)
+    sent = path_ends(graph, graph.senders, "senders", senders)
+    received = path_ends(graph, graph.receivers, "receivers", receivers)
     ends = [first_layer(graph, r) for r in received.values() for s in sent.values() if has_path(graph, s, r)]
     if not ends:
         graph.refuse_order(next(iter(sent)), next(iter(received)))

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.circuit import Circuit, checked_circuits, circuit_from_edges, graph_of
-from headwater.circuits.circuit_runs import MOST_PLACEBOS, Lineup, beside_placebos, ran, summarized
+from headwater.circuits.circuit_runs import MOST_PLACEBOS, CircuitsAndPlacebos, beside_placebos, ran, summarized
 from headwater.circuits.circuit_walk import CircuitRunner, Outcome
 from headwater.circuits.edge_effects import edges as measured_edges
 from headwater.circuits.graph import Graph, Indices
@@ -382,8 +382,8 @@ def find_circuit(
         if screens:
             first = next(iter(run.pieces("start", [0], strongest)))["edges"].numpy()
         done = searched(outcome, run, first)
-        lineup = Lineup.of({FOUND: circuit_from_edges(graph, done.inside)}, placebos, seed)
-        alone = ran(outcome, lineup, run.part("alone"))
+        tested = CircuitsAndPlacebos.of({FOUND: circuit_from_edges(graph, done.inside)}, placebos, seed)
+        alone = ran(outcome, tested, run.part("alone"))
         return CircuitSearch(tabulated(done), run.record, alone.table, alone.shapes, alone.sizes, done.runs)
 
     return run_or_resume(CircuitSearch, "find_circuit", model, options, work, out=out, seed=seed, progress=progress)

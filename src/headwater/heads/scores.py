@@ -183,9 +183,9 @@ def score_layer(
     pairs = suite.pair_source, suite.pair_target, suite.k[suite.pair_relation]
     with torch.inference_mode(), full_float32():
         mean_target = mean_targets(maps.W_U, suite) if mean_target is None else mean_target
-        glance = ov_blocked.first_glance(maps, *pairs)
+        screened = ov_blocked.screen_pairs(maps, *pairs)
         # The host waits here, because the undecided pairs determine what is computed.
-        undecided = glance.left.cpu()
+        undecided = screened.left.cpu()
         mask = torch.zeros(2, maps.n_heads, len(suite.k), dtype=torch.bool)
         if null_from is not None:
             # If half of the items are undecided, most are hits, and each would cost a pass over the vocabulary
@@ -193,7 +193,7 @@ def score_layer(
             mask = _shares(suite, suite.accepted(undecided)) >= max(null_from, EXPECTED_FROM)
         # The other pairs are decided one by one.
         alone = undecided & ~mask[:, :, suite.pair_relation]
-        hits = ov_blocked.settle_left(maps, alone, pairs)
+        hits = ov_blocked.settle_remaining(maps, alone, pairs)
         moments = torch.full((*mask.shape, 4), torch.nan, dtype=torch.float64)
         if null_from is not None:
             # Now from decided hits, not from the undecided pairs.
@@ -208,7 +208,7 @@ def score_layer(
             suppression=shares[1],
             beyond_copying=shares[2],
             suppression_beyond_copying=shares[3],
-            margin=margins(maps, suite, _own_means(maps, suite, glance.own), mean_target),
+            margin=margins(maps, suite, _own_means(maps, suite, screened.own), mean_target),
             moments=None if null_from is None else moments[0],
             suppression_moments=None if null_from is None else moments[1],
             hits=accepted[:2] if items else None,

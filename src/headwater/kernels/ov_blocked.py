@@ -4,7 +4,7 @@ Three things make it fast. Counting replaces sorting: whether t is in the top k 
 stay low rank: x W_V once for every source of the suite, and W_O W_U once for all heads. And almost every pair is
 eliminated early: once k tokens are greater than t and k are smaller, no other token matters.
 
-1. `first_glance` compares every pair of every head with a sample of the vocabulary (`ov.first_tokens`).
+1. `screen_pairs` compares every pair of every head with a sample of the vocabulary (`ov.first_tokens`).
 2. `settle`: for the few remaining pairs, compute their head's output y = x W_V W_O in float64, and compare y W_U, tile
    after tile, each as wide as all tiles before it; eliminated pairs leave after every tile. Pairs of one source share
    y, and tokens are ordered by how far their logits are from the mean in some of these rows.
@@ -17,9 +17,9 @@ on a CUDA device, z = x W_V is computed in float64, so that the margin is narrow
 the target is too near to call. So results equal those of `ov`, ties included, for weights of any dtype. `ov_sweep` and
 `count_ranks` below go through the whole vocabulary in the same way.
 
-On a CUDA device the first glance at all heads is one launch of the kernel in `ov_triton`, over a wider sample, and
+On a CUDA device the first screened at all heads is one launch of the kernel in `ov_triton`, over a wider sample, and
 bfloat16 factors are multiplied by tensor cores; a workspace some 16 times as large keeps launches few. The host knows
-the pairs, and waits only to learn which remain after a glance or a tile, and for the results.
+the pairs, and waits only to learn which remain after a screened or a tile, and for the results.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,8 +71,8 @@ class Triples:
 
 
 @dataclass(frozen=True)
-class Glance:
-    """The result of a first glance at pairs, on the device of the maps."""
+class ScreenedPairs:
+    """The result of a first screened at pairs, on the device of the maps."""
 
     left: Bool[Tensor, "sign head pair"]
     """Pairs for which the sample does not have k tokens above the target; then the same for below. The others are
@@ -90,14 +90,14 @@ def topk_membership(
     `source` are rows of `maps.x`, `target` token ids, and `k` may differ from pair to pair; these and the results are
     on the CPU.
     """
-    top, bottom = settle_left(maps, first_glance(maps, source, target, k).left.cpu(), (source, target, k))
+    top, bottom = settle_remaining(maps, screen_pairs(maps, source, target, k).left.cpu(), (source, target, k))
     return top, bottom
 
 
-def settle_left(
+def settle_remaining(
     maps: OVMaps, unsettled: Bool[Tensor, "sign head pair"], pairs: tuple[Int[Tensor, " pair"], ...]
 ) -> Bool[Tensor, "sign head pair"]:
-    """Decide the pairs that a first glance left unsettled, all on the CPU; the others are not hits."""
+    """Decide the pairs that a first screened left unsettled, all on the CPU; the others are not hits."""
     source, target, k = pairs
     head, pair = unsettled.any(0).nonzero(as_tuple=True)
     hits = torch.zeros_like(unsettled)
@@ -107,22 +107,22 @@ def settle_left(
 
 
 @full_float32()
-def first_glance(
+def screen_pairs(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
-) -> Glance:
+) -> ScreenedPairs:
     """Compare each pair's target with a sample of the vocabulary. The arguments are those of `topk_membership`."""
     # Some pairs at a time, so that the columns of W_U for their targets fit the workspace.
     step = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
     parts = [
-        _first_glance(maps, *(part[start : start + step] for part in (source, target, k)))
+        _screen_pairs(maps, *(part[start : start + step] for part in (source, target, k)))
         for start in range(0, max(1, len(source)), step)
     ]
-    return Glance(torch.cat([part.left for part in parts], 2), torch.cat([part.own for part in parts], 1))
+    return ScreenedPairs(torch.cat([part.left for part in parts], 2), torch.cat([part.own for part in parts], 1))
 
 
-def _first_glance(
+def _screen_pairs(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
-) -> Glance:
+) -> ScreenedPairs:
     sample = _sample(maps)
     # Pairs of a suite share sources and targets: z and W_O W_U are computed once for each distinct one.
     distinct = (*source.unique(return_inverse=True), *target.unique(return_inverse=True))
@@ -158,7 +158,7 @@ def _first_glance(
             # float32, like the sample's logits: the margin covers the rounding of both.
             target_logits[head] = (z_pair * W_target[column]).sum(-1)
             unsettled[:, head] = torch.stack(count_products(z_pair, W_sample, target_logits[head], margin[head])) < k
-    return Glance(unsettled, target_logits)
+    return ScreenedPairs(unsettled, target_logits)
 
 
 def _values_and_margin(

@@ -176,7 +176,7 @@ def direct_logit_attribution(
     read = read_prompts(model, prompts)
     correct, wrong = _answers(model, tokens, len(read))
     warn_of_missing_spaces(tuple(tokens), [prompt.strings[-1] for prompt in read], model.tokenizer)
-    spots = _spots(at, read)
+    spots = _read_positions(at, read)
     where: list[tuple[int, ...]] = [()] * len(read)
     for spot in spots:
         where[spot.example] += spot.places
@@ -205,7 +205,7 @@ def direct_logit_attribution(
     return run_or_resume(DirectAttribution, name, model, options, work, out=out, progress=progress)
 
 
-class _Spot(NamedTuple):
+class _ReadAt(NamedTuple):
     """Positions of an example that are averaged: those of a role, or all that are read."""
 
     example: int
@@ -213,13 +213,13 @@ class _Spot(NamedTuple):
     places: tuple[int, ...]
 
 
-def _spots(at: object, prompts: Sequence[Prompt]) -> list[_Spot]:
+def _read_positions(at: object, prompts: Sequence[Prompt]) -> list[_ReadAt]:
     """Return the positions that are read in each prompt, one role at a time."""
     n = len(prompts)
     if not isinstance(at, Mapping):
-        return [_Spot(i, None, positions_of(at, prompt, i, n)) for i, prompt in enumerate(prompts)]
+        return [_ReadAt(i, None, positions_of(at, prompt, i, n)) for i, prompt in enumerate(prompts)]
     by_role = [roles_of(at, prompt, i, n) for i, prompt in enumerate(prompts)]
-    return [_Spot(i, role, places) for i, roles in enumerate(by_role) for role, places in roles.items()]
+    return [_ReadAt(i, role, places) for i, roles in enumerate(by_role) for role, places in roles.items()]
 
 
 def _answers(
@@ -236,7 +236,7 @@ def _answers(
 
 
 def _table(
-    contributions: Float[Tensor, "row part"], parts: Sequence[Part], spots: Sequence[_Spot], by: str
+    contributions: Float[Tensor, "row part"], parts: Sequence[Part], spots: Sequence[_ReadAt], by: str
 ) -> pd.DataFrame:
     """Return the contributions as rows, without biases that are 0 everywhere (because the model lacks them)."""
     counts = [len(spot.places) for spot in spots]
@@ -268,7 +268,7 @@ def _table(
 def _by_source(
     sources: Float[Tensor, "row layer head key"],
     parts: Sequence[Part],
-    spots: Sequence[_Spot],
+    spots: Sequence[_ReadAt],
     contributions: Float[Tensor, "row part"],
 ) -> pd.DataFrame:
     """Return each head's contributions by source position, up to the position read; other parts are unchanged."""
@@ -286,7 +286,7 @@ def _by_source(
     return pd.concat(tables).sort_values("example", kind="stable").reset_index(drop=True)
 
 
-def _totals(totals: Float[Tensor, " row"], spots: Sequence[_Spot], correct: Tensor, wrong: Tensor) -> pd.DataFrame:
+def _totals(totals: Float[Tensor, " row"], spots: Sequence[_ReadAt], correct: Tensor, wrong: Tensor) -> pd.DataFrame:
     """Return the logit difference of each example, the sum of its contributions, as a table."""
     means = [part.mean().item() for part in totals.split([len(spot.places) for spot in spots])]
     examples = [spot.example for spot in spots]

@@ -166,7 +166,7 @@ def lens(
     """
     check_model(model)
     n_layers = model.shape.n_layers
-    opened, read = opened_lens(lens, n_layers), read_prompts(model, prompts)
+    opened, read = open_lens(lens, n_layers), read_prompts(model, prompts)
     # Always includes the last layer, which KL and the check against the model's own logits need.
     chosen = sorted({*resolve_layers(layers, n_layers), n_layers - 1})
     transform = reader(opened, chosen, n_layers)
@@ -393,7 +393,7 @@ def resolve_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
     return resolve_indices(layers, n_layers, "layer")
 
 
-def opened_lens(lens: Lens, n_layers: int) -> Lens:
+def open_lens(lens: Lens, n_layers: int) -> Lens:
     """Return a lens, loaded if it is a folder; refuse a mapping that is not a tuned lens."""
     pairs: Any = lens.items() if isinstance(lens, Mapping) else ()
     for layer, pair in pairs:

@@ -27,7 +27,7 @@ import pandas as pd
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.lenses.predictions import Layers, Lens, lens_named, opened_lens, resolve_layers
+from headwater.lenses.predictions import Layers, Lens, lens_named, open_lens, resolve_layers
 from headwater.likelihood.framed import (
     MODEL,
     NONE,
@@ -235,7 +235,7 @@ def memorization(
     plan = plan_of(graph, answers, judge, span, alone=predecessors == NONE)
     asks = plan.answers == MODEL or predecessors in (PREDICTED, TURNS)
     checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if asks else None)
-    shares, lens = checked_shares(k), opened_lens(lens, model.shape.n_layers)
+    shares, lens = checked_shares(k), open_lens(lens, model.shape.n_layers)
     # Always include the final layer, because table and figure use it.
     read = sorted({*resolve_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
     after = predecessor_prompt

@@ -35,7 +35,7 @@ from headwater.errors import InputError
 from headwater.kernels import likelihood_blocked
 from headwater.kernels.devices import in_halves, to_device
 from headwater.kernels.likelihood import PRECISIONS, PrecisionName, TokenStatistics
-from headwater.lenses.predictions import Layers, Lens, lens_named, opened_lens, reader, resolve_layers
+from headwater.lenses.predictions import Layers, Lens, lens_named, open_lens, reader, resolve_layers
 from headwater.models.bare_model import residual_streams
 from headwater.models.hooked import check_model, warn_of_no_template
 from headwater.models.tokens import (
@@ -190,7 +190,7 @@ def token_statistics(
     texts = chats_written(texts, model.tokenizer)
     spans = None if spans is None else checked_several("spans", spans, "a list with (start, end) or None for each text")
     chosen = resolve_layers(layers, model.shape.n_layers)
-    lens = opened_lens(lens, model.shape.n_layers)
+    lens = open_lens(lens, model.shape.n_layers)
     read = reader(lens, chosen, model.shape.n_layers)
     checked_count("batch_size", batch_size)
     checked_name("precision", precision, PRECISIONS)

@@ -513,7 +513,7 @@ def end_tokens(model: Model) -> frozenset[int]:
     """Return the ids that end a text: from the tokenizer, the config and the generation config together."""
     named: list[Any] = [getattr(model.tokenizer, "eos_token_id", None)]
     for config in (model.config, generation_config(model.raw)):
-        value = getattr(config, "eos_token_id", None)
+        value: Any = getattr(config, "eos_token_id", None)
         named += np.ravel(value).tolist()  # one, several, or None
     return frozenset(int(token) for token in named if token is not None)
 

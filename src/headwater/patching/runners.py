@@ -142,7 +142,7 @@ class WalkRunner(Runner):
         # Before the check of the steps: recording names the layer of a non-finite value, the check would blame steps.
         self._record(batch, names, gradients_at)
         if not plan.model.steps_checked:
-            if reason := self._distrust(batch):
+            if reason := self._why_whole_runs(batch):
                 raise CannotStepError(reason)
             plan.model.steps_checked = True
             # From now on own steps record too, or a start is shared: record again, so that all calls agree to the bit.
@@ -207,7 +207,7 @@ class WalkRunner(Runner):
         by_place = {place: one.view(equal[place].shape).numpy() for place, one in zip(equal, parts, strict=True)}
         return {place: same for place, same in by_place.items() if same.any()}
 
-    def _distrust(self, batch: Batch) -> str | None:
+    def _why_whole_runs(self, batch: Batch) -> str | None:
         """Run the longest prompt, then step it through the blocks; return why that cannot be trusted, if it cannot."""
         n_layers, lengths = self.plan.model.shape.n_layers, batch.lengths.tolist()
         # The longest prompt has no padding: its last column is its last token, whose logits the run has.

@@ -221,18 +221,18 @@ class FoldedRows:
             most //= 2
         return None
 
-    def laid_out(self, rows: Shaped[Tensor, "row position *d"]) -> Shaped[Tensor, "group place *d"]:
+    def folded_rows(self, rows: Shaped[Tensor, "row position *d"]) -> Shaped[Tensor, "group place *d"]:
         """Gather the rows of the tile into groups."""
         return rows[self._index].flatten(1, 2)
 
-    def taken_apart(self, folded: Float[Tensor, "group place d"]) -> Float[Tensor, "row position d"]:
-        """Undo `laid_out`: return the rows of the tile."""
+    def unfolded_rows(self, folded: Float[Tensor, "group place d"]) -> Float[Tensor, "row position d"]:
+        """Undo `folded_rows`: return the rows of the tile."""
         return folded.unflatten(1, (self.n_slots, -1)).flatten(0, 1)[self._place]
 
     @cached_property
     def positions(self) -> Int[Tensor, "group place"]:
         """The position of each token."""
-        return self.laid_out(self.tile.positions)
+        return self.folded_rows(self.tile.positions)
 
     @cached_property
     def key_positions(self) -> Int[Tensor, "group place key"]:
@@ -240,9 +240,9 @@ class FoldedRows:
         tile, slot = self.tile, torch.arange(self.n_slots, device=self._index.device).repeat_interleave(self.tile.width)
         keys = torch.where(tile.is_token, tile.positions, -1)
         # Keys of the other rows in a group are masked like padding: rows are different runs.
-        keys = torch.where(slot[:, None] == slot, self.laid_out(keys)[:, None], -1)
+        keys = torch.where(slot[:, None] == slot, self.folded_rows(keys)[:, None], -1)
         before = torch.arange(tile.prefix_length, device=keys.device)
-        starts = self.laid_out(tile.starts[:, None].expand(-1, tile.width))[:, :, None]
+        starts = self.folded_rows(tile.starts[:, None].expand(-1, tile.width))[:, :, None]
         return torch.cat([torch.where(before < starts, before, -1), keys], -1)
 
     def prefix(self, recording: Recording, layer: int) -> SharedPrefix:
@@ -531,8 +531,8 @@ class Walk:
             # Where rows are folded nothing is severed before the softmax.
             mask = self._masks.of_layer(layer)[folded.positions[:, :, None], folded.key_positions][:, None]
             keys_before = folded.prefix(self.recording, layer)
-            written = attention(folded.laid_out(rows), folded.positions, mask, keys_before, recorded=folded.examples)
-            return tile.packed(folded.taken_apart(written))
+            written = attention(folded.folded_rows(rows), folded.positions, mask, keys_before, recorded=folded.examples)
+            return tile.packed(folded.unfolded_rows(written))
         places_and_keys = tile.positions, self._masks.mask(layer, tile), tile.prefix(self.recording, layer)
         if self._needs_all(layer, tile, "attention"):
             with self._inside(layer, tile):

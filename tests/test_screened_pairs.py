@@ -32,12 +32,12 @@ def head_of(d_model, d_head, with_outliers):
 
 
 def left_after_a_glance(maps, source, target, k=25):
-    left = ov_blocked.first_glance(maps, source, target, torch.full_like(source, k)).left
+    left = ov_blocked.screen_pairs(maps, source, target, torch.full_like(source, k)).left
     return float(left.any(0).float().mean())
 
 
 @pytest.mark.parametrize(("d_model", "with_outliers"), [(4096, False), (8192, True)])
-def test_with_a_cards_constants_the_first_glance_leaves_two_pairs_in_a_hundred(d_model, with_outliers, as_on_the_card):
+def test_with_a_cards_constants_screening_leaves_two_pairs_in_a_hundred(d_model, with_outliers, as_on_the_card):
     """A sample of 4,096 leaves 2k/4096 = 1.2 % without any margin; three deviations of 1,500 pairs are one per cent."""
     layer = head_of(d_model, 128, with_outliers)
     assert 0.003 < left_after_a_glance(*layer) < 0.03
