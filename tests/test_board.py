@@ -181,9 +181,9 @@ def test_a_board_is_of_one_pair_and_one_metric_of_the_logits():
         hw.board(model, PAIR[0] * 2, PAIR[1] * 2, metric=metric)
     with pytest.raises(InputError, match="one metric"):
         hw.board(model, *PAIR, metric=[metric, hw.probability(3)])
-    with pytest.raises(InputError, match="of the logits was wanted"):
+    with pytest.raises(InputError, match="a metric of the logits is needed"):
         hw.board(model, *PAIR, metric=hw.Metric("norm", lambda x: x.norm(dim=-1).mean(1), site="resid_post"))
-    with pytest.raises(InputError, match="residual stream's width"):
+    with pytest.raises(InputError, match="width of the residual stream"):
         hw.board(model, *PAIR, metric=metric, sites="z")
     with pytest.raises(InputError, match=r"in the corrupted one\. Choose prompts that differ"):
         hw.board(model, PAIR[0], [PAIR[1][0][:-1]], metric=metric)

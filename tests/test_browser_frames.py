@@ -87,8 +87,8 @@ def test_a_frame_ends_where_its_page_does_and_what_is_below_comes_next(browser, 
         inside.wait_for_selector("html[data-ready]" if 'id="spec"' in inside.content() else "table", state="attached")
         assert fits(frame) is True
         assert inside.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-        if inside.get_by_text("what it says").count():
-            inside.get_by_text("what it says").click()
+        if inside.get_by_text("findings in words").count():
+            inside.get_by_text("findings in words").click()
             assert fits(frame) is True
         box, next_line = frame.bounding_box(), below.nth(i).bounding_box()
         assert 0 <= next_line["y"] - (box["y"] + box["height"]) <= SPARE

@@ -47,7 +47,7 @@ def test_colours_are_those_of_signs_and_the_strongest_is_the_thickest():
     assert set(found) == {drawing.ABOVE, drawing.BELOW, FAINT}
     assert max(found, key=lambda color: found[color]) == drawing.BELOW
     said = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert said == ["effect above 0", "effect below 0", "effect not known", "thickest: 8"]
+    assert said == ["effect above 0", "effect below 0", "effect unknown", "thickest: 8"]
     assert "\N{MINUS SIGN}8" in [text.get_text() for text in ax.texts]
 
 

@@ -98,7 +98,7 @@ def test_heads_are_validated_beside_what_was_read_of_them(run, tmp_path):
     use = json.loads(printed)["use"]
     assert use["measured"] == use["called"] == int(plain.table["implemented"].sum())  # three examples: none
     code, _, noise = run(*asked[:-2], "--template", template)
-    assert (code, noise.strip()) == (2, "Error: --template asks the running model: give --validate too.")
+    assert (code, noise.strip()) == (2, "Error: --template is a prompt for the running model: pass --validate too.")
 
 
 def test_targets_of_several_tokens_are_told_apart_on_the_command_line(run, checkpoint, suite, tmp_path, monkeypatch):
@@ -114,7 +114,7 @@ def test_targets_of_several_tokens_are_told_apart_on_the_command_line(run, check
     assert seen == [{"multi_token": "distinguishing"}]
     code, _, noise = run("heads", checkpoint("llama"), "--relations", suite, "--distinguishing", "--multi-token")
     assert (code, noise.count("\n")) == (2, 1)
-    assert "--multi-token takes the first token of a word, --distinguishing another: give one." in noise
+    assert "--multi-token and --distinguishing score different tokens of a word: pass only one of them." in noise
 
 
 def test_bars_go_to_stderr_and_only_where_that_is_a_terminal(run, checkpoint, suite, monkeypatch):
@@ -229,7 +229,7 @@ def test_an_interrupt_without_a_folder_says_that_nothing_was_kept(run, checkpoin
     monkeypatch.setattr(scores, "score_layer", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
     code, _, error = run("heads", checkpoint("llama"), "--relations", suite)
     assert code == 130
-    assert "Nothing was kept; with --out FOLDER a run can be continued." in error
+    assert "Nothing was saved; with --out FOLDER a run can be resumed." in error
 
 
 def test_version_and_help(run):
@@ -268,7 +268,7 @@ def test_a_warning_is_a_line_without_its_place_in_the_code(run, checkpoint, suit
 def test_a_group_of_commands_alone_names_them(run):
     code, _, error = run("reproduce")
     assert (code, error.count("\n")) == (2, 1)
-    assert "name maps, pathways, memorization or membership" in error
+    assert "choose maps, pathways, memorization or membership" in error
 
 
 def test_help_comes_without_loading_torch():

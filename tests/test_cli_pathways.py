@@ -96,7 +96,7 @@ def test_questions_that_cannot_be_used_end_with_one_line(run, checkpoint, tmp_pa
     file = tmp_path / "mine.csv"
     pd.DataFrame(rows).to_csv(file, index=False)
     for arguments, message in [
-        (["pathways", checkpoint("llama")], "Which questions shall"),
+        (["pathways", checkpoint("llama")], "There are no questions for"),
         (["detect", "--questions", "propertis"], "no question set 'propertis'. Did you mean 'properties'"),
         (["detect", "--questions", file, "--questions", file], "Two of the question sets are called 'mine'"),
         (["detect", "--questions", "natural", "--sample", 60, "--method", "mops"], "no detection method 'mops'"),

@@ -314,8 +314,8 @@ def test_an_answer_passes_between_the_layers_where_the_last_token_takes_it_over(
     effects = {"country": (1, 0.9, 0), "last": (0, 0.1, 0.8), steps.OTHER_WORD: (0, 0, 0.02)}
     passed = steps.passing(sweep_of(effects))
     assert passed.found == (
-        "the answer is changed at the country up to layer 1 (90 % of it comes back), at the last token from layer 2 on "
-        "(80 %)"
+        "the answer can be changed at the country up to layer 1 (90 % is restored), and at the last token from layer 2 "
+        "on (80 %)"
     )
     assert passed.control == "at the last token in layer 1: 10 %, at another word at most 2 %"
     assert not passed.weak
@@ -327,8 +327,8 @@ def test_the_head_that_the_weights_name_is_shown_beside_what_names_one_without_t
     ways = pd.DataFrame({"way": list(shares), "layer": 3, "head": 2, "share": list(shares.values())})
     found = hw.Evidence(*[pd.DataFrame({"can": [True], "holds": [False]})] * 4, ways, pd.DataFrame(), run=None)
     said = steps.cause(found)
-    assert said.found == "weights and attention name head 3.2: it moves 90 % as much as the head that moves most"
-    assert said.control == "what is named by attention 10 %, by other relations' effect 25 %"
+    assert said.found == "weights and attention name head 3.2: its effect is 90 % of the largest of any head"
+    assert said.control == "heads named by attention 10 %, by other relations' effect 25 %"
     assert said.weak
     cannot = pd.DataFrame({"relation": ["r"], "can": [False], "reason": ["no gap"]})
     run = RunRecord("a", "m", "f", "float32", "cpu", {})

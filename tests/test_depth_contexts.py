@@ -266,8 +266,8 @@ def test_an_interrupted_conversation_goes_on_where_it_stopped(model, tmp_path, m
     ("options", "message"),
     [
         ({"predecessors": "golden"}, "predecessors='golden' is not one of none, gold, .* Did you mean 'gold'"),
-        ({"predecessor_prompt": "{pairs}{question}"}, "predecessor_prompt belongs to predecessors='gold'"),
-        ({"predecessors": "gold", "predecessor_prompt": "{question}"}, "must hold {pairs} exactly once"),
+        ({"predecessor_prompt": "{pairs}{question}"}, "predecessor_prompt needs predecessors='gold'"),
+        ({"predecessors": "gold", "predecessor_prompt": "{question}"}, "must contain {pairs} exactly once"),
         ({"predecessors": "gold", "predecessor_prompt": "{pairs}"}, "predecessor_prompt: prompt must be a text"),
         ({"predecessors": "predicted", "max_new_tokens": 10**6}, "max_new_tokens=1000000 must be from 1 to"),
     ],
@@ -288,7 +288,7 @@ def test_contexts_that_cannot_be_used_are_refused(options, message, model, tmp_p
         (
             [{"role": "user", "content": "{question}"}, {"role": "assistant", "content": "Well ,"}],
             None,
-            "last message must hold {question}",
+            "conversation must contain {question}",
         ),
     ],
 )

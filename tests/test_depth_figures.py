@@ -102,7 +102,7 @@ def test_curves_by_layer_have_the_sign_of_the_figure(rng):
         assert line.get_ydata() == pytest.approx(-rows["value"].to_numpy())
     with pytest.raises(InputError, match=r"no score 'min_k_0.3'. Did you mean 'min_k_0.2'"):
         layer_curves(profile, "min_k_0.3")
-    with pytest.raises(InputError, match="2 labels were given for 1 profiles"):
+    with pytest.raises(InputError, match="Found 2 labels for 1 profiles"):
         depth_profiles([profile], ["a", "b"])
 
 

@@ -65,11 +65,11 @@ def test_answers_are_taken_from_the_file_named_and_several_are_not_guessed_from(
     assert named.table["score"].notna().sum() == 2
     assert named.table.set_index("id").at[nodes[0]["id"], "model_answer"] == "gold"
     (folder / "other.json").write_text(json.dumps(rows["answers"][0]))
-    with pytest.raises(InputError, match=r"answers of several models \(other.json, zero-shot.json\): name one"):
+    with pytest.raises(InputError, match=r"answers of several models \(other.json, zero-shot.json\). Choose one"):
         load_depth_graph(folder)
-    with pytest.raises(InputError, match="neither a path nor in the folder"):
+    with pytest.raises(InputError, match="does not exist, nor is it in the folder"):
         load_depth_graph(folder, predictions="none.json")
-    with pytest.raises(InputError, match=r"metric.json holds no answers"):
+    with pytest.raises(InputError, match=r"metric.json contains no answers"):
         load_depth_graph(folder, predictions="metric.json")
 
 
@@ -86,7 +86,7 @@ def broken(rows, nodes, case):
         return rf"nodes.jsonl, line {line[deep]}, node '{deep}': '{first}' is its predecessor, but '{deep}' is no succ"
     if case == "no question":
         rows["node_to_q"] = rows["node_to_q"][1:]
-        return rf"nodes.jsonl, line 1, node '{first}': node_to_q does not say"
+        return rf"nodes.jsonl, line 1, node '{first}': node_to_q does not name its question"
     if case == "unknown question":
         rows["node_to_q"][0]["qid"] = "d1_q0"
         return rf"node_to_q.jsonl, line 1, node '{first}': its question 'd1_q0' does not exist"
@@ -96,11 +96,11 @@ def broken(rows, nodes, case):
     if case == "depth":
         row[first]["depth"] = 2
         return (
-            rf"nodes.jsonl, line 1, node '{first}': it has depth 2, its question '.*' depth 1 \(.*questions.jsonl, line"
+            rf"nodes.jsonl, line 1, node '{first}': it has depth 2, but its question '.*' has depth 1 \(.*.jsonl, line"
         )
     if case == "twice":
         rows["questions"].append(rows["questions"][0])
-        return rf"questions.jsonl, line {len(rows['questions'])}: qid '.*' comes twice, first in .*line 1"
+        return rf"questions.jsonl, line {len(rows['questions'])}: qid '.*' occurs twice, first in .*line 1"
     if case == "empty answer":
         rows["questions"][0]["answer"] = " "
         return r"questions.jsonl, line 1: answer is missing or empty"
@@ -144,5 +144,5 @@ def test_files_that_cannot_be_read_are_named_with_the_line(nodes, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="has no questions"):
         load_depth_graph(tmp_path / "empty")
-    with pytest.raises(InputError, match="belongs to a folder"):
+    with pytest.raises(InputError, match="needs a folder"):
         load_depth_graph(as_path := tmp_path / "d" / "zero-shot.json", predictions=as_path)

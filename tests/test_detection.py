@@ -348,7 +348,7 @@ def test_p_true_of_an_instruct_model_goes_through_its_chat_template(model, answe
 def test_a_tokenizer_without_the_two_words_leaves_p_true_out_and_says_so(checkpoint, answered, model):
     with pytest.raises(InputError, match="has none of maybe one/maybe two"):
         p_true(model, answered, words=(("maybe one", "maybe two"),))
-    with pytest.raises(InputError, match="must hold"):
+    with pytest.raises(InputError, match="must contain"):
         p_true(model, answered, ask="true?")
 
 
@@ -371,7 +371,7 @@ def test_a_detector_refuses_another_model_an_unknown_method_and_a_damaged_folder
     detection, model, answered, checkpoint, tmp_path
 ):
     detector = detection.detector("natural")
-    with pytest.raises(InputError, match="fitted on another model"):
+    with pytest.raises(InputError, match="fitted on a model other than"):
         detector.score(hw.load(checkpoint("llama")), answered)
     of_another = dataclasses.replace(answered, run=dataclasses.replace(answered.run, fingerprint="0"))
     for refuses in (detector.score, detect):
@@ -383,7 +383,7 @@ def test_a_detector_refuses_another_model_an_unknown_method_and_a_damaged_folder
         detection.detector("naturl")
     with pytest.raises(InputError, match=r"no classifier 'gates'.*'gate'"):
         detector.probe("gates")
-    with pytest.raises(RunFolderError, match=r"holds no detector.json"):
+    with pytest.raises(RunFolderError, match=r"contains no detector.json"):
         Detector.load(tmp_path)
     folder = detector.save(tmp_path / "a")
     description = json.loads((folder / "detector.json").read_text())
@@ -466,8 +466,8 @@ def test_questions_without_relation_or_popularity_leave_the_baseline_out_with_a_
     found = detect(model, part, methods=["question", "logit_min"], seeds=1, layer=1, progress=False)
     row = found.table.set_index("method").loc["question"]
     assert np.isnan(row["auc"])
-    assert "no relation, popularity or depth" in row["note"]
-    assert "no relation, popularity or depth" in found.report()[0]
+    assert "relation, popularity and depth are missing" in row["note"]
+    assert "relation, popularity and depth are missing" in found.report()[0]
     assert found.findings()["datasets"][0]["auc"]["question"] is None
     assert len(found.plot().get_yticklabels()) == 1
 
@@ -494,7 +494,7 @@ def test_the_report_and_the_figure_say_what_was_measured(detection):
         gain = part.loc["pr"]
         better, worse = gain["gain_low"] > 0, gain["gain_high"] < 0
         verdict = "does better than" if better else "does worse than" if worse else "is indistinguishable from"
-        assert f"Pathway reweighting (PR) {verdict} the single probe ({gain['gain']:+.3f}" in paragraph
+        assert f"Pathway reweighting (PR) {verdict} the single probe (AUC difference {gain['gain']:+.3f}" in paragraph
     ax = detection.plot()
     drawn = {line.get_label(): line.get_xdata() for line in ax.get_lines() if "wrong" in line.get_label()}
     assert len(drawn) == 2

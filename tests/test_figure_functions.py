@@ -108,7 +108,7 @@ def test_a_dose_response_is_the_mean_effect_of_each_dose_by_layer(given):
         assert line.get_ydata().tolist() == pytest.approx(at)
         assert line.get_ydata()[0] == 0 != line.get_ydata()[1]
     sites = {0: doses[0], 1: dataclasses.replace(doses[1], table=doses[1].table.assign(site="z"))}
-    for wrong, said in (({}, "must map doses"), ({0: 1}, "must be a Sweep"), (sites, "of one site and metric")):
+    for wrong, said in (({}, "must map each dose"), ({0: 1}, "must be a Sweep"), (sites, "one site and metric")):
         with pytest.raises(InputError, match=said):
             hw.figures.dose_response(wrong)
 

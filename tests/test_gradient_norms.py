@@ -101,7 +101,7 @@ def test_the_score_is_minus_the_norm_and_needs_one_for_every_text(checkpoint):
     assert "grad_norm" not in memorization_scores(stats).wide()
     assert memorization_scores(stats, gradient_norms=norms.tolist()).run.options["gradient_norms"]
     for wrong in (norms[:2], [-1.0] * 4, [math.nan] * 4, [math.inf] * 4):
-        with pytest.raises(InputError, match=r"gradient_norms=.* must hold a number from 0 up for each of the 4 texts"):
+        with pytest.raises(InputError, match=r"gradient_norms=.* must be a number of at least 0 for each"):
             memorization_scores(stats, gradient_norms=wrong)
     by_layer = token_statistics(model, texts, layers="all", progress=False)
     with pytest.raises(InputError, match="layers='final'"):

@@ -195,7 +195,7 @@ def test_nothing_in_a_figure_of_several_maps_overlaps(number, columns):
 
 
 def test_no_maps_is_an_error_and_so_are_no_columns():
-    with pytest.raises(InputError, match="no maps"):
+    with pytest.raises(InputError, match="needs a list of results"):
         hw.figures.head_maps([])
     with pytest.raises(InputError, match="columns=0 must be"):
         hw.figures.head_maps([random_map(2, 2)], 0)

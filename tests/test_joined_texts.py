@@ -74,9 +74,9 @@ def test_stretches_have_the_scores_of_the_published_loop(family, tmp_path):
     ("row", "message"),
     [
         ({"input": "a b", "label": 1}, "row 1|line 1"),
-        ({"input": " ".join("x" * 64), "label": [1]}, r"every 32 of its words \(2\), found \[1\]"),
+        ({"input": " ".join("x" * 64), "label": [1]}, r"every 32 of its words: 2\), found \[1\]"),
         ({"input": " ".join("x" * 32), "label": [2]}, r"found \[2\]"),
-        ({"label": [1]}, "expected input, a text"),
+        ({"label": [1]}, r"expected input \(a text\)"),
     ],
 )
 def test_a_text_without_a_label_for_every_stretch_is_refused(row, message, tmp_path):
@@ -85,5 +85,5 @@ def test_a_text_without_a_label_for_every_stretch_is_refused(row, message, tmp_p
 
 
 def test_a_file_without_texts_is_refused(tmp_path):
-    with pytest.raises(InputError, match="holds no texts"):
+    with pytest.raises(InputError, match="contains no texts"):
         load_joined_texts(written(tmp_path))

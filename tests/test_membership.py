@@ -108,10 +108,10 @@ def test_results_are_repeatable_saved_and_loaded(rng, tmp_path):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([1, 0], "2 labels were given for 3 texts"),
+        ([1, 0], "2 labels were passed for 3 texts"),
         ([1, 0, 2], "Label 2 is 2"),
         ([1, "no", 0], "Label 1 is 'no'"),
-        ([1, 1, 1], "both needed"),
+        ([1, 1, 1], "at least one member"),
     ],
 )
 def test_labels_that_say_nothing_are_refused(labels, message):
@@ -145,5 +145,5 @@ def test_a_score_that_only_knows_the_stratum_tells_nothing_within_it(rng):
     assert within["tpr_at_5"].isna().all()
     with pytest.raises(InputError, match="No stratum has both"):
         membership(scores, member, strata=member)
-    with pytest.raises(InputError, match="199 strata were given for 200 texts"):
+    with pytest.raises(InputError, match="199 strata were passed for 200 texts"):
         membership(scores, member, strata=strata[1:])

@@ -139,7 +139,7 @@ def test_the_report_says_how_much_of_min_k_comes_from_first_tokens(model, graph)
         first += rows[0]["log_probability"] if rows[0]["lowest"] else 0.0
         whole += len(rows)
     share, of_all = first / lowest, profile.tokens["id"].nunique() / whole
-    said = f"The first scored tokens ({of_all:.0%} of all) account for {share:.0%} of Min-K%."
+    said = f"The first scored token of each text ({of_all:.0%} of all) accounts for {share:.0%} of Min-K%."
     assert said in " ".join(profile.report())
     assert 0 < share < 1
 
@@ -243,7 +243,7 @@ def test_answers_that_had_not_ended_at_the_token_limit_are_counted_and_not_judge
     assert cut.table["score"].isna().all()
     assert cut.table["model_answer"].str.len().gt(0).any()
     assert cut.findings()["cut"] == len(cut.table)
-    assert f"{len(cut.table)} answers had not ended after 3 tokens and are not judged" in " ".join(cut.report())
+    assert f"{len(cut.table)} answers were cut off at 3 tokens and are not judged" in " ".join(cut.report())
     with every_answer_ends():
         whole = profile_of(model, graph, answers="model", judge=lambda *_: 4, max_new_tokens=3)
     assert not whole.table["cut"].any()
@@ -353,10 +353,10 @@ def test_a_run_continues_where_it_was_interrupted_and_is_saved_and_loaded(model,
         ({"prompt": "{question}", "context": "chat"}, "belongs to context='raw'"),
         ({"prompt": [("user", "{question}")], "context": "chat"}, "must be messages, a list of"),
         ({"prompt": [{"role": "user", "content": None}], "context": "chat"}, "must be messages, a list of"),
-        ({"judge": "gpt"}, "judge='gpt' is neither"),
+        ({"judge": "gpt"}, "judge='gpt' must be 'label'"),
         ({"answers": "mine"}, "answers='mine' is not one of data, model"),
         ({"answers": "model", "max_new_tokens": 10**6}, "max_new_tokens=1000000 must be from 1 to"),
-        ({"k": 0.0}, "must hold shares of the tokens"),
+        ({"k": 0.0}, "must be distinct shares of the tokens"),
         ({"layers": 3}, "There is no layer 3"),
     ],
 )

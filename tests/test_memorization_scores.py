@@ -162,7 +162,7 @@ BAD = {
     "zero": ({"k": [0.0]}, "k=\\[0.0\\]"),
     "above one": ({"k": [0.2, 20.0]}, "at most 1"),
     "none": ({"k": []}, "k=\\[\\]"),
-    "twice": ({"k": [0.2, 0.2]}, "each once"),
+    "twice": ({"k": [0.2, 0.2]}, "must be distinct shares"),
     "variance": ({"minimum_variance": 0.0}, "minimum_variance=0"),
 }
 

@@ -115,9 +115,9 @@ def test_one_model_is_drawn_on_axes_or_as_a_figure_with_any_split_and_value(path
 
 
 def test_nothing_too_much_and_unknown_names_are_refused(pathways):
-    with pytest.raises(InputError, match="was given nothing"):
+    with pytest.raises(InputError, match="the list is empty"):
         hw.figures.delta_p([])
-    with pytest.raises(InputError, match="1 titles were given for 2 panels"):
+    with pytest.raises(InputError, match="Found 1 titles for 2 panels"):
         hw.figures.delta_p([pathways, pathways], titles=["A"])
     with pytest.raises(InputError, match=r"no curves split by 'per layers'. Did you mean 'per layer'"):
         pathways.plot(split_by="per layers")
@@ -214,7 +214,7 @@ def test_a_dagger_in_the_legend_marks_the_sets_whose_probe_is_not_above_chance(p
 def test_of_questions_without_relations_it_is_said_once_that_two_modes_cannot_be_tested(pathways):
     said = [sentence for sentence in pathways.report() if "relation" in sentence and "all relations" not in sentence]
     assert len(said) == 1
-    assert f"{', '.join(SETS)}: the questions have no relations" in said[0]
+    assert f"The questions of {', '.join(SETS)} have no relations" in said[0]
 
 
 def test_the_published_style_has_the_published_series_in_two_columns_and_nothing_else(pathways):

@@ -55,7 +55,7 @@ def test_head_maps_stand_two_by_two_with_the_published_words_and_marks_of_one_si
 def test_published_head_maps_say_by_which_rule_heads_were_classified_where_it_is_another():
     ours = random_map(3, 8, "model")
     figure = hw.figures.head_maps([ours], style="published")
-    said = "Heads classified by the controlled rule; published maps use the published."
+    said = "Heads classified by the controlled rule; published maps, by the published one."
     assert [text.get_text() for text in figure.texts] == [said]
     figure.draw_without_rendering()
     assert figure.texts[0].get_window_extent().y1 <= figure.legends[0].get_window_extent().y0 + 1
@@ -200,7 +200,7 @@ def test_the_terminal_says_whose_answers_are_judged_and_which_probe_is_not_above
         assert (code, err) == (0, "")
         return json.loads(out)["note"]
 
-    assert "judges the answers in the data, whichever model wrote them" in noted("memorization", "depth")
+    assert "is of the answers in the data, whichever model wrote them" in noted("memorization", "depth")
     assert "The probe is not above chance" in noted("saliency", "chance")
     assert noted("saliency", "tells") == ""
 

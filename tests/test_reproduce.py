@@ -221,7 +221,7 @@ def test_the_command_prints_published_measured_and_difference(run, checkpoint, d
     arguments = ["reproduce", "maps", checkpoint("gpt2"), "--datasets", datasets, "--no-correlations", "--quiet"]
     code, printed, _ = run(*arguments, "--published", "house/tiny-gpt", "--out", tmp_path / "out")
     assert code == 0
-    assert "beside house/tiny-gpt" in printed
+    assert "compared with house/tiny-gpt" in printed
     best = printed.split("best score\n")[1].split("\n\n")[0]
     lines = {line.split()[0]: line.split()[1:] for line in best.splitlines()[1:]}
     table = Reproduction.load(tmp_path / "out").table
@@ -299,7 +299,7 @@ def test_reproduced_pathways_have_a_folder_for_every_part_and_published_names(em
     monkeypatch.setattr(pathways, "published_numbers", lambda kind: Published("here", {"me": shape | numbers}))
     monkeypatch.setattr(pathways, "PRACTICE", (22, 24))
     found = pathways.reproduce_pathways(embedded, "natural", published="me", out=tmp_path / "out", **asked)
-    assert re.search(r"60 questions take about .* on this machine: answers .*, pathways .*; what the", caplog.text)
+    assert re.search(r"60 questions take about .* on this machine: answers .*, pathways .*; parts that", caplog.text)
     lines = [line.split(":")[0] for line in caplog.messages if ": done in" in line]
     caplog.clear()
     assert lines == list(pathways.PARTS)
@@ -446,7 +446,7 @@ def test_an_instruct_model_is_asked_for_whole_answers_in_its_chat_template_as_pu
     assert (limits, judged) == (({1024}, {"Rome\n\n Paris"}) if template else ({32}, {"Rome"}))
     how = "as a chat, for whole answers of up to 1,024" if template else "in a raw prompt, for one line of up to 32"
     assert any(how in note for note in found.notes)
-    assert any("1 answers had not ended" in note for note in found.notes)
+    assert any("1 answers were cut off" in note for note in found.notes)
 
 
 def test_scores_of_another_judge_are_said_to_be(embedded, monkeypatch, tmp_path):

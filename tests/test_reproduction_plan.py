@@ -111,7 +111,7 @@ def test_the_command_lists_the_plan_on_a_page_and_runs_nothing(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [([], "give --plan"), (["--plan", "maps"], "Too many words: maps. Help")]
+    ("given", "message"), [([], "pass --plan"), (["--plan", "maps"], "Too many words: maps. Help")]
 )
 def test_the_plan_stands_alone(run, given, message):
     code, _, error = run("reproduce", "--runs", "x", *given)

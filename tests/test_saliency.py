@@ -199,8 +199,10 @@ def test_the_summary_tells_saturation_from_absence():
     found = Saliency(pd.concat(rows), pd.DataFrame(), "logit", run)
     summary = found.findings()["datasets"][0]["saliency_all"]
     assert summary["several_peaks"] == {"cross_entropy": True, "logit": False}
-    near = "25.0% (14 to 40) of 40 examples"
-    assert any(near in said and "100% have a probe that is sure" in said for said in found.report())
+    near = "of 40 examples, 25.0% (14 to 40) have"
+    assert any(
+        near in said and "in 100% of these only because the probe is confident" in said for said in found.report()
+    )
     assert summary["near_zero"] == {"cross_entropy": 0.25, "logit": 0.0}
     assert summary["saturated"] == 1.0
     assert summary["median_logit_right"] is None
@@ -215,7 +217,7 @@ def test_a_probe_before_the_answer_has_no_flow_through_the_answers_tokens(models
     assert found.table["saliency_exact_answer"].isna().all()
     assert (found.table["saliency_all"] > 0).all()
     assert found.findings()["datasets"][0]["saliency_exact_answer"] is None
-    assert any("S(E_Q→E_A) has no value" in sentence for sentence in found.report())
+    assert any("S(E_Q→E_A) was not measured" in sentence for sentence in found.report())
 
 
 def test_examples_that_the_probe_was_fitted_on_are_measured_by_the_fold_that_was_not():
@@ -243,7 +245,7 @@ def test_examples_that_the_probe_was_fitted_on_are_measured_by_the_fold_that_was
             expected = alone.of()[column].to_numpy()
             assert np.allclose(found.of()[column].to_numpy()[rows], expected, rtol=1e-3, atol=1e-7, equal_nan=True)
     assert (
-        found.report()[0] == "All 48 examples are measured by coefficients of the probe that were not fitted on them."
+        found.report()[0] == "All 48 examples are measured with probe coefficients that were fitted on other examples."
     )
 
 
@@ -258,10 +260,10 @@ def test_a_probe_that_has_seen_the_answers_is_refused_and_one_that_does_not_say_
         hw.saliency(model, answered, probe, progress=False)
     assert "\n" not in str(caught.value)
     others = hw.saliency(model, answered, replace(probe, fitted_on=frozenset({"another"})), progress=False)
-    assert "not fitted on them" in others.report()[0]
+    assert "fitted on other examples" in others.report()[0]
     assert (others.table["fold"] == -1).all()
     unknown = hw.saliency(model, answered, random_probe(model), progress=False)
-    assert "does not say which answers it was fitted on" in unknown.report()[0]
+    assert "does not record which answers it was fitted on" in unknown.report()[0]
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -359,7 +361,7 @@ def test_bad_input_is_one_clear_line(models):
         ({"model": frozen}, r"was loaded under torch.inference_mode\(\)"),
         (
             {"model": parallel, "answered": answered_by(parallel), "probe": random_probe(model, layer=0)},
-            "No head .* comes before the MLP of layer 0",
+            "No head .* precedes the MLP of layer 0",
         ),
     ]
     for options, message in cases:

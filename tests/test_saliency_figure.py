@@ -59,7 +59,7 @@ def test_the_axis_says_whether_pairs_are_summed_and_runs_that_differ_in_it_are_r
     assert hw.figures.saliency([mean]).axes[0].get_xlabel().startswith("Saliency (mean over pairs, probe cross-entropy")
     assert hw.figures.saliency([total], style="published").axes[0].get_xlabel() == "Saliency Score"
     assert hw.figures.saliency([mean], style="published").axes[0].get_xlabel() == "Saliency Score (mean over pairs)"
-    with pytest.raises(InputError, match="draw these runs apart"):
+    with pytest.raises(InputError, match="draw these runs in separate figures"):
         hw.figures.saliency([total, mean])
 
 
@@ -94,7 +94,7 @@ def test_more_than_two_sets_get_rows_of_panels_and_more_than_four_are_refused():
     figure = hw.figures.saliency([made_up_saliency(names)])
     assert [len(ax.lines) for ax in figure.axes] == [4, 4]
     assert len({line.get_color() for ax in figure.axes for line in ax.lines}) == 4
-    with pytest.raises(InputError, match="at most 4 question sets; 5 were given"):
+    with pytest.raises(InputError, match="at most 4 question sets; 5 were passed"):
         hw.figures.saliency([made_up_saliency((*names, "fifth"))])
 
 

@@ -146,7 +146,7 @@ def test_an_interrupted_run_continues_and_another_files_folder_is_refused(model,
 def test_files_that_hold_nothing_to_read_are_refused(model, tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         score_file(model, tmp_path / "no.txt", progress=False)
-    with pytest.raises(InputError, match="holds no texts"):
+    with pytest.raises(InputError, match="contains no texts"):
         score_file(model, written(tmp_path, "empty.txt", ""), progress=False)
     with pytest.raises(InputError, match="no column 'text'; it has a, b"):
         score_file(model, written(tmp_path, "a.csv", "a,b\n1,2\n"), progress=False)

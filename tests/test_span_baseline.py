@@ -59,16 +59,17 @@ def test_a_probe_that_may_read_the_label_off_the_spans_is_not_praised(model, coi
 
     given = answered(model, coin_flips, leaking)
     detection = hw.detect(model, given, methods=["logit_mean", "probe"], seeds=1, progress=False)
-    assert "Note on single probe: length and place of the exact answer alone reach AUC" in detection.report()[0]
+    assert "Note on single probe: the length and position of the exact answer alone give AUC" in detection.report()[0]
     pathways = traced(model, given)
     assert auc_of(pathways)[0] > 0.95
     assert auc_of(pathways, "exact answer's length and place")[0] > 0.95
     first, *others = pathways.report()
-    (second,) = (said for said in others if "where it is right" in said)
-    assert "detects the wrong ones with AUC 0.99" in first
-    assert "does not show that the states encode which answer is wrong" in first
-    assert "100% of the answer, where it is wrong" in second
-    assert "does not differ clearly from this" in second or "the probe is worse" in second
+    (second,) = (said for said in others if "in right answers and" in said)
+    assert "detects the wrong ones among" in first
+    assert "with AUC 0.99" in first
+    assert "no evidence that the states encode which answer is wrong" in first
+    assert "(100% of the answer) in wrong ones" in second
+    assert "the probe does not differ clearly" in second or "the probe is lower" in second
     assert not SetAtBest(pathways, "popqa").survives
     assert pathways.findings()["datasets"][0]["auc_spans"] > 0.95
 

@@ -83,7 +83,7 @@ def test_edges_of_patterns_are_swept_by_key(capsys, monkeypatch):
             ["patch", "--clean", "a", "--metric", "logit-diff"],
             "no metric 'logit-diff'. Did you mean 'logit-difference'",
         ),
-        (["patch", "--clean", "a", "--token", " Paris"], "takes --tokens RIGHT WRONG"),
+        (["patch", "--clean", "a", "--token", " Paris"], "needs --tokens RIGHT WRONG"),
         (["patch", *PAIR, *ANSWERS, "--sites", "resid_per"], "no site 'resid_per'. Did you mean 'resid_pre'"),
         (["patch", *PAIR, "--tokens", "Parisian", "Rome"], "a metric needs one token"),
         (
@@ -94,8 +94,8 @@ def test_edges_of_patterns_are_swept_by_key(capsys, monkeypatch):
         (["patch", *PAIR[:2], *ANSWERS], "there are no corrupted prompts"),
         (["patch", "--pairs", "nowhere.csv", *ANSWERS], "The file of pairs of prompts nowhere.csv does not exist"),
         (["knockout", "--prompt", "The capital is", "--key", "Spain", *ANSWERS], "does not occur in the prompt"),
-        (["patch"], "Give the prompts with --clean and --corrupted"),
-        (["knockout", "--prompt", "a cat"], "with --key what must not be read"),
+        (["patch"], "Pass the prompts with --clean and --corrupted"),
+        (["knockout", "--prompt", "a cat"], "--key with the positions that must not be read"),
     ],
 )
 def test_what_cannot_be_used_ends_with_one_line_and_exit_code_2(checkpoint, capsys, monkeypatch, arguments, message):

@@ -322,7 +322,7 @@ BAD = {
     "too long": ({"texts": [" cat", " cat" * 80]}, "Text 1 has 81 tokens; the model reads at most 64"),
     "long": ({"long": "cut"}, "long='cut'"),
     "stride": ({"stride": 64}, "stride=64 must be from 1 to 63"),
-    "number of spans": ({"spans": [None, None]}, "2 spans were given for 1 texts"),
+    "number of spans": ({"spans": [None, None]}, "2 spans were passed for 1 texts"),
     "span": ({"spans": [(3, 99)]}, "span \\(3, 99\\) of text 0"),
     "layer": ({"layers": [3]}, "no layer 3"),
     "layers": ({"layers": "last"}, "layers='last'"),

@@ -72,7 +72,7 @@ def test_a_shift_of_every_example_to_one_side_is_not_reported_as_two_modes(by_qu
     assert not SetAtBest(by_question, "lookup").survives
     report = " ".join(by_question.report())
     assert "The knockout shifts predictions in one direction" in report
-    assert "the two peaks are those of the two predictions" in report
+    assert "the two peaks reflect the two predictions" in report
     assert report.endswith(
         "Two modes survive the controls on none of the question sets (tested on none; lookup: too few examples)."
     )
@@ -377,7 +377,7 @@ def test_random_tokens_are_exactly_as_many_and_rows_with_too_few_leave_the_compa
     assert random.count().gt(0).to_numpy().nonzero()[0].tolist() == enough
     report = " ".join(pathways.report())
     assert f"{len(enough)} of {len(exact)} examples have as many other question tokens" in report
-    assert "knowing only the relation and the answer's words gives AUC" in report
+    assert "the relation and the answer's words alone give AUC" in report
     title = hw.figures.flip_rates(pathways).axes[0].get_title(loc="left")
     assert title.endswith(f"\nasked (n = {len(exact)}; random: {len(enough)})")
 
@@ -502,7 +502,7 @@ def test_answers_of_another_model_or_without_their_prompt_are_refused(by_questio
     with pytest.raises(InputError, match="other weights than"):
         hw.trace_pathways(model, random_answered(other, n=4))
     with pytest.raises(
-        InputError, match=r"do not record their prompt: make them with hw\.answer, or pass controls=False"
+        InputError, match=r"do not record their prompt\. Make them with hw\.answer, or pass controls=False"
     ):
         hw.trace_pathways(model, random_answered(model, n=40), seeds=1, progress=False)
     with pytest.raises(InputError, match=r"There is no question set 'lookups' here\. Did you mean 'lookup'"):

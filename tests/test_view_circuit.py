@@ -56,7 +56,7 @@ def test_the_page_says_how_faithful_the_strongest_edges_are_alone(of):
 
 def test_runs_and_effects_of_other_edges_are_refused():
     weakest = circuit() - circuit().strongest(50)
-    with pytest.raises(InputError, match="no circuit that is the strongest edges"):
+    with pytest.raises(InputError, match="no circuit made of the strongest edges"):
         weakest.view(runs=alone())
     few = hw.Circuit.of(["embed -> q 1.0"], embedded())
     with pytest.raises(InputError, match=r"no effect of embed -> q 1\.0"):

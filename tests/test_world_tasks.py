@@ -148,5 +148,5 @@ def test_more_prompts_than_a_task_has_is_said(written):
 def test_years_that_are_not_one_token_have_no_metric_and_are_not_read_as_another_token(written):
     planted = question_lookup()
     model = hw.load(planted.model, tokenizer=planted.tokenizer)
-    with pytest.raises(InputError, match=r"100 endings of years, and \d+ of them, as '\d\d', are not one token"):
+    with pytest.raises(InputError, match=r"100 endings of years, but \d+ of them, such as '\d\d', are not one token"):
         task("greater_than", 2, world=written.words).metric(model)

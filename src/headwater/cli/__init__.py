@@ -35,7 +35,7 @@ app = App(
     help=(
         "Find which parts of a language model produce an answer: what its attention heads do, whether its answers "
         "depend on the question, which activations decide, what it memorized.\n\n"
-        "Begin with `headwater demo`. MODEL is a checkpoint folder or a hub name; left out, it is the small model that "
+        "Begin with `headwater demo`. MODEL is a checkpoint folder or a hub name; the default is the small model that "
         "comes with headwater."
     ),
     help_epilogue="Help on one command, with examples: headwater COMMAND --help",
@@ -84,7 +84,7 @@ def _run() -> int:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         out = bound.arguments.get("out") or bound.arguments.get("run", RunOptions()).out
-        note = "Nothing was kept; with --out FOLDER a run can be continued."
+        note = "Nothing was saved; with --out FOLDER a run can be resumed."
         screen.print(f"\nInterrupted. {f'The same command continues from {out}.' if out else note}")
         return INTERRUPTED
 

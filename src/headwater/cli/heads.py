@@ -16,15 +16,15 @@ from headwater.models.packaged import BASE, is_embedded
 Relations = Annotated[
     Path | None,
     Parameter(
-        help="A folder or file of relations, or the name of one of headwater's own suite. Default: the whole suite."
+        help="A folder or file of relations, or the name of a relation of headwater's suite. Default: the whole suite."
     ),
 ]
 Embedding = Annotated[
     Literal["auto", "raw", "mlp0", "embed+mlp0", "layer0"] | None,
     Parameter(
-        help="What heads from layer 1 on read for a token; heads of layer 0 read the raw embedding. Default: auto, the "
-        'one that agrees best with what the first block writes; with --rule published "mlp0", or "raw" for the shape '
-        "of Llama-3.1-70B."
+        help="Token representation that heads from layer 1 on read; heads of layer 0 read the raw embedding. Default: "
+        'auto, the one that agrees best with the output of the first block; with --rule published "mlp0", or "raw" '
+        "for the shape of Llama-3.1-70B."
     ),
 ]
 
@@ -44,7 +44,9 @@ class LongTargets:
     def scored(self) -> Literal["first", "distinguishing"] | None:
         """Which token to score; None leaves such targets out."""
         if self.multi_token and self.distinguishing:
-            raise InputError("--multi-token takes the first token of a word, --distinguishing another: give one.")
+            raise InputError(
+                "--multi-token and --distinguishing score different tokens of a word: pass only one of them."
+            )
         return "first" if self.multi_token else "distinguishing" if self.distinguishing else None
 
 
@@ -54,10 +56,10 @@ class Scoring:
     """How to score heads on relations."""
 
     k: int | None = None
-    """Number of largest logits that count as a hit. Default: 1 for copying relations and 10 for others, on Llama 3
-    vocabularies 3 and 25."""
+    """A target among this many of the largest logits is a hit. Default: 1 for copying relations and 10 for others, on
+    Llama 3 vocabularies 3 and 25."""
     threshold: float = 0.15
-    """The least chance-corrected score (with `headwater heads --rule published`, the score) at which a head implements
+    """Lowest chance-corrected score (with `headwater heads --rule published`, lowest score) at which a head implements
     a relation."""
     embedding: Embedding = None
     device: str | None = None
@@ -89,13 +91,13 @@ def heads(
 
     Args:
         rule: "controlled" (chance-corrected score, null model and copying control) or "published" (score alone).
-        validate: Run the model too: does it use the heads that are called? Each is ablated, and others of its layer;
-            with --out there is also a folder `validated`, whose figure rings the heads that are used.
+        validate: Run the model too, to test whether it uses the classified heads: ablate each, and others of its
+            layer. With --out there is also a folder `validated`, whose figure rings the heads that are used.
         template: With --validate: the prompt for a target, with one {source} after a space. Default: three examples;
             for the embedded model the questions of its world.
     """
     if template is not None and not validate:
-        raise InputError("--template asks the running model: give --validate too.")
+        raise InputError("--template is a prompt for the running model: pass --validate too.")
     tokens, suite = long_targets.scored, hw.load_relations(relations)
     is_loaded = validate or is_embedded(model or BASE)
     loaded = hw.load(model, device=scoring.device) if is_loaded else None
@@ -128,9 +130,9 @@ def compare(
     long_targets: LongTargets = LongTargets(),
     run: RunOptions = RunOptions(),
 ) -> None:
-    """Report which heads implement or suppress which relations more, or less, than in the first of several models.
+    """Show which heads implement or suppress which relations more or less than in the first of several models.
 
-    All models have the same number of layers and heads: base and instruct, or checkpoints of one training.
+    All models have the same numbers of layers and heads, such as base and instruct, or checkpoints of one training.
 
     **Examples**
 
@@ -153,14 +155,14 @@ def behaviour(
     copying: bool = True,
     embedding: Annotated[
         Literal["raw", "mlp0", "embed+mlp0", "layer0"] | None,
-        Parameter(help='What the OV circuits of heads from layer 1 on read. Default: as published, "mlp0".'),
+        Parameter(help='Token representation that OV circuits from layer 1 on read. Default: as published, "mlp0".'),
     ] = None,
     batch_size: int = 16,
     seed: int = 0,
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:
-    """Say what each head attends to: current, first, previous, delimiter, duplicate, induction or successor tokens.
+    """Find what each head attends to: current, first, previous, delimiter, duplicate, induction or successor tokens.
 
     Runs the model on repeated random tokens, and on texts; each score is compared with keys at shuffled positions.
     With a large vocabulary, --copying takes much less time with --embedding raw.
@@ -171,11 +173,11 @@ def behaviour(
     - `headwater behaviour gpt2 --texts texts.txt --out runs/behaviour`
 
     Args:
-        texts: A text per line, or .jsonl, .csv or .tsv with the texts under `text`. Default: random tokens alone; for
-            the embedded model also texts of its world.
+        texts: File with a text per line, or .jsonl, .csv or .tsv with the texts under `text`. Default: random tokens
+            alone; for the embedded model also texts of its world.
         sequences: Number of sequences of random tokens, at most 10,000.
         length: Number of random tokens before they are repeated; fewer if the vocabulary or the context is small.
-        threshold: The least chance-corrected score at which a head is called by a behaviour.
+        threshold: Lowest chance-corrected score at which a head has a behaviour.
         copying: Whether to compute the eigenvalues of each head's OV circuit, too.
         batch_size: Sequences in one run of the model; fewer if their patterns would take too much memory.
         seed: Seed of the random tokens, the intervals and the random heads.
@@ -186,7 +188,7 @@ def behaviour(
         check_readable(texts, "texts")
     read = None if texts is None else [text for text in read_texts(texts, "text") if text]
     if read == []:
-        raise InputError(f"{texts} holds no texts.")
+        raise InputError(f"{texts} contains no texts.")
     result = hw.attention_behaviour(
         load.model(model), read, sequences=sequences, length=length, threshold=threshold, copying=copying,
         embedding=embedding, batch_size=batch_size, seed=seed, **run.kept(),
@@ -207,7 +209,7 @@ def evidence(
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:
-    """Say which head a relation's weights name, and whether that head carries the answer in the running model.
+    """Find which head a relation's weights name, and whether that head carries the answer in the running model.
 
     Runs the model on prompts for each relation, split into halves by source: heads are chosen on one half and measured
     on the other, and compared with three baselines and shuffled targets.
@@ -219,11 +221,11 @@ def evidence(
     - `headwater evidence path/to/checkpoint country_to_capital verb_to_past --json`
 
     Args:
-        relation: Names of relations of headwater's suite, or files. For one, a full report; for several, or the whole
-            suite, the default, a line each.
+        relation: Names of relations of headwater's suite, or files. One relation gets a full report; several, or the
+            whole suite (the default), a line each.
         template: A text with one {source} after a space, followed by the target. Default: "auto", the one of sentences,
             examples and chat with the largest logit difference.
-        embedding: What heads from layer 1 on read for a token. Default: "auto", as in `headwater heads`.
+        embedding: Token representation that heads from layer 1 on read. Default: "auto", as in `headwater heads`.
         pairs: Largest number of pairs of prompts of each relation.
         draws: How often targets are shuffled, and how many random sets of heads are ablated.
         seed: Seed of the halves, pairs, examples, draws and intervals.
@@ -245,8 +247,8 @@ def relations(
 ) -> None:
     """Show how many pairs of each relation survive a model's tokenizer, and which are left out.
 
-    Only words that are one token, with the space before them, can be scored. Repeated pairs are left out too, as are,
-    outside copying relations, pairs whose target is the token of their source. A relation needs 30 pairs to be used.
+    Only words that are one token, with the space before them, can be scored. Repeated pairs are left out too; so are,
+    except in copying relations, pairs whose source and target are the same token. A relation needs 30 pairs to be used.
 
     **Examples**
 

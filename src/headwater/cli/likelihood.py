@@ -22,7 +22,7 @@ Data = Annotated[
 Predictions = Annotated[
     str | None,
     Parameter(
-        help="Of a folder: the file with a model's answers, judged or not, by its path or its name in the folder. "
+        help="For a folder: the file with a model's answers, judged or not, as a path or as a name in the folder. "
         'Default: the one file that has answers to the questions alone ("zero-shot"), if there is one.'
     ),
 ]
@@ -30,17 +30,17 @@ Predictions = Annotated[
 Predecessors = Annotated[
     Literal["none", "gold", "predicted", "multi-turn"],
     Parameter(
-        help='What a question is asked with, as the depth study did: "none", the question alone; "gold", after the '
+        help='What a question is asked with, as in the depth study: "none", the question alone; "gold", after the '
         'questions it builds on with their accepted answers; "predicted", with the model\'s own answers to them; '
         '"multi-turn", in a conversation in which the model was asked these first (`likelihood.framed`). Answers in '
-        "the data are taken for answers to the question alone, unless --answers data."
+        "the data count as answers to the question alone, unless --answers data."
     ),
 ]
 Judge = Annotated[
     str | None,
     Parameter(
-        help="How answers are judged, in place of the data's scores: label, for label match, 5 or 1; or "
-        f"{ENDPOINT}. Default: the scores of the data."
+        help="How to judge answers, instead of by the scores in the data: label (label match, 5 or 1), or "
+        f"{ENDPOINT}. Default: the scores in the data."
     ),
 ]
 
@@ -79,9 +79,9 @@ def memorization(
         span: What to score: the "question", the accepted "answer" given the question, the "model_answer" given the
             question, or "both", the question and the accepted answer.
         context: "raw" (as a plain prompt) or "chat" (in the chat template).
-        aggregate: Values of a box of the figure: one per graph and depth ("group"), or one per question ("node").
+        aggregate: Values in a box of the figure: one per graph and depth ("group"), or one per question ("node").
         layers: final, all, or layers such as 0,4,8.
-        k: The share of lowest tokens of Min-K% and its relatives.
+        k: Share of the lowest tokens, for Min-K% and related scores.
         answers: The answers to judge: those in the data, or the model's own. Default: the data's, if there are any.
         max_new_tokens: The model's own answers are cut off after this many tokens, including the line break or end
             token; an answer that had not ended is not judged.
@@ -119,7 +119,7 @@ def read_judge(text: str | None) -> str | EndpointJudge | None:
         return text and LABEL
     if is_endpoint(words):
         return EndpointJudge(words[0], words[1], key_from=words[2] if len(words) == 3 else None)
-    raise InputError(f'--judge {text!r} is neither "label" nor "URL MODEL [VARIABLE]" of an endpoint.')
+    raise InputError(f'--judge {text!r} must be "label" or "URL MODEL [VARIABLE]" of an endpoint.')
 
 
 def _layers(text: str) -> Any:
@@ -157,7 +157,7 @@ def score(
 ) -> None:
     """Score how likely each text of a file was in a model's training data: loss, zlib, Min-K%, Min-K%++, Gap-K%.
 
-    Give [MODEL] FILE. Higher = more likely seen, in every column of scores. One row per text, in the order of the file,
+    Pass [MODEL] FILE. Higher = more likely seen, in every column of scores. One row per text, in the order of the file,
     as CSV on stdout or with --out in a folder; texts that cannot be scored keep their row, with a note.
 
     **Examples**
@@ -171,10 +171,10 @@ def score(
     Args:
         model: The model by name, as in --model gpt2. Default: the embedded model.
         field: The field or column that contains the text.
-        k: The shares of lowest tokens.
+        k: Shares of the lowest tokens.
         reference: Another model, for the reference score. Default: none.
         lowercase: Also read the lowercased texts, for the score `lowercase`.
-        prefix: A file of texts known to be unseen, for the score recall. Default: none.
+        prefix: File of texts known to be unseen, for the score recall. Default: none.
         token_counts: How often each token id occurs in a corpus, for the score dc_pdd: a JSON list of numbers. Default:
             none.
         maximum_entropy: In nats; the score `surp` uses positions of lower entropy. Default: none.
@@ -186,7 +186,7 @@ def score(
         batch_size: Texts in one run of the model.
     """
     if len(arguments) + (model is not None) > 2:
-        raise InputError(f"Give [MODEL] FILE, a model and one file of texts; found {' '.join(arguments)}.")
+        raise InputError(f"Pass [MODEL] FILE, a model and one file of texts; found {' '.join(arguments)}.")
     name, file = (arguments[0] if len(arguments) == 2 else model), Path(arguments[-1])
     from headwater.data.rows import check_readable
     from headwater.data.strict_json import parse_json

@@ -39,7 +39,9 @@ Model = Annotated[
 AsJson = Annotated[Flag, Parameter(name="--json", help="Print the summary as one JSON line on stdout.")]
 Variant = Annotated[
     Literal["mask", "zero"],
-    Parameter(help="`mask` (before the softmax; the rest renormalises) or `zero` (after it: A = 0 to the letter)."),
+    Parameter(
+        help="`mask` edits scores before the softmax, so the rest renormalises; `zero` sets weights to 0 after it."
+    ),
 ]
 Direction = Annotated[
     Literal["denoise", "noise"], Parameter(help="`denoise` edits the corrupted run, `noise` the clean one.")
@@ -49,14 +51,16 @@ ProbeToken = Annotated[
         "prompt_last", "answer_first", "before_answer", "exact_answer_first", "exact_answer_last", "after_answer",
         "answer_last",
     ],
-    Parameter(help="Where probes read; `before_answer` is the token that the exact answer follows."),
+    Parameter(help="Token that probes read; `before_answer` is the last token before the exact answer."),
 ]  # fmt: skip
-ENDPOINT = '"URL MODEL [VARIABLE]" of an OpenAI-compatible endpoint, with the environment variable that holds its key'
+ENDPOINT = (
+    '"URL MODEL [VARIABLE]" of an OpenAI-compatible endpoint, where VARIABLE is an environment variable with its key'
+)
 Extract = Annotated[
     str | None,
     Parameter(
-        help='What names the exact words: rules; model (the model itself, shown examples); "model FOLDER", another '
-        f"one; or {ENDPOINT}. Default: none, the exact answer is all of the answer."
+        help='What extracts the exact words: rules; model (the model itself, with examples); "model FOLDER" (another '
+        f"model); or {ENDPOINT}. Default: none; the exact answer is then the whole answer."
     ),
 ]
 
@@ -70,7 +74,7 @@ class RunOptions:
     """Folder for tables and figures. The same command, repeated, resumes an interrupted run. Default: none."""
     as_json: AsJson = False
     quiet: Annotated[Flag, Parameter(alias="-q")] = False
-    """No progress."""
+    """Show no progress."""
 
     @property
     def progress(self) -> bool:
@@ -132,7 +136,7 @@ class PairOptions:
     def prompts(self) -> list[str] | Path:
         """The clean prompts, or the file of pairs."""
         if (self.clean is None) == (self.pairs is None):
-            raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
+            raise InputError("Pass the prompts with --clean and --corrupted, or as a table with --pairs.")
         return self.pairs if self.pairs is not None else self.clean or []
 
 
@@ -148,7 +152,7 @@ class MetricOptions:
     token: Annotated[str | None, ANY_TEXT] = None
     """For log-probability, probability and rank: the token, such as --token " Paris". Default: none."""
     at: Annotated[str, ANY_TEXT] = "last"
-    """Position of the metric: last, a position, or a text of the prompt."""
+    """Position of the metric: last, an index, or words of the prompt."""
 
     def read(self) -> Metric:
         """Return the metric that the options specify."""
@@ -162,7 +166,7 @@ class MetricOptions:
         needed = {0: "no token", 1: "--token ANSWER", 2: "--tokens RIGHT WRONG"}
         count = len(answers_of(by_name[name]))
         if len(tokens) != count:
-            raise InputError(f"The metric {name} takes {needed[count]}; {tokens or 'no token'} was given.")
+            raise InputError(f"The metric {name} needs {needed[count]}; found {tokens or 'no token'}.")
         return METRICS[by_name[name]](*tokens, at=position(self.at))
 
 
@@ -189,7 +193,7 @@ def read_extractor(text: str | None) -> str | EndpointExtractor | HookedModel | 
     if len(words) == 2 and words[0] == "model":
         return Load().model(words[1])
     if len(words) != 1:
-        raise InputError(f'--extract {text!r} is neither a name nor "model FOLDER" nor "URL MODEL [VARIABLE]".')
+        raise InputError(f'--extract {text!r} must be a name, "model FOLDER" or "URL MODEL [VARIABLE]".')
     EXTRACTORS[words[0]]  # raises on an unknown name before a model is loaded
     return words[0]
 

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Axis = Literal["layer", "position", "head", "key", "feature"]
-Window = Annotated[str | None, Parameter(help='How many layers to patch at once, as 3, or "cumulative". Default: one.')]
+Window = Annotated[
+    str | None, Parameter(help='Number of layers to patch at once, such as 3, or "cumulative". Default: one.')
+]
 Hours = Annotated[
     float | None,
     Parameter(
-        help="Refuse to start what would take longer, at the rate at which the device multiplies matrices. Default: "
-        "none; more than an hour is warned of."
+        help="Refuse to start a run of more than this many hours, estimated from the device's rate of matrix products. "
+        "Default: none; a run of more than an hour gives a warning."
     ),
 ]
 SHOWN, SIZE = 10, 20
@@ -53,7 +55,7 @@ class Measuring:
     steps: int = 5
     """Number of runs of `eap-ig` between the two embeddings."""
     quadrature: Literal["midpoints", "published"] = "midpoints"
-    """Points of these runs on the way: the midpoints of the steps; or, as in the published code of Hanna et al.,
+    """Points of these runs: the midpoints of the steps; or, as in the published code of Hanna et al.,
     k/steps of the way from the corrupted to the clean embeddings, k = 1 ... steps."""
 
 
@@ -63,12 +65,12 @@ class Search:
     """Options of a search for a circuit."""
 
     threshold: float | None = None
-    """Search instead: remove edges one after the other, in the order of ACDC, if this changes the mean of the metric
-    over pairs by less than the threshold. Default: none."""
+    """Search for the circuit: remove edges one by one, in the order of ACDC, if this changes the metric's mean over
+    pairs by less than the threshold. Default: none."""
     budget: int | None = None
-    """Most edges to try, each one run of every pair; edges that lead nowhere are not counted. If there are more edges,
-    the search begins from this many of the strongest, which --method screened finds at about the same price; the others
-    are left out at once. Default: all edges."""
+    """Largest number of edges to try, each in one run of every pair; edges that lead nowhere are not counted. If there
+    are more edges, the search begins from this many of the strongest, which --method screened finds at about the same
+    cost; the others are left out at once. Default: all edges."""
     placebos: int = 10
     """Number of random circuits, of the shape of the remaining circuit, to run for comparison."""
 
@@ -99,9 +101,9 @@ def patch(
 
     Args:
         sites: One or more of resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v, pattern.
-        over: The axes to run over: `key` for `pattern` alone, `feature` for a dictionary. Other axes are patched all at
-            once. Default: layer and head if a site has heads, layer and position otherwise.
-        values: The replacement: other run; zero; mean, over the given prompts; or resample, from another prompt.
+        over: The axes to sweep: `key` only for `pattern`, `feature` for a dictionary. All entries of other axes are
+            patched at once. Default: layer and head if a site has heads, layer and position otherwise.
+        values: The replacement: other run; zero; mean, over the prompts; or resample, from another prompt.
         method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
     """
     from headwater.models.sites import sites_called
@@ -133,7 +135,7 @@ def knockout(
 ) -> None:
     """Sweep attention knockouts over layers (and heads).
 
-    The keys that must not be read are named by their words; the effect on the answer shows how much it needed them.
+    The keys that must not be read are named by their words; the effect on the answer shows how much it depends on them.
 
     **Example**
 
@@ -142,13 +144,13 @@ def knockout(
 
     Args:
         prompt: The prompt; repeat for several. Needed.
-        query: Positions that must not read the keys: last, after, all, a position, or a text of the prompt.
-        key: Positions not to read: a position, first, or a text of the prompt; " John#2" is the second one. Needed.
+        query: Positions that must not read the keys: last, after, all, an index, or words of the prompt.
+        key: Positions not to read: an index, first, or words of the prompt; " John#2" is the second one. Needed.
         heads: Only these heads, by number or, of one layer, by name: --heads 3 --heads 7, or --heads 9.3. Default: all.
         over: layer, head, or both. Default: layer.
     """
     if not prompt or key is None:
-        raise InputError("Give at least one --prompt, and with --key what must not be read.")
+        raise InputError("Pass at least one --prompt, and --key with the positions that must not be read.")
     metric, layers = measured.read(), _window(window)
     block = hw.Edges(position(query), position(key), heads and [position(one) for one in heads])
     sweep = hw.knockout(
@@ -176,7 +178,7 @@ def edges(
 ) -> None:
     """Measure the effect of each edge on an answer: from each sender to each receiver after it.
 
-    Replace, in one receiver's input, one sender's output by that of the other run, and rerun everything after it.
+    In one receiver's input, replace one sender's output with its output in the other run; rerun everything after it.
 
     **Examples**
 
@@ -240,11 +242,11 @@ def circuit(
     """
     if search.threshold is not None:
         useless = changed(measuring) + ["--size"] * (size is not None)
-        reason = "a search runs every edge exactly, and its threshold decides how many are left: leave out --threshold"
+        reason = "a search runs every edge exactly, and its threshold decides how many remain. Leave out --threshold"
     else:
-        useless, reason = changed(search), "they are of a search: give --threshold"
+        useless, reason = changed(search), "only a search uses them. Pass --threshold"
     if useless:
-        raise InputError(f"{', '.join(useless)} cannot be used here; {reason}, or these.")
+        raise InputError(f"{', '.join(useless)} cannot be used here: {reason}, or leave these out.")
     prompts, metric = pairs.prompts, measured.read()
     result: Any
     if search.threshold is not None:

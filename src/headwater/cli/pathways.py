@@ -90,7 +90,7 @@ class QuestionOptions(Answering):
 
         # Checked before a large model is loaded in vain.
         if self.questions is None and not is_embedded(model or BASE):
-            raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
+            raise InputError(f"There are no questions for {model}: pass a file with --questions.")
         read = []
         for source in self.questions or WORLD_SETS:
             of_world = source in WORLD_SETS and not Path(source).exists()
@@ -116,10 +116,10 @@ def pathways(
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:
-    """Ask whether a model's truthfulness signal flows from the question or from its answer.
+    """Test whether a model's truthfulness signal flows from the question or from its answer.
 
     Answers the questions, locates their exact tokens, fits probes, knocks out the question at every layer, with
-    controls; then saliency and the detection of wrong answers (Luo et al., ACL 2026).
+    controls; then measures saliency and the detection of wrong answers (Luo et al., ACL 2026).
 
     **Examples**
 
@@ -130,10 +130,10 @@ def pathways(
     Args:
         edges: Positions that may no longer attend to the exact question tokens: all `after` them, or the exact tokens
             of the `answer` alone.
-        window: Sever in this many layers around each layer instead of in all layers up to it, and read the probe of l*;
-            1 is each layer alone. One walk serves all windows; each window costs what it changes. Default: none.
-        seeds: How many times, at most 1,000, the examples are split and probes fitted; with two or more, modes are
-            cross-fitted.
+        window: Sever attention in this many layers around each layer, instead of in all layers up to it, and read the
+            probe of l*; 1 is each layer alone. All windows share one pass; each adds what it changes. Default: none.
+        seeds: Number of times, at most 1,000, that the examples are split and probes fitted; with two or more, modes
+            are cross-fitted.
         controls: Run the controls too (about eight more passes) and compare with baselines.
         saliency: Measure saliency too.
         detection: Fit detectors of wrong answers too.
@@ -169,7 +169,7 @@ def saliency(
 ) -> None:
     """Measure the saliency of the attention edges from the exact question tokens.
 
-    How much a truthfulness probe depends on the attention paid to these tokens.
+    Shows how much a truthfulness probe depends on the attention paid to these tokens.
 
     **Example**
 
@@ -178,11 +178,11 @@ def saliency(
 
     Args:
         target: What figures show: `cross_entropy` of the probe with the true z, or its `logit`. Both are stored.
-        layer: Layer of the probe. Default: the one that does best.
+        layer: Layer of the probe. Default: the best one.
         heads: `mean_abs` averages |A ∂L/∂A| over heads; `abs_mean` takes the absolute value of the average.
         pairs: The `sum` over pairs of tokens, as published, or their `mean`, which reverses the order of E_Q→E_A and
             E_Q→*.
-        layers: Which layers are averaged; repeatable. Default: all up to the probe's.
+        layers: Layer to average; repeatable. Default: all up to the probe's.
     """
     from headwater.probes.linear import fit_probes
     from headwater.questions.states import probe_states

@@ -25,8 +25,8 @@ Model = Annotated[str, Parameter(help="Checkpoint folder or hub name; `embedded`
 Published = Annotated[
     str | None,
     Parameter(
-        help='The published model to compare with, as "meta-llama/Meta-Llama-3-8B". Default: the one of the model\'s '
-        "name."
+        help='The published model to compare with, such as "meta-llama/Meta-Llama-3-8B". Default: the one with the '
+        "model's name."
     ),
 ]
 
@@ -45,7 +45,7 @@ def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = Fal
         runs: With --plan: the folder whose finished runs are counted.
     """
     if not plan:
-        raise InputError("Nothing was requested: name maps, pathways, memorization or membership, or give --plan.")
+        raise InputError("Nothing was requested: choose maps, pathways, memorization or membership, or pass --plan.")
     from headwater.reference.plan import DATA, LIMITS, figure_commands, reproduction_plan
 
     lines = [asdict(line) for line in reproduction_plan(runs)]
@@ -93,9 +93,9 @@ def maps(
 
     Args:
         datasets: The published relations: a folder of NAME/NAME.json.
-        correlations: Measure the correlations too. This runs the model; the rest needs its parameters alone.
-        ablations: Remove the heads of the relations whose ablation was published too, and random ones: 60 runs over a
-            relation's items.
+        correlations: Measure the correlations too. This runs the model; the rest needs only its parameters.
+        ablations: Also ablate the heads of each relation whose ablation was published, and random heads: 60 runs over
+            a relation's items.
         multi_token: Also measure the correlations after sources of several tokens, in the published sentence.
         templates: Sentences for the correlations, one per line, each with {source}. Default: headwater's own.
         device: Device of a model that is loaded here; see `hw.load`. Default: a CUDA device if there is one.
@@ -124,9 +124,9 @@ def pathways(
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:
-    """ΔP, saliency, refusals and detection of wrong answers (Luo et al., ACL 2026): from a model to all of them.
+    """ΔP, saliency, refusals and detection of wrong answers (Luo et al., ACL 2026), all from one command.
 
-    First announces its steps and how long they take. With --out, every part has a folder with its figures, tables and
+    Announces its steps and their times first. With --out, every part has a folder with its figures, tables and
     sentences, and the published figures of this model are drawn. Question sets other than PopQA need columns `subject`
     and `property` with the exact words, or --extract.
 
@@ -201,7 +201,7 @@ def membership(
     `headwater reproduce membership EleutherAI/pythia-2.8b --texts WikiMIA_length32.jsonl --out runs/wikimia`
 
     Args:
-        texts: Texts with input and label; for several files, the mean.
+        texts: File of texts with input and label; the results of several files are averaged.
         benchmark: Kind of texts; wikimia_concat are concatenated texts as described in
             `headwater.reference.membership`.
         reference: Another model, for the score of that name, such as EleutherAI/pythia-70m, the published one. Default:
@@ -253,5 +253,5 @@ def _report(
     summary = reproduction.findings() | {"rows": rows, "files": files, "notes": [*notes, *reproduction.notes]}
     by_quantity = reproduction.table.groupby("quantity", sort=False)
     quantities = {str(name): records_of(some.drop(columns="quantity")) for name, some in by_quantity}
-    title = f"{reproduction.run.model} beside {reproduction.published_model or 'no published model'}"
+    title = f"{reproduction.run.model} compared with {reproduction.published_model or 'no published model'}"
     report(summary, {title: [*notes, *reproduction.report()]} | quantities, run.as_json)

@@ -79,8 +79,8 @@ def pathways(result: Result) -> Number:
     flips = [[row[name] for row in sets] for name in ("flip_rate", "flip_rate_random")]
     exact, random = map(_percent, flips)
     return Number(
-        f"without the question's exact words {exact} of the probe's predictions flip",
-        f"without as many random ones {random}; two modes survive the controls on {survive} of {len(sets)} sets",
+        f"knockout of the question's exact words flips {exact} of the probe's predictions",
+        f"knockout of as many random words, {random}; two modes survive the controls on {survive} of {len(sets)} sets",
         weak=fmean(flips[0]) - fmean(flips[1]) < APART,
     )
 
@@ -89,7 +89,7 @@ def saliency(result: Result) -> Number:
     """Return how often the saliency of the cross-entropy is near zero; beside that of the logit."""
     kinds = [row["saliency_exact_answer"] for row in result.findings()["datasets"] if row["saliency_exact_answer"]]
     sure, logit = (_percent(kind["near_zero"][name] for kind in kinds) for name in ("cross_entropy", "logit"))
-    return Number(f"in {sure} of the answers of a set the saliency is near zero", f"by the probe's logit in {logit}")
+    return Number(f"the saliency is near zero in {sure} of the answers of a set", f"with the probe's logit, in {logit}")
 
 
 def detection(result: Result) -> Number:
@@ -99,7 +99,7 @@ def detection(result: Result) -> Number:
     alone = [one[QUESTION] for one in sets if one.get(QUESTION) is not None]
     return Number(
         f"the best detector of a set has AUC {_range(fitted)}",
-        f"the question alone, without a model, {_range(alone)}",
+        f"the question alone, without a model, has {_range(alone)}",
         weak=bool(alone) and fmean(fitted) - fmean(alone) < APART,
     )
 
@@ -115,7 +115,7 @@ def memorization(result: DepthProfile) -> Number:
     value, low, high = less
     return Number(
         f"{sentence}; from first to last its mean rises by {rise[0]:.1f}",
-        f"with the words shuffled by {shuffled[0]:.1f}, {value:.1f} less (95 % interval {low:.1f} to {high:.1f})",
+        f"with the words shuffled, by {shuffled[0]:.1f}: {value:.1f} less (95 % interval {low:.1f} to {high:.1f})",
         weak=low < APART,
     )
 
@@ -137,8 +137,8 @@ def patching(result: Sweep) -> Number:
     cells = whole_summary(result, value="normalized_effect")
     most = cells.groupby("site")["mean"].max()
     return Number(
-        f"one place of the residual stream brings {_percent([most['resid_pre']])} of the answer back",
-        f"a single head at most {_percent([most['z']])}",
+        f"one position of the residual stream restores {_percent([most['resid_pre']])} of the answer",
+        f"a single head restores at most {_percent([most['z']])}",
         weak=bool(most["resid_pre"] < 0.5),
     )
 
@@ -150,9 +150,9 @@ def cause(result: Evidence) -> Number:
     share = result.ways.set_index("way")["share"].dropna()
     named, others = result.way(NAMED), [way for way in (*BASELINES, "shuffled targets") if way in share]
     return Number(
-        f"weights and attention name head {named['layer']}.{named['head']}: it moves {100 * share[NAMED]:.0f} % as "
-        "much as the head that moves most",
-        "what is named by " + ", by ".join(f"{way} {100 * share[way]:.0f} %" for way in others),
+        f"weights and attention name head {named['layer']}.{named['head']}: its effect is {100 * share[NAMED]:.0f} % "
+        "of the largest of any head",
+        "heads named by " + ", by ".join(f"{way} {100 * share[way]:.0f} %" for way in others),
         weak=not bool(result.can["holds"].iloc[0]),
     )
 
@@ -167,8 +167,8 @@ def passing(result: Sweep) -> Number:
     layer = int(last.index[int((last >= 0.5).argmax())])
     before = max(layer - 1, int(cells.index[0]))
     return Number(
-        f"the answer is changed at the country up to layer {before} ({100 * first[before]:.0f} % of it comes back), at "
-        f"the last token from layer {layer} on ({100 * last[layer]:.0f} %)",
+        f"the answer can be changed at the country up to layer {before} ({100 * first[before]:.0f} % is restored), and "
+        f"at the last token from layer {layer} on ({100 * last[layer]:.0f} %)",
         f"at the last token in layer {before}: {100 * last[before]:.0f} %, at another word at most "
         f"{100 * control.max():.0f} %",
         weak=bool(last.max() < 0.5),
@@ -196,9 +196,9 @@ def induction(result: AttentionBehaviour) -> Number:
     """Return the strongest induction head; beside equally many random keys."""
     best = whole_summary(result).query("behaviour == 'induction'").iloc[0]
     return Number(
-        f"{best['heads']} heads attend to what followed earlier positions with the same token; head "
-        f"{best['layer']}.{best['head']} with {100 * best['score']:.0f} % of its attention",
-        f"as many keys at random get {100 * best['expected']:.0f} %",
+        f"{best['heads']} heads attend to the token after an earlier occurrence of the current one; head "
+        f"{best['layer']}.{best['head']} does so with {100 * best['score']:.0f} % of its attention",
+        f"as many random keys get {100 * best['expected']:.0f} %",
         weak=not best["heads"],
     )
 
@@ -345,7 +345,9 @@ def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, i
         (clean, corrupted, right, wrong) for (clean, right), (corrupted, wrong) in pairwise(best) if right != wrong
     ]
     if not pairs:
-        raise HeadwaterError("No two questions in the same words are answered correctly and differently: ask more.")
+        raise HeadwaterError(
+            "No two questions with the same wording have correct and different answers: ask more questions."
+        )
     return pairs[:PAIRS]
 
 
@@ -353,27 +355,27 @@ COMPANIONS = (
     (
         "crossed",
         lambda result: hw.figures.delta_p([result], split_by="cross-fitted"),
-        "The same with modes taken from another seed's probe, fitted on other answers. Both probes read the same "
-        "states, so one population stays apart as well: this describes the split, and tests nothing.",
+        "The same with modes defined by another seed's probe, fitted on other answers. Both probes read the same "
+        "states, so a single population would be split too: this describes the split, and tests nothing.",
     ),
     (
         "logit_changes",
         lambda result: hw.figures.logit_changes(result),
-        "All changes of the probe's logit at l*. Two mechanisms would show as two peaks also within each relation, "
-        "which is what is tested; all together may have two because relations, or predictions, differ.",
+        "Changes of the probe's logit at l*. Two mechanisms would give two peaks within each relation, which is what "
+        "is tested; over all relations, there may be two because relations, or predictions, differ.",
     ),
     (
         "controls",
         lambda result: hw.figures.controls(result),
-        "The knockout and its controls: as many random question tokens, on the rows that have as many; another "
-        "subject; the answer alone.",
+        "The knockout and its controls: as many random question tokens (on the rows that have as many), another "
+        "subject, and the answer alone.",
     ),
 )
 STEPS = {
     "heads": Step(
         "What the attention heads do",
         "Each head's parameters are read as a map from words to words and compared with relations between words; "
-        "what shuffled pairs would score, and mere copying, do not count (Elhelo & Geva, 2025).",
+        "the score expected from shuffled pairs, and mere copying, do not count (Elhelo & Geva, 2025).",
         "A mark per head, coloured by the category of the relations it implements.",
         lambda demo, options: hw.classify_heads(demo.model, **options),
         number=heads,
@@ -391,9 +393,9 @@ STEPS = {
     ),
     "pathways": Step(
         "Does the truthfulness signal come from the question or from the answer?",
-        "A probe at the last token of the answer tells wrong from right answers. Nothing may attend to the question's "
-        "exact tokens in layers up to each: Q-anchored is what then flips (Luo et al., 2026). A split by the flip "
-        "always looks like two groups, so the controls decide.",
+        "A probe at the last token of the answer separates wrong from right answers. Attention to the question's exact "
+        "tokens is severed in all layers up to each layer; examples whose prediction flips are Q-anchored (Luo et al., "
+        "2026). Splitting by the flip always gives two groups, so the controls decide.",
         "ΔP, the change of the probe's probability of its own prediction, against the layer; bands are 95 %.",
         _pathways("exact_answer_last"),
         number=pathways,
@@ -404,7 +406,7 @@ STEPS = {
     ),
     "pathways_before": Step(
         "The same, read before the answer",
-        "The probe reads the token before the answer instead: there the model must have decided already, and nothing "
+        "The probe reads the token before the answer instead: the model must already have decided there, and nothing "
         "can come from the answer itself.",
         "ΔP against the layer, of probes at the token before the answer.",
         _pathways("before_answer"),
@@ -418,7 +420,7 @@ STEPS = {
     "saliency": Step(
         "What the probe depends on",
         "Saliency |A · ∂L/∂A| of the attention that the answer's tokens, or all tokens, pay to the question's exact "
-        "tokens. A confident and right probe has no cross-entropy gradient whatever flows: the logit's is given too.",
+        "tokens. A confident, correct probe has no cross-entropy gradient whatever flows: the logit's is shown too.",
         "Densities of S(E_Q→E_A) and S(E_Q→*) per example.",
         lambda demo, options: hw.saliency(demo.model, demo.found["answers"], demo.found["pathways"].probe, **options),
         number=saliency,
@@ -437,7 +439,7 @@ STEPS = {
     ),
     "memorization": Step(
         "Memorization by question depth",
-        "Questions of depth 2 and 3 join facts that questions of depth 1 ask for. Min-K% is the mean negative "
+        "Questions of depth 2 and 3 combine facts that questions of depth 1 ask for. Min-K% is the mean negative "
         "log-likelihood of the least likely tokens of the answer: higher is less likely seen.",
         "Min-K% by depth, and the density of the score gap from depth 2 to 3 where Min-K% is in its lowest quarter "
         "(25%) and in its highest (75%).",
@@ -447,22 +449,22 @@ STEPS = {
             (
                 "layers",
                 lambda result: hw.figures.layer_curves(result),
-                "The same, read off every layer by the logit lens.",
+                "The same at every layer, by the logit lens.",
             ),
         ),
-        leads=("Min-K%, median", "The medians", "From depth 1 to 3", "Among answers", "The score gap", "Over all"),
+        leads=("Median Min-K%", "The medians", "From depth 1 to 3", "Among answers", "The mean score gap", "Over all"),
         table=depth_table,
     ),
     "patching": Step(
         "Where an answer can be changed",
-        "Pairs of questions that differ in their subject alone. An activation of the one run is written into the "
-        "other, at each layer and position or head: how far does the answer come back?",
+        "Pairs of questions that differ only in their subject. An activation of one run is patched into the other, "
+        "at each layer and position or head: how much of the answer is restored?",
         "Effect on the logit difference of the two answers, mean over pairs.",
         _patching,
         number=patching,
         needs=("answers",),
         table=patching_table,
-        beside=("What each token of the first pair reads, head by head", _attention),
+        beside=("Attention in the first pair, head by head", _attention),
     ),
 }
 
@@ -536,8 +538,8 @@ REAL_STEPS = {
     "real_heads": Step(
         "What the attention heads of a real model do",
         "SmolLM2-135M-Instruct in 4 bits, from its parameters alone: each head is read as a map from words to words "
-        "and compared with 62 relations; what shuffled pairs would score, and mere copying, do not count (Elhelo & "
-        "Geva, 2025).",
+        "and compared with 62 relations; the score expected from shuffled pairs, and mere copying, do not count "
+        "(Elhelo & Geva, 2025).",
         "A mark per head, coloured by the category of the relations it implements.",
         lambda demo, options: hw.classify_heads(demo.real, **options),
         number=heads,
@@ -546,12 +548,12 @@ REAL_STEPS = {
     ),
     "capital": Step(
         "From weights to a cause",
-        "From country to capital. Half of the countries name one head: how far its parameters put a capital above "
-        "other capitals, times how much it attends to the country, is largest. On the other half the output of each "
-        "head is exchanged for that of a prompt about another country. A head's share is its effect divided by that of "
-        "the head that moves most.",
-        "Margins of the weights, attention to the country, effects of patching heads, when the answer passes to the "
-        "last token, the cost of ablation. The ring is the head that weights and attention name.",
+        "From country to capital. Half of the countries name one head: the one with the largest product of how far its "
+        "parameters put a capital above other capitals, and how much it attends to the country. On the other half, "
+        "each head's output is replaced by its output for a prompt about another country. A head's share is its effect "
+        "divided by the largest effect of any head.",
+        "Margins of the weights, attention to the country, effects of patching heads, the layer where the answer "
+        "passes to the last token, the cost of ablation. The ring is the head that weights and attention name.",
         lambda demo, options: hw.evidence(demo.real, "country_to_capital", pairs=8, draws=50, **options),
         number=cause,
         table=lambda found: found.summary(),
@@ -578,8 +580,8 @@ REAL_STEPS = {
     ),
     "attention": Step(
         "What heads attend to",
-        "Random tokens, repeated once: previous token, duplicate token, induction and others, each against as many "
-        "random keys.",
+        "Heads on random tokens, repeated once: previous token, duplicate token, induction and others, each compared "
+        "with as many random keys.",
         "Heads by what they attend to.",
         lambda demo, options: hw.attention_behaviour(demo.real, copying=False, **options),
         is_on_top=False,
@@ -590,7 +592,7 @@ REAL_STEPS = {
         "Where a chat answer can be changed",
         "“Which city is the capital of France?”, in the chat template, and an answer that begins “The capital is”. The "
         "residual stream is patched at the country, at another word of the question, and where the capital follows.",
-        "How far the answer comes back, by layer and place.",
+        "Share of the answer that is restored, by layer and position.",
         _chat,
         number=passing,
     ),

@@ -67,7 +67,7 @@ class Section:
 
 
 LEGEND = (
-    '<p class="asks">Each line is a number of this run and, after it, its control. '
+    '<p class="asks">Each line gives a result of this run and its control. '
     "<em>Weak</em>: indistinguishable from the control.</p>"
 )
 
@@ -110,7 +110,7 @@ def write_index(
         else:
             others += entry
         body += _section(number, one, file.parent)
-    folded = _folded("The other analyses, a line each", f"<ul>{others}</ul>") if others else ""
+    folded = _folded("The other analyses, one line each", f"<ul>{others}</ul>") if others else ""
     about_models = f'<p class="asks">{escape(models)}</p>' if models else ""
     lines = f"{about_models}{LEGEND}<ol>{first}</ol>{folded}"
     summary = f'<nav aria-label="What was found"><h2>What was found</h2>{lines}</nav>'
@@ -132,7 +132,7 @@ def _found(section: Section) -> str:
 def _section(number: int, section: Section, folder: Path) -> str:
     parts = [f'<section id="part{number}"><h2>{escape(section.title)}</h2>']
     if section.failure is not None:
-        parts.append(f'<p class="failed">This analysis failed, the others were kept: {escape(section.failure)}</p>')
+        parts.append(f'<p class="failed">This analysis failed; the others were kept: {escape(section.failure)}</p>')
     parts.append(_found(section))
     pictures = [picture_of(image.read_bytes(), caption) for image, caption in section.figures]
     if section.view is not None:
@@ -144,12 +144,12 @@ def _section(number: int, section: Section, folder: Path) -> str:
         parts.append(f"<h3>{escape(title)}</h3>{view.framed(title=title)}")
     if section.table is not None and len(section.table):
         parts.append(_folded("Numbers", table_of(section.table)))
-    parts.append(_folded("What is asked, and how", f'<p class="asks">{escape(section.question)}</p>'))
+    parts.append(_folded("Question and method", f'<p class="asks">{escape(section.question)}</p>'))
     if section.lead:
-        parts.append(_folded("What is seen, in words", f"<p>{escape(' '.join(section.lead))}</p>"))
+        parts.append(_folded("Findings in words", f"<p>{escape(' '.join(section.lead))}</p>"))
     if section.further:
         further = "".join(f"<li>{escape(one)}</li>" for one in section.further)
-        parts.append(_folded(f"What else was found ({len(section.further)} sentences)", f"<ul>{further}</ul>"))
+        parts.append(_folded(f"Further findings ({len(section.further)} sentences)", f"<ul>{further}</ul>"))
     if section.folder is not None:
         parts.append(f"<p>Tables and vector figures: {_files(section.folder, folder)}</p>")
     return "".join(parts) + "</section>\n"
@@ -209,7 +209,7 @@ def write_figure(drawn: Figure | Axes, stem: Path) -> list[str]:
 INDEX = "index.html"
 MODELS = (
     "Up to “Where a chat answer can be changed” the model is SmolLM2-135M-Instruct (Apache-2.0). It is small, its "
-    "weights here have four bits, and each finding is of one wording of a prompt or two: other weights and wordings "
+    "weights here have four bits, and each finding is for one or two wordings of a prompt: other weights and wordings "
     "may give other numbers. From “What the model answers” on it is the embedded model, a toy whose training texts are "
     "known."
 )

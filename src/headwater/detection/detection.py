@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-ONE_KIND = "trained on answers of one kind only in some mode: that expert is a constant"
+ONE_KIND = "in some mode all training answers are right, or all wrong: that expert is a constant"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -313,8 +313,8 @@ def _span_note(answer_set: AnswerSet, scored: pd.DataFrame, questions: pd.Series
     if not (row["low"] > 0.5 and row["gain_high"] >= 0):
         return {}
     return {
-        "probe": f"length and place of the exact answer alone reach {_auc(row)}: this is not a sign that the states "
-        "know which answer is wrong"
+        "probe": f"the length and position of the exact answer alone give {_auc(row)}: this is no evidence that the "
+        "states encode which answer is wrong"
     }
 
 
@@ -328,7 +328,7 @@ NAMES = {
     "logit_min": "logit min",
     "probe": "single probe",
     "random_gate": "MoP, random gate",
-    "vanilla_experts": "MoP, any experts",
+    "vanilla_experts": "MoP, random experts",
     "mop": "mixture of probes (MoP)",
     "pr": "pathway reweighting (PR)",
 }
@@ -377,22 +377,24 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
         return f"{dataset}: no method could be measured."
     best = measured.iloc[0]
     chance = against_chance(best["low"], best["high"])
-    many = f"of {len(measured)} methods " if len(measured) > 1 else ""
+    many = f"of {len(measured)} methods, " if len(measured) > 1 else ""
     sentences = [
-        f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; {many}"
+        f"{dataset}: {best['wrong']:,.0f} of {best['answers']:,.0f} test answers are wrong; {many}"
         f"{NAMES[best['method']]} has the highest AUC ({_interval(best)}{f'; {chance}' if chance else ''})."
     ]
     rows: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
     # Only the first letter changes case, so that abbreviations at the start of a sentence stay in capitals.
     sentences += [
-        f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(rows[name])} the single probe ({_signed(rows[name])})."
+        f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(rows[name])} the single probe (AUC difference "
+        f"{_signed(rows[name])})."
         for name in ("mop", "pr")
         if name in rows and np.isfinite(rows[name]["gain"])
     ]
     if "question" in rows and "probe" in rows:
         alone = rows["question"]
         sentences.append(
-            f"The baseline of relation and popularity ({_auc(alone)}) {_verdict(alone)} the probe ({_signed(alone)})."
+            f"The baseline of relation and popularity ({_auc(alone)}) {_verdict(alone)} the probe (AUC difference "
+            f"{_signed(alone)})."
         )
     notes = table[table["note"] != ""]
     sentences += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]

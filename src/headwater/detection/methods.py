@@ -118,7 +118,7 @@ class Detector:
         check_model(model)
         if model.fingerprint != self.fingerprint:
             raise InputError(
-                f"This detector was fitted on another model than {model.name} (fingerprint {self.fingerprint[:12]}, "
+                f"This detector was fitted on a model other than {model.name} (fingerprint {self.fingerprint[:12]}, "
                 f"here {model.fingerprint[:12]}). Fit one with hw.detect."
             )
         check_answered(model, answered)
@@ -181,7 +181,7 @@ class Detector:
         """Read back a detector."""
         path = checked_path("folder", folder)
         if not (path / DESCRIPTION).exists():
-            raise RunFolderError(f"{path} holds no {DESCRIPTION}: it is not a folder that Detector.save wrote.")
+            raise RunFolderError(f"{path} contains no {DESCRIPTION}: it is not a folder written by Detector.save.")
         plain = read_sealed(path / DESCRIPTION)
         try:
             plain = {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
@@ -215,7 +215,7 @@ def p_true(
     preference, of which the first pair of single tokens is used.
     """
     if "{question}" not in ask or "{answer}" not in ask:
-        raise InputError(f"ask={shown(ask)} must hold {{question}} and {{answer}}.")
+        raise InputError(f"ask={shown(ask)} must contain {{question}} and {{answer}}.")
     plain = [
         ask.replace("{question}", row["question"]).replace("{answer}", row["answer"].strip())
         for row in answered.table[["question", "answer"]].to_dict("records")
@@ -241,7 +241,7 @@ def truth_tokens(model: HookedModel, words: Sequence[tuple[str, str]] = WORDS) -
         if all(len(one) == 1 and one[0] != tokenizer.unk_token_id for one in ids):
             return ids[0][0], ids[1][0]
     listed = ", ".join(f"{true}/{false}" for true, false in words)
-    raise InputError(f"P(True) reads two single tokens, and {model.name} has none of {listed}. Leave p_true out.")
+    raise InputError(f"P(True) needs a pair of single tokens, and {model.name} has none of {listed}. Leave p_true out.")
 
 
 def check_methods(methods: Sequence[str], allowed: Sequence[str] = METHODS) -> tuple[str, ...]:
@@ -339,7 +339,7 @@ class AnswerSet:
         notes, table = {}, self.answered.table
         known = (name for name in ("relation", *QUESTION_NUMBERS) if name in table)
         if not any(table[name].nunique() > 1 for name in known):
-            notes["question"] = "the questions have no relation, popularity or depth that differs"
+            notes["question"] = "relation, popularity and depth are missing, or equal for all questions"
         try:
             truth_tokens(self.model)
         except InputError as error:

@@ -79,16 +79,16 @@ def plot_cache(
 
 def _chosen(cache: Cache, heads: Any) -> list[tuple[int, int]]:
     """Return heads as pairs (layer, head); raise if the cache does not contain one."""
-    wanted = "pairs (layer, head), as heads=[(0, 3)]"
+    wanted = "pairs (layer, head), such as heads=[(0, 3)]"
     chosen = [tuple(checked_several("heads", one, wanted)) for one in checked_several("heads", heads, wanted)]
     kept = {*product(cache.kept["pattern"].layers if "pattern" in cache.kept else (), cache.heads)}
     if missing := [one for one in chosen if one not in kept]:
         raise InputError(
-            f"This cache keeps no attention pattern of head {shown(missing[0])}: heads are pairs (layer, head), of "
-            "what model.cache(..., sites='pattern') keeps."
+            f"This cache has no attention pattern of head {shown(missing[0])}: heads= must be pairs (layer, head) that "
+            "model.cache(..., sites='pattern') has kept."
         )
     if not chosen:
-        raise InputError("heads=[] names no head: give pairs (layer, head).")
+        raise InputError("heads=[] is empty: pass pairs (layer, head).")
     return chosen
 
 

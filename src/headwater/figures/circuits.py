@@ -211,7 +211,7 @@ def _point(curve: Path, t: float) -> Place:
 def _legend(ax: Axes, circuit: Circuit, lines: list[Drawn], top: float) -> None:
     """Draw the legend of the lines above the axes."""
     effects: Any = circuit.effects
-    signs = {"above 0": (effects > 0, ABOVE), "below 0": (effects < 0, BELOW), "not known": (np.isnan(effects), FAINT)}
+    signs = {"above 0": (effects > 0, ABOVE), "below 0": (effects < 0, BELOW), "unknown": (np.isnan(effects), FAINT)}
     entries: list[tuple[str, dict[str, Any]]] = [
         (f"effect {name}", {"color": color, "linewidth": 2}) for name, (is_so, color) in signs.items() if is_so.any()
     ]
@@ -250,7 +250,7 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
         ax.set_yticks(range(len(summary)), [f"{name} ({edges:,})" for name, edges in names])
         ax.invert_yaxis()
         ax.set_xlabel(label(f"Faithfulness on {name.replace('_', ' ')}"))
-        ax.set_title(model_title(runs.run, "circuits run alone (bars: random ones)"))
+        ax.set_title(model_title(runs.run, "circuits alone (bars: random circuits)"))
     return ax
 
 
@@ -266,10 +266,10 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
         if all(len(one) for one in others):
             low, middle, high = (np.array([np.quantile(one, q) for one in others]) for q in (0.05, 0.5, 0.95))
             ax.fill_between(summary["size"], low, high, color=PLACEBO, alpha=0.3, linewidth=0)
-            ax.plot(summary["size"], middle, color=PLACEBO, linewidth=1.0, label="random ones of the same shape")
+            ax.plot(summary["size"], middle, color=PLACEBO, linewidth=1.0, label="random, of the same shape")
         ax.fill_between(summary["size"], summary["low"], summary["high"], color=CIRCUIT, alpha=0.2, linewidth=0)
         ax.plot(summary["size"], summary["faithfulness"], "o-", color=CIRCUIT, markersize=3.5, label="strongest edges")
-        ax.set(xscale="log", xlabel="Part of all edges", ylabel=label(f"Faithfulness on {name.replace('_', ' ')}"))
+        ax.set(xscale="log", xlabel="Share of all edges", ylabel=label(f"Faithfulness on {name.replace('_', ' ')}"))
         n = curve.table["example"].nunique()
         legend_above(ax, 2, model_title(curve.run, "circuits by size, run alone" + f" (n = {n})" * (n > 1)))
     return ax
@@ -288,10 +288,10 @@ def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes |
             ax.axhline(circuit_rows[name].mean(), color=LINE, linewidth=0.8)
             at = ("axes fraction", "data")
             ax.annotate(name, (1.0, circuit_rows[name].mean()), xycoords=at, fontsize="small", va="bottom", ha="right")
-        ax.plot(remaining, tried["value"], color=PLACEBO, linewidth=1.2, label="left")
-        ax.plot(remaining[is_kept], tried["value"][is_kept], "|", color=CIRCUIT, markersize=9, label="an edge is kept")
+        ax.plot(remaining, tried["value"], color=PLACEBO, linewidth=1.2, label="remaining edges")
+        ax.plot(remaining[is_kept], tried["value"][is_kept], "|", color=CIRCUIT, markersize=9, label="edge kept")
         ax.invert_xaxis()
-        ax.set(xlabel="Edges left", ylabel=label(str(circuit_rows["metric"].iloc[0]).replace("_", " ")))
+        ax.set(xlabel="Edges remaining", ylabel=label(str(circuit_rows["metric"].iloc[0]).replace("_", " ")))
         ax.legend(frameon=False, loc="lower left")
         edges = f"{len(search.circuit):,} of {len(search.table):,} edges kept"
         ax.set_title(model_title(search.run, f"search for a circuit ({edges})"))
@@ -325,7 +325,7 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
     row = claim.table.iloc[0]
     side = 1.0 if row["effect"] >= 0 else -1.0
     level = 100 * float(claim.run.options["claim"]["level"])
-    name = "the set, of one prompt" if np.isnan(row["low"]) else f"the set, with its\n{level:g} % interval"
+    name = "the set, on one prompt" if np.isnan(row["low"]) else f"the set, with its\n{level:g} % interval"
     rows: list[tuple[str, float, tuple[float, float] | None, str, str]]
     rows = [(name, row["effect"], (row["low"], row["high"]), BLUE, "o")]
     if not np.isnan(row["placebo"]):

@@ -109,7 +109,7 @@ def head_maps(
     """
     maps = list(maps) if isinstance(maps, Sequence) else []
     if not maps or not all(hasattr(head_map, "categories") for head_map in maps):
-        raise InputError("head_maps was given no maps: give it a list of results of classify_heads.")
+        raise InputError("head_maps needs a list of results of classify_heads.")
     size, as_published = checked_place(ax, len(maps), figsize), is_published(style)
     if ax is not None:
         if not as_published:
@@ -313,7 +313,11 @@ def rule_note(maps: Sequence[HeadMap]) -> str:
     """Return a note on the rule of classification if it is not the published one; else an empty string."""
     rules = {str(one.run.options.get("rule")) for one in maps}
     listed = " and ".join(sorted(rules))
-    return "" if rules == {"published"} else f"Heads classified by the {listed} rule; published maps use the published."
+    return (
+        ""
+        if rules == {"published"}
+        else f"Heads classified by the {listed} rule; published maps, by the published one."
+    )
 
 
 def _published_legend(figure: Figure, maps: Sequence[HeadMap], note: str) -> None:

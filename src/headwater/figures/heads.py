@@ -78,7 +78,7 @@ from headwater.runs.result import DRAWINGS, whole_summary
 SEEN = {"random": "random tokens", "text": "text"}
 SHADES: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "copying": ("Σλ / Σ|λ|, eigenvalues of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
-    "position": ("its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
+    "position": ("share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
 }
 """By column of `AttentionBehaviour.heads`: label of the colour bar, colour map, and ticks of the bar."""
 UNCALLED_AREA = 0.12
@@ -93,7 +93,7 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
     present = [*run_on, *(name for name in SHADES if result.heads[name].notna().any())]
     shown = present if on is None else [checked_name("on", on, present)]
     if ax is not None and len(shown) > 1:
-        raise InputError("This figure has several panels: name one with on=, or leave ax= out.")
+        raise InputError("This figure has several panels: choose one with on=, or leave ax= out.")
     with style(ax):
         axes, labelled = [ax] if ax is not None else _axes(result, shown), dict[str, pd.DataFrame]()
         for name, place in zip(shown, axes, strict=True):
@@ -187,7 +187,7 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
     present = list(result.table["kind"].unique())
     kinds = present if kind is None else [checked_name("kind", kind, present)]
     if ax is not None and len(kinds) > 1:
-        raise InputError("This figure has several panels: name one with kind=, or leave ax= out.")
+        raise InputError("This figure has several panels: choose one with kind=, or leave ax= out.")
     above = (result.table["score"] - result.table["expected"]).clip(lower=0)
     limit = float(above.max()) or 1.0
     with style(ax):
@@ -261,7 +261,7 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
         ax.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
         ax.set(ylabel="Singular vector")
         ax.set_xlabel("Share of the circuit (bar; tick: random factors)", loc="left")
-        circuit = f"what {str(first['circuit']).upper()} of layer {first['layer']}, head {first['head']} does to tokens"
+        circuit = f"{str(first['circuit']).upper()} of layer {first['layer']}, head {first['head']}, as tokens"
         ax.set_title(model_title(result.run, circuit))
     return ax
 
@@ -373,7 +373,7 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
     n_settings = sensitivity.table["setting"].nunique()
     n_panels = len(rules) + (n_settings > 1)
     if ax is not None and n_panels > 1:
-        raise InputError("The figure has several panels, a panel per rule and one of other settings: leave ax= out.")
+        raise InputError("This figure has several panels, one per rule and one of other settings: leave ax= out.")
     with style(ax):
         if ax is not None:
             _draw_rule(sensitivity, rules[0], ax)
@@ -392,7 +392,7 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
             rows, last = sensitivity.at_own_threshold, panels[-1]
             handles.append(last.barh(range(len(rows)), rows["heads"], color=FAINT, height=0.7))
             handles.append(last.scatter(rows["kept"], range(len(rows)), color=INK, s=12, zorder=2))
-            names += ["called", "of these, in the map"]
+            names += ["classified", "of these, in the map"]
             last.set(yticks=[*range(len(rows))], yticklabels=rows["setting"], ylim=(len(rows) - 0.5, -0.5))
             last.set(xlabel="Heads", title="other settings")
             whole_numbers(last.xaxis)
@@ -513,7 +513,7 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
         cell_ticks(ax.yaxis, range(len(order)), [f"{relation}  ({families[relation]})" for relation in order])
         ax.set(ylim=(-0.7, len(order) - 0.3), xlim=(min(-0.05, ax.get_xlim()[0]), 1.05))
         ax.set_xlabel(f"Share of the largest effect ({LINES_ARE.removeprefix('lines: ')} of weights and attention)")
-        ax.set_title(model_title(suite.run, "do weights name the cause?"))
+        ax.set_title(model_title(suite.run, "effects of the named heads"))
         legend_beside(ax, title="head named by")
     return ax
 

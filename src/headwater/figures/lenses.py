@@ -121,7 +121,7 @@ def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -
     """Draw the contribution of each component, averaged over prompts."""
     roles = result.totals["role"].unique().tolist() if "role" in result.table.columns else [None]
     if ax is not None and len(roles) > 1:
-        raise InputError(f"This attribution has {len(roles)} roles, each a panel; pass no ax.")
+        raise InputError(f"This attribution has {len(roles)} roles, each a panel: leave ax= out.")
     with style(ax):
         if ax is None:
             # A panel's inches: of its cells, within limits, plus the labels around them.

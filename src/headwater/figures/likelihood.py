@@ -113,7 +113,9 @@ def depth_profiles(
     else:
         labels = [label(one) for one in labels]
     if not profiles or len(labels) != len(profiles):
-        raise InputError(f"{len(labels)} labels were given for {len(profiles)} profiles; give one of each, at least.")
+        raise InputError(
+            f"Found {len(labels)} labels for {len(profiles)} profiles; pass at least one profile, and a label for each."
+        )
     if ax is not None:
         with shared_look(ax):
             (_published_boxes if as_published else plot_boxes)(profiles[0], ax)
@@ -197,7 +199,7 @@ def answers_note(profiles: Sequence[DepthProfile]) -> str:
     """Name the models whose score gap is of answers from the data, not the model's; "" if there is none."""
     given = [one for one in profiles if any(len(_gaps(one, quartile)) for quartile in QUARTERS)]
     named = ", ".join(short_name(one.run.model) for one in given if one.run.options["answers"] == DATA)
-    hint = "judges the answers in the data, whichever model wrote them; answers='model' lets the model answer itself"
+    hint = "is of the answers in the data, whichever model wrote them; with answers='model', the model answers itself"
     return f"The score gap of {named} {hint}." if named else ""
 
 
@@ -337,7 +339,7 @@ def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
             values = np.sort(table["log_probability"].to_numpy(float))
             ax.plot(values, np.arange(1, len(values) + 1) / max(1, len(values)), color=BLUE)
             greedy = float((table["rank"] == 0).mean()) if len(table) else float("nan")
-            ax.set_title(model_title(stats.run, f"{len(values):,} tokens, {greedy:.0%} its first choice"))
+            ax.set_title(model_title(stats.run, f"{len(values):,} tokens, {greedy:.0%} ranked first"))
             ax.set(xlabel="log p of a token (nats)", ylabel="Share of tokens at or below", ylim=(0, 1))
     return ax
 
@@ -386,7 +388,7 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
         most = table[["members", "nonmembers"]].max()
         level = membership.run.options["level"]
         ax.set_xlabel(f"AUC, {most['members']:,} members against {most['nonmembers']:,} others (lines: {level:.0%})")
-        ax.set_title(model_title(membership.run, "telling texts seen in training"))
+        ax.set_title(model_title(membership.run, "membership in training data"))
         ax.tick_params(axis="y", colors=INK, length=0)
     return ax
 

@@ -110,13 +110,13 @@ def delta_p(
     shown, as_published = list(pathways), is_published(style)
     size = checked_place(ax, len(shown), figsize)
     if not shown:
-        raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
+        raise InputError("delta_p needs a list of results of trace_pathways; the list is empty.")
     if not isinstance(value, str) or value not in VALUES:
         raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
     splits = [_split(result, split_by) for result in shown]
     titles = _titles(shown, splits, value, as_published) if titles is None else [label(one) for one in titles]
     if len(titles) != len(shown):
-        raise InputError(f"{len(titles)} titles were given for {len(shown)} panels.")
+        raise InputError(f"Found {len(titles)} titles for {len(shown)} panels; pass one for each.")
     columns = columns or min(len(shown), 3)
     rows = -(-len(shown) // columns)
     names = _names(shown)
@@ -185,7 +185,7 @@ def _names(shown: Sequence[Pathways]) -> list[str]:
     """Return the question sets of all panels, in order; raise if there are more than `MOST_SETS`."""
     names = list(dict.fromkeys(name for one in shown for name in one.datasets))
     if len(names) > MOST_SETS:
-        raise InputError(f"A figure shows at most {MOST_SETS} question sets; these results hold {len(names)}.")
+        raise InputError(f"A figure shows at most {MOST_SETS} question sets; these results have {len(names)}.")
     return names
 
 
@@ -258,7 +258,7 @@ def _counts_note(shown: Sequence[Pathways]) -> str:
 def chance_note(shown: Sequence[Pathways]) -> str:
     """Name the runs and question sets whose probe is not above chance, so their curves mean nothing; "" if none."""
     found = [f"{short_name(one.run.model)}, {name}" for one in shown for name in one.datasets if _at_chance(one, name)]
-    return f"The probe is not above chance, so that its curves say nothing: {'; '.join(found)}." if found else ""
+    return f"The probe is not above chance, so its curves are not informative: {'; '.join(found)}." if found else ""
 
 
 def _at_chance(pathways: Pathways, name: str) -> bool:
@@ -450,7 +450,7 @@ def plot_refusals(refusals: Refusals, ax: Axes | None = None) -> Axes:
             ax.plot(100 * rows[column], y, marker, color=color, markersize=3.6, linestyle="none", label=mode)
         left = min(0.0, ax.get_xlim()[0])
         ax.set(yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlim=(left, None))
-        ax.set_xlabel(f"Questions declined when asked again (%)\n({LINES_ARE})")
+        ax.set_xlabel(f"Refusals when asked again (%)\n({LINES_ARE})")
         legend_above(ax, 2, model_title(refusals.run, "refusals by mode"))
     return ax
 
@@ -561,7 +561,7 @@ def logit_changes(
             ax.set_ylim(0, ax.get_ylim()[1] * 1.95)
             ax.legend(loc="upper left", fontsize=6.2, handlelength=1.6, borderaxespad=0.2, labelspacing=0.3)
         shared_label(axes, "Density")
-        return entitled(figure, axes, pathways, "one mode of logit changes, or two?", title)
+        return entitled(figure, axes, pathways, "modes of the logit changes", title)
 
 
 @checked_call

@@ -145,7 +145,7 @@ def _tables(
         if other.run.options.get("pairs") != pairs_by:
             raise InputError(
                 f"One axis cannot show saliency of pairs={pairs_by!r} and of pairs={other.run.options.get('pairs')!r}: "
-                "draw these runs apart."
+                "draw these runs in separate figures."
             )
     models: dict[str, list[pd.DataFrame]] = {}
     for result in listed:
@@ -157,7 +157,7 @@ def _tables(
         names = [checked_name("datasets", name, names) for name in asked]
         tables = {model: table[table["dataset"].isin(names)] for model, table in tables.items()}
     if len(names) > MAX_SETS:
-        raise InputError(f"A figure shows at most {MAX_SETS} question sets; {len(names)} were given: draw fewer.")
+        raise InputError(f"A figure shows at most {MAX_SETS} question sets; {len(names)} were passed: draw fewer.")
     return tables, names
 
 
@@ -303,4 +303,6 @@ def chance_note(shown: Sequence[Saliency]) -> str:
         for name, rows in result.of().groupby("dataset", sort=False):
             if at := _at_chance(rows):
                 entries.append(f"{short_name(result.run.model)}, {name} ({with_interval(*at)})")
-    return f"The probe is not above chance, so that its saliency says nothing: {'; '.join(entries)}." if entries else ""
+    return (
+        f"The probe is not above chance, so its saliency is not informative: {'; '.join(entries)}." if entries else ""
+    )

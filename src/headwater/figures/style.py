@@ -367,7 +367,7 @@ def color_bar(mesh: Any, beside: Any, text: str = "", **place: Any) -> None:
 def figure_of(plot: Axes | Figure) -> Figure:
     """Return the figure that axes are in, or the figure itself."""
     if not isinstance(plot, Axes | Figure):
-        hint = ": give what its plot() returns" if hasattr(plot, "plot") else ""
+        hint = ": pass what its plot() returns" if hasattr(plot, "plot") else ""
         raise InputError(f"A {type(plot).__name__} is not a matplotlib figure{hint}.")
     figure = plot if isinstance(plot, Figure) else plot.figure
     while not isinstance(figure, Figure):

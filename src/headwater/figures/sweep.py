@@ -373,7 +373,7 @@ def dose_response(
     """
     size = checked_place(ax, 1, figsize)
     if not isinstance(sweeps, Mapping) or not sweeps:
-        raise InputError("sweeps must map doses to what hw.patch gave for each: {0: sweep, 4: sweep}.")
+        raise InputError("sweeps must map each dose to its result of hw.patch: {0: sweep, 4: sweep}.")
     doses = [
         checked_kind("a value of sweeps", sweep, Sweep, "hw.patch").table.assign(
             dose=checked_number("a dose", dose, -math.inf)
@@ -383,13 +383,13 @@ def dose_response(
     table, run = pd.concat(doses), next(iter(sweeps.values())).run
     cells = table[["site", "metric"]].drop_duplicates()
     if len(cells) > 1 or set(panel_axes(table, {})) > {"layer"}:
-        raise InputError("A dose–response is of one site and metric: measure with sites='...', over='layer'.")
+        raise InputError("A dose–response shows one site and metric: measure with sites='...', over='layer'.")
     ((site, metric),) = cells.to_numpy()
     summary = summarize(table, ["layer", "dose"], "effect", 0.95, 0).sort_values("dose")
     layers = sorted(summary["layer"].unique())
     if len(layers) > len(SETS):
         raise InputError(
-            f"These sweeps are of {len(layers)} layers, and {len(SETS)} can be distinguished: choose with layers=."
+            f"These sweeps have {len(layers)} layers, but only {len(SETS)} can be distinguished: choose with layers=."
         )
     with one_panel(ax, 3.6, 2.6) as ax:
         ax.axhline(0, color=FAINT, linewidth=0.6)

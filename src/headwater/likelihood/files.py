@@ -97,8 +97,8 @@ class ScoredTexts(Result):
         """Report how many texts have scores and why others have none, the medians, and what these cannot show alone."""
         findings = self.findings()
         sentences = [
-            f"{findings['scored']:,} of {findings['texts']:,} texts have scores, of {findings['tokens']:,} tokens; "
-            f"{findings['windowed']:,} were read in windows."
+            f"{findings['scored']:,} of {findings['texts']:,} texts have scores ({findings['tokens']:,} tokens); "
+            f"{findings['windowed']:,} texts were read in windows."
         ]
         sentences += [f"Not scored: {count:,} ({note})." for note, count in findings["not_scored"].items()]
         return [*sentences, *score_sentences(whole_summary(self))]
@@ -168,7 +168,7 @@ def score_file(
     path = checked_path("file", file)
     check_readable(path, "texts")
     if not isinstance(field, str):
-        raise InputError(f"field={shown(field)} must be the name of a field or column: a text.")
+        raise InputError(f"field={shown(field)} must be the name of a field or column, as a string.")
     if reference is not None:
         check_model(reference, "reference")
     shares, lowercase = checked_shares(k), checked_flag("lowercase", lowercase)
@@ -214,7 +214,7 @@ def score_file(
         with model.hashed_once(), (reference or model).hashed_once(), run.bar("Scoring", " texts") as bar:
             pieces = list(run.pieces("texts", chunks, columns_of, bar, len))
         if not pieces:
-            raise InputError(f"{path} holds no texts.")
+            raise InputError(f"{path} contains no texts.")
         columns = {name: torch.cat([piece[name] for piece in pieces]).numpy() for name in pieces[0]}
         # Pieces hold only numbers, so notes are stored as indices into NOTES.
         columns["note"] = np.array(NOTES, dtype=object)[columns["note"]]
@@ -261,7 +261,7 @@ def gradient_norms(
         if len(ids) > model.shape.n_ctx:
             raise InputError(
                 f"Text {index} has {len(ids):,} tokens; the model reads at most {model.shape.n_ctx:,}, and a gradient "
-                "is that of the whole text."
+                "needs the whole text."
             )
     means = np.full(len(listed), np.nan)
     with progress_bar(progress, len(listed), desc="Gradients", unit="text") as bar:

@@ -195,7 +195,7 @@ class ContextWording:
 
     def __post_init__(self) -> None:
         if self.predecessors == NONE and self.predecessor_prompt is not None:
-            raise InputError("predecessor_prompt belongs to predecessors='gold', 'predicted' or 'multi-turn'.")
+            raise InputError("predecessor_prompt needs predecessors='gold', 'predicted' or 'multi-turn'.")
         prompt = self.predecessor_prompt
         are_messages = isinstance(prompt, list | tuple) and all(
             isinstance(message, Mapping) and "content" in message for message in prompt
@@ -243,7 +243,7 @@ class ContextWording:
         frame = question_frame(self.model, self.context, prompt)
         if (frame.before + frame.after).count(PAIRS) != 1:
             raise InputError(
-                f"predecessor_prompt must hold {PAIRS} exactly once, where questions and answers are to be; found "
+                f"predecessor_prompt must contain {PAIRS} exactly once, in place of questions and answers; found "
                 f"{shown(self.predecessor_prompt)}."
             )
         return frame
@@ -257,11 +257,11 @@ class ContextWording:
             return Frame(earlier + frame.before, frame.after, frame.joint)
         *opening, turn = _messages(self.prompt)
         if SLOT not in turn["content"]:
-            raise InputError(f"prompt: of a conversation the last message must hold {SLOT}, found {shown(turn)}.")
+            raise InputError(f"prompt: the last message of a conversation must contain {SLOT}, found {shown(turn)}.")
         final = _messages(prompt)[-1] if last else turn
         if last and self.predecessor_prompt is not None and len(self.predecessor_prompt) != 1:
             raise InputError(
-                "predecessor_prompt: of a conversation it is its last message alone, one of the user with "
+                "predecessor_prompt: for a conversation, pass its last message alone, a user's message with "
                 f"{SLOT}; found {shown(self.predecessor_prompt)}."
             )
         messages = list(opening)
@@ -347,13 +347,13 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
         checked_name("answers", answers, SOURCES)
     if not (judge is None or callable(judge) or (isinstance(judge, str) and judge == LABEL)):
         raise InputError(
-            f"judge={shown(judge)} is neither 'label' nor a function of question, accepted answers and answer."
+            f"judge={shown(judge)} must be 'label', or a function of question, accepted answers and answer."
         )
     usable = alone or answers == DATA
     has_answers = usable and graph.table["model_answer"].notna().any()
     has_scores = usable and graph.table["score"].notna().any()
     if answers == DATA and not has_answers:
-        raise InputError("answers='data': the graph has no answers of a model; give answers='model'.")
+        raise InputError("answers='data': the graph has no answers from a model. Pass answers='model'.")
     if judge is None and has_scores and answers != MODEL:
         scores = DATA
     else:

@@ -95,13 +95,15 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
     """
     path = world_folder() / "depth_graph.json" if source is None else checked_path("source", source)
     if not path.exists():
-        raise InputError(f"The depth graph {path} does not exist: give a folder as DepthQA has it, or a JSON file.")
+        raise InputError(
+            f"The depth graph {path} does not exist. Pass a folder in the layout of DepthQA, or a JSON file."
+        )
     if path.is_dir():
         chosen = None if predictions is None else checked_path("predictions", predictions)
         read, notes = read_folder(path, chosen)
         return _graph(read, path.resolve().name, notes)
     if predictions is not None:
-        raise InputError(f"predictions={str(predictions)!r} belongs to a folder; {path} is one file.")
+        raise InputError(f"predictions={str(predictions)!r} needs a folder; {path} is one file.")
     try:
         value = parse_json(path.read_bytes())
     except ValueError as error:
@@ -110,7 +112,7 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
         raise InputError(f'{path}: expected {{"name": ..., "nodes": [...]}} with at least one node.')
     for place, node in enumerate(value["nodes"]):
         if not isinstance(node, dict) or not isinstance(node.get("id"), str) or not node["id"]:
-            raise InputError(f"{path}: node number {place + 1} has no id (a text).")
+            raise InputError(f"{path}: node number {place + 1} has no id (a string).")
     return _graph([Row(str(path), node) for node in value["nodes"]], str(value.get("name") or path.stem))
 
 
@@ -121,7 +123,7 @@ def _graph(read: Sequence[Row], name: str, notes: Sequence[str] = ()) -> DepthGr
     nodes: dict[str, Row] = {}
     for node in map(_checked, read):
         if node.fields["id"] in nodes:
-            raise InputError(f"{_place(node)}: the id comes twice.")
+            raise InputError(f"{_place(node)}: this id occurs twice.")
         nodes[node.fields["id"]] = node
     successors: dict[str, list[str]] = {found: [] for found in nodes}
     for node in nodes.values():
@@ -158,13 +160,13 @@ def _checked(node: Row) -> Row:
     """Check the fields of a node, and fill in missing ones."""
     where, fields = _place(node), node.fields
     if type(fields.get("depth")) is not int or fields["depth"] < 1:
-        raise InputError(f"{where}: depth must be a whole number from 1 up, found {fields.get('depth')!r}.")
+        raise InputError(f"{where}: depth must be a whole number of at least 1, found {fields.get('depth')!r}.")
     if not isinstance(fields.get("question"), str) or not fields["question"].strip():
         raise InputError(f"{where}: question is missing or empty.")
     answers = fields.get("answers", fields.get("answer"))
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
-        raise InputError(f"{where}: answers is missing or empty, or holds an empty answer.")
+        raise InputError(f"{where}: answers is missing or empty, or contains an empty answer.")
     predecessors = fields.get("predecessors", [])
     if not isinstance(predecessors, list) or not all(isinstance(name, str) for name in predecessors):
         raise InputError(f"{where}: predecessors must be a list of ids, found {predecessors!r}.")
@@ -172,7 +174,7 @@ def _checked(node: Row) -> Row:
         raise InputError(f"{where}: predecessors names a node twice.")
     model_answer = fields.get("model_answer")
     if model_answer is not None and not isinstance(model_answer, str):
-        raise InputError(f"{where}: model_answer must be a text, found {model_answer!r}.")
+        raise InputError(f"{where}: model_answer must be a string, found {model_answer!r}.")
     others = {key: value for key, value in fields.items() if key != "answer"}
     checked = {
         "group": str(fields.get("group", "")),
@@ -209,8 +211,8 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[Row
     files = {name: _file_of(folder, name) for name in ("questions", "nodes", "node_to_q")}
     if files["questions"] is None:
         raise InputError(
-            f"The folder {folder} has no questions: a file questions.jsonl (or .json, .parquet) with qid, depth, "
-            "question and answer."
+            f"The folder {folder} has no questions: it needs a file questions.jsonl (or .json, .parquet) with qid, "
+            "depth, question and answer."
         )
     questions = _by_id(files["questions"], "qid")
     notes = []
@@ -219,7 +221,7 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[Row
         notes.append("no nodes file: no question has edges")
     else:
         if files["node_to_q"] is None:
-            raise InputError(f"The folder {folder} has nodes, but no file node_to_q that says which question each is.")
+            raise InputError(f"The folder {folder} has nodes, but no file node_to_q with the question of each.")
         nodes = _nodes(_by_id(files["nodes"], "nodeid"), _by_id(files["node_to_q"], "nodeid"), questions)
     answers = _answers(folder, predictions, questions, list(files.values()))
     if answers is None:
@@ -254,7 +256,7 @@ def _by_id(file: Path, name: str) -> dict[str, Row]:
     for row in (Row(*placed) for placed in read_objects(file)):
         key = row.text(name)
         if key in rows:
-            raise InputError(f"{row.where}: {name} {key!r} comes twice, first in {rows[key].where}.")
+            raise InputError(f"{row.where}: {name} {key!r} occurs twice, first in {rows[key].where}.")
         rows[key] = row
     return rows
 
@@ -281,7 +283,7 @@ def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: 
     for name, row in nodes.items():
         where = f"{row.where}, node {name!r}"
         if name not in question_of:
-            raise InputError(f"{where}: node_to_q does not say which question it is.")
+            raise InputError(f"{where}: node_to_q does not name its question.")
         key = question_of[name].text("qid")
         if key not in questions:
             raise InputError(
@@ -290,7 +292,7 @@ def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: 
             )
         if questions[key].fields.get("depth") != row.fields.get("depth"):
             raise InputError(
-                f"{where}: it has depth {row.fields.get('depth')!r}, its question {key!r} depth "
+                f"{where}: it has depth {row.fields.get('depth')!r}, but its question {key!r} has depth "
                 f"{questions[key].fields.get('depth')!r} ({questions[key].where})."
             )
         rows.append(_node(row, name, questions[key], str(row.fields.get("group", name.split("_")[0]))))
@@ -317,11 +319,11 @@ def _answers(
     if predictions is not None:
         file = predictions if predictions.exists() else folder / predictions
         if not file.is_file():
-            raise InputError(f"The file of answers {predictions} is neither a path nor in the folder {folder}.")
+            raise InputError(f"The file of answers {predictions} does not exist, nor is it in the folder {folder}.")
         answers = _answers_in(file)
         if answers is None:
             raise InputError(
-                f"{file} holds no answers: expected a JSON object {{id: {{predicted_answer, score}}, ...}}."
+                f"{file} contains no answers: expected a JSON object {{id: {{predicted_answer, score}}, ...}}."
             )
         return answers
     files = [file for file in sorted(folder.rglob("*.json")) if file not in others]
@@ -331,7 +333,7 @@ def _answers(
         if len(candidates) > 1:
             listed = ", ".join(str(answers.file.relative_to(folder)) for answers in candidates)
             raise InputError(
-                f"The folder {folder} has the answers of several models ({listed}): name one, predictions=."
+                f"The folder {folder} has the answers of several models ({listed}). Choose one with predictions=."
             )
         if candidates:
             return candidates[0]

@@ -89,9 +89,9 @@ class Membership(Result):
         rows = each_row(whole_summary(self))
         baseline = next((row for row in rows if row["score"] == BASELINE and math.isfinite(row["auc"])), None)
         sentences = [
-            f"The words of the texts alone, without the model, tell members from non-members with AUC {_auc(baseline)}."
+            f"The words alone, without the model, separate members from non-members with AUC {_auc(baseline)}."
             if baseline
-            else "There is no baseline without the model here: whether the words alone tell as much is not known."
+            else "There is no baseline without the model: whether the words alone separate members as well is unknown."
         ]
         for row in rows:
             if row["score"] != BASELINE:
@@ -119,7 +119,7 @@ def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
             ", below chance: non-members score higher" if row["auc_high"] < 0.5 else ", indistinguishable from chance"
         )
     if baseline is not None and not row["auc_low"] > baseline["auc_high"]:
-        return ", not clearly more than the words alone: no sign of memorization"
+        return ", not clearly above the words alone: no evidence of memorization"
     return ""
 
 
@@ -232,7 +232,7 @@ def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " 
         return None
     given = [str(stratum) for stratum in checked_several("strata", strata, "a list with a stratum for each text")]
     if len(given) != n_texts:
-        raise InputError(f"{len(given)} strata were given for {n_texts} texts.")
+        raise InputError(f"{len(given)} strata were passed for {n_texts} texts; pass one per text.")
     _, numbers = np.unique(np.array(given), return_inverse=True)
     if not set(numbers[member]) & set(numbers[~member]):
         raise InputError("No stratum has both a member and a non-member: nothing can be compared within them.")
@@ -242,13 +242,13 @@ def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " 
 def _labels(labels: Iterable[object], n_texts: int) -> Bool[ndarray, " text"]:
     entries = checked_several("labels", labels, "a list with a label for each text")
     if len(entries) != n_texts:
-        raise InputError(f"{len(entries)} labels were given for {n_texts} texts.")
+        raise InputError(f"{len(entries)} labels were passed for {n_texts} texts; pass one per text.")
     wrong = [i for i, label in enumerate(entries) if not is_label(label)]
     if wrong:
         raise InputError(f"Label {wrong[0]} is {shown(entries[wrong[0]])}; labels are 1 (member) and 0 (non-member).")
     member = np.array([bool(label) for label in entries])
     if member.all() or not member.any():
-        raise InputError("Members and non-members are both needed, at least one of each.")
+        raise InputError("labels must contain at least one member (1) and one non-member (0).")
     return member
 
 
@@ -276,7 +276,7 @@ def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
     missing = {"text", "member"} - set(table)
     if missing or table.empty:
         lacking = f"no column {' and '.join(sorted(missing))}" if missing else "no rows"
-        raise InputError(f"{path} has {lacking}; expected text and member, or input and label.")
+        raise InputError(f"{path} has {lacking}; expected the columns text and member, or input and label.")
     for place, (text, member) in enumerate(zip(table["text"], table["member"], strict=True), start=1):
         if not isinstance(text, str) or member not in (0, 1):
             raise InputError(f"{path}, row {place}: expected a text and a label of 1 or 0, found {text!r}, {member!r}.")

@@ -27,14 +27,14 @@ SPANS = {
     "both": "question and accepted answer",
 }
 ASKED_WITH = {
-    "gold": "the questions they build on and these questions' accepted answers",
-    "predicted": "the questions they build on and the model's own answers to these, asked alone",
+    "gold": "the questions they build on with the accepted answers",
+    "predicted": "the questions they build on with the model's own answers to these, asked alone",
     "multi-turn": "a conversation in which the model was asked the questions they build on",
 }
 SCORED_BY = {
     "data": "from the data",
-    "label": "by label match, 5 where the model's answer contains an accepted answer and else 1",
-    "judge": "from the judge given",
+    "label": "by label match: 5 if the model's answer contains an accepted answer, otherwise 1",
+    "judge": "from the judge passed as judge=",
 }
 Profiled: TypeAlias = Any
 """A `DepthProfile`; Any, because its file imports this one."""
@@ -52,8 +52,8 @@ def _what(profile: Profiled) -> str:
     share = options["k"][0]
     short = int((scored & (table["scored"] * share < 1)).sum())
     lines = [
-        f"{profile.run.model} on {options['graph']}: {len(table):,} questions in {table['group'].nunique():,} graphs; "
-        f"scored is {SPANS[options['span']]}, in a {options['context']} context, Min-K% at K = {share:.0%}."
+        f"{profile.run.model} on {options['graph']}: {len(table):,} questions in {table['group'].nunique():,} graphs. "
+        f"The scored text is {SPANS[options['span']]}, in a {options['context']} context; K of Min-K% is {share:.0%}."
     ]
     if options["predecessors"] in ASKED_WITH:
         lines.append(f"Questions above depth {profile.depths[0]} follow {ASKED_WITH[options['predecessors']]}.")
@@ -61,10 +61,10 @@ def _what(profile: Profiled) -> str:
         lines.append(f"{int((~scored).sum()):,} questions have nothing to score and are left out.")
     if short:
         lines.append(
-            f"For {short:,} of them K · T is below 1 (T scored tokens): for these Min-K% is the log-probability of the "
-            "least likely token, where published code gives no value."
+            f"For {short:,} of them K · T is below 1 (T: number of scored tokens): their Min-K% is the log-probability "
+            "of the least likely token; the published code gives no value there."
         )
-    lines += [f"Of the graph: {note}." for note in options["notes"]]
+    lines += [f"Note on the graph: {note}." for note in options["notes"]]
     return " ".join(lines)
 
 
@@ -73,17 +73,19 @@ def _by_depth(profile: Profiled) -> str:
     unit = "graph averages" if profile.run.options["aggregate"] == "group" else "questions"
     listed = ", ".join(f"{value:.2f} at depth {depth}" for depth, value in medians.items())
     rises = all(a < b for a, b in itertools.pairwise(medians))
-    lines = [f"Min-K%, median over {unit}: {listed}."]
+    lines = [f"Median Min-K% over {unit} (in nats, higher = less likely seen): {listed}."]
     if len(medians) > 1:
         lines.append(
-            f"The medians {'rise' if rises else 'do not rise'} at every step; in the published figures they rise."
+            f"The medians {'rise' if rises else 'do not rise'} at every step; in the published figures they do."
         )
     tokens = profile.tokens
     if not tokens.empty:
         is_first = tokens["position"] == tokens.groupby("id")["position"].transform("min")
         lowest = tokens["log_probability"].where(tokens["lowest"], 0)
         share = lowest[is_first].sum() / lowest.sum()
-        lines.append(f"The first scored tokens ({is_first.mean():.0%} of all) account for {share:.0%} of Min-K%.")
+        lines.append(
+            f"The first scored token of each text ({is_first.mean():.0%} of all) accounts for {share:.0%} of Min-K%."
+        )
     rows = _rows(profile, "depth", profile.main, "all nodes")
     for row in rows:
         shallow, deep = row["depths"].split("-")
@@ -113,20 +115,20 @@ def _controls(profile: Profiled) -> str:
 
 def _answers(profile: Profiled) -> str:
     scores, limit = profile.run.options["scores"], profile.run.options["max_new_tokens"]
-    cut = f"{profile.cut:,} answers had not ended after {limit:,} tokens and are not judged. " if profile.cut else ""
+    cut = f"{profile.cut:,} answers were cut off at {limit:,} tokens and are not judged. " if profile.cut else ""
     if not scores or profile.table["score"].isna().all():
         return cut + (
-            "There are no judge scores: accuracy, discrepancies and the score gap are not measured. Give judge=, or "
-            "data that hold scores."
+            "There are no judge scores: accuracy, discrepancies and the score gap are not measured. Pass judge=, or "
+            "data with scores."
         )
     rows = each_row(profile.judged)
     accuracy = ", ".join(f"{row['value']:.2f} at depth {row['depths']}" for row in rows if row["measure"] == "accuracy")
     lines = [f"{cut}Scores (1 to 5) are {SCORED_BY[scores]}. Accuracy: {accuracy}."]
     if scores == "data":
         lines.append("They judge the answers in the data, whichever model wrote them.")
-    for name, words in (("forward", "Forward discrepancy"), ("backward", "backward"), ("backward_first", None)):
+    for name, words in (("forward", "Forward discrepancy:"), ("backward", "backward:"), ("backward_first", None)):
         row = next(r for r in rows if r["measure"] == name and r["depths"] == "all")
-        words = words or "backward by the first successor alone, as the released code has it"
+        words = words or "backward by the first successor alone, as in the released code:"
         lines.append(f"{words} {_plain(row)} over {row['nodes']:,} questions" + (";" if words[0] == "F" else ","))
     text = " ".join(lines)
     return text[:-1] + "."
@@ -139,9 +141,10 @@ def _gaps(profile: Profiled) -> str:
     difference = rows["quartile 75 - 25"]
     rank = _rows(profile, "spearman with gap", profile.main)[0]
     return (
-        f"The score gap of the deepest questions is {_plain(rows['quartile 25'])} where Min-K% is lowest (quartile 25) "
-        f"and {_plain(rows['quartile 75'])} where it is highest; the difference is {_plain(difference)}"
-        f"{_verdict(difference)}. Over all of them, the rank correlation of likelihood and gap is {_plain(rank)}."
+        f"The mean score gap of the deepest questions is {_plain(rows['quartile 25'])} in the quarter with the lowest "
+        f"Min-K% and {_plain(rows['quartile 75'])} in the quarter with the highest; the difference is "
+        f"{_plain(difference)}{_verdict(difference)}. Over all deepest questions, the rank correlation between "
+        f"likelihood and gap is {_plain(rank)}."
     )
 
 
@@ -149,8 +152,8 @@ def _popularity(profile: Profiled) -> str:
     rows = _rows(profile, f"spearman with {POPULARITY}", profile.main)
     listed = ", ".join(f"{_plain(row)} at depth {row['depths']}" for row in rows if not math.isnan(row["value"]))
     return (
-        f"The frequency of each fact in the training data is known; its rank correlation with the score (higher = more "
-        f"likely seen) is {listed}."
+        f"The frequency of each fact in the training data is known; its rank correlation with minus Min-K% (higher = "
+        f"more likely seen) is {listed}."
         if listed
         else ""
     )
@@ -167,7 +170,7 @@ def _moves(row: dict[str, Any]) -> str:
     """Return words for how the figure's Min-K%, which is minus the score, changes with depth."""
     if row["low"] > 0:
         return f"falls by {_plain(row)}"
-    return f"{'rises by' if row['high'] < 0 else 'does not change certainly:'} {_number(row)}"
+    return f"{'rises by' if row['high'] < 0 else 'shows no clear change:'} {_number(row)}"
 
 
 def _number(row: dict[str, Any]) -> str:
@@ -184,7 +187,7 @@ def _plain(row: dict[str, Any]) -> str:
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    return "" if row["low"] > 0 or row["high"] < 0 or math.isnan(row["low"]) else ", which may be none"
+    return "" if row["low"] > 0 or row["high"] < 0 or math.isnan(row["low"]) else ", not clearly different from zero"
 
 
 # Do the scores of a depth graph differ by depth, and would they without memorization? Comparisons and controls.

@@ -105,7 +105,7 @@ def score_sentences(summary: pd.DataFrame) -> list[str]:
     ]
     return [
         *sentences,
-        "Higher is more likely seen; whether a value is high, only scores of texts that were not seen can say "
+        "Higher is more likely seen. Whether a value is high can only be told from scores of texts that were not seen "
         "(hw.membership).",
     ]
 
@@ -260,7 +260,7 @@ def checked_shares(k: float | Iterable[float]) -> list[float]:
     except InputError:
         shares = []
     if not shares or len(set(shares)) < len(values):
-        raise InputError(f"k={shown(k)} must hold shares of the tokens, above 0 and at most 1, each once.")
+        raise InputError(f"k={shown(k)} must be distinct shares of the tokens, above 0 and at most 1.")
     return shares
 
 
@@ -271,14 +271,14 @@ def checked_counts(token_counts: Counts) -> Float[ndarray, " d_vocab"]:
     except (TypeError, ValueError):
         counts = np.zeros(0)
     if counts.ndim != 1 or not counts.size or not (np.isfinite(counts) & (counts >= 0)).all():
-        raise InputError(f"token_counts={shown(token_counts)} must hold a number from 0 up for every token id.")
+        raise InputError(f"token_counts={shown(token_counts)} must be a number of at least 0 for every token id.")
     return counts
 
 
 def _norms_of(stats: TextStatistics, norms: Norms) -> Float[ndarray, " text"]:
     """Return the gradient norms of texts, after checking that there is one per text."""
     if "layer" in stats.table:
-        raise InputError("gradient_norms= are those of the whole model: use statistics of layers='final'.")
+        raise InputError("gradient_norms= are of the whole model: use statistics with layers='final'.")
     try:
         checked = np.asarray(norms, dtype=np.float64)
     except (TypeError, ValueError):
@@ -286,7 +286,7 @@ def _norms_of(stats: TextStatistics, norms: Norms) -> Float[ndarray, " text"]:
     scored = stats.texts["scored"].to_numpy() > 0
     if checked.shape != scored.shape or not (checked[scored] >= 0).all() or np.isinf(checked).any():
         raise InputError(
-            f"gradient_norms={shown(norms)} must hold a number from 0 up for each of the {len(scored):,} texts."
+            f"gradient_norms={shown(norms)} must be a number of at least 0 for each of the {len(scored):,} texts."
         )
     return checked
 
@@ -294,7 +294,7 @@ def _norms_of(stats: TextStatistics, norms: Norms) -> Float[ndarray, " text"]:
 def checked_prefix(prefix: str) -> str:
     """Return the prefix, which must be a nonempty text."""
     if not isinstance(prefix, str) or not prefix.strip():
-        raise InputError(f"prefix={shown(prefix)} must be a text that is known not to have been seen.")
+        raise InputError(f"prefix={shown(prefix)} must be a text that was not seen in training.")
     return prefix
 
 
@@ -304,7 +304,7 @@ def _token_shares(token_counts: Counts, stats: TextStatistics) -> Float[ndarray,
     highest = int(stats.table["token_id"].max()) if len(stats.table) else -1
     if highest >= len(counts):
         raise InputError(
-            f"token_counts has {len(counts):,} numbers, but the texts hold the token id {highest:,}: give one for "
+            f"token_counts has {len(counts):,} numbers, but the texts contain the token id {highest:,}: pass one for "
             "every token of the model's vocabulary."
         )
     # Smoothed, because a token that is not in the corpus would have log 0.
@@ -377,10 +377,10 @@ def _means_like(
         words = {"lowercased": "the lowercased texts", "prefixed": "the same texts after a prefix"}
         wanted = words.get(name, "the same texts")
         first = differing[0] if differing else len(pairs)
-        raise InputError(f"The statistics given as {name}= are not of {wanted}: they differ from text {first} on.")
+        raise InputError(f"The statistics passed as {name}= are not of {wanted}: they differ from text {first} on.")
     if "layer" in other.table and "layer" not in stats.table:
         raise InputError(
-            f"The statistics given as {name}= have layers, the others have not; use layers='final' in both."
+            f"The statistics passed as {name}= have layers, the others do not: use layers='final' in both."
         )
     keys = [key for key in ("text", "layer") if key in other.table]
     means = other.table.astype({"log_probability": float}).groupby(keys)["log_probability"].mean()

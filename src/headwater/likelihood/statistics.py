@@ -123,8 +123,8 @@ class TextStatistics(Result):
             at = f" at layer {row['layer']}" if "layer" in row else ""
             sentences.append(
                 f"The {row['tokens']:,} tokens{at} have a mean log-probability of {row['log_probability']:.2f} nats, "
-                f"where {-row['entropy']:.2f} would be expected of words that the model itself had drawn; "
-                f"{row['greedy']:.0%} are its first choice."
+                f"where tokens sampled from the model would be expected to have {-row['entropy']:.2f}; "
+                f"{row['greedy']:.0%} are the model's most likely token."
             )
         return sentences
 
@@ -219,11 +219,11 @@ def check_texts(model: HookedModel, texts: Sequence[Any]) -> None:
     """Refuse unscorable inputs: no texts, non-strings, a model without a tokenizer or without causal attention."""
     if model.looks_ahead:
         raise InputError(
-            f"{model.name} has no next-token likelihoods: its attention reads later tokens, so that each token is "
+            f"{model.name} has no next-token likelihoods: its attention reads later tokens, so each token is "
             "seen before it is predicted. Score texts with a causal model."
         )
     if model.tokenizer is None:
-        raise InputError(f"{model.name} has no tokenizer to read texts with: pass tokenizer= to hw.load.")
+        raise InputError(f"{model.name} has no tokenizer: pass tokenizer= to hw.load.")
     if not texts:
         raise InputError("There are no texts to score.")
     for index, text in enumerate(texts):
@@ -243,7 +243,7 @@ def _windows(
     """Tokenize every text and cut it into windows; also describe texts without anything to score."""
     check_texts(model, texts)
     if spans is not None and len(spans) != len(texts):
-        raise InputError(f"{len(spans)} spans were given for {len(texts)} texts; give one per text, or None for it.")
+        raise InputError(f"{len(spans)} spans were passed for {len(texts)} texts; pass one span or None per text.")
     checked_name("long", long, LONG)
     described, windows = [], []
     for index, text in enumerate(texts):
@@ -282,7 +282,9 @@ def scored_tokens(model: HookedModel, text: str, span: Span, index: int) -> tupl
     positions: Iterable[int] = range(len(ids))
     if span is not None:
         if offsets is None:
-            raise InputError("Spans need a fast tokenizer, which says the characters of each token; this one does not.")
+            raise InputError(
+                "Spans need a fast tokenizer, which reports the characters of each token; this one does not."
+            )
         try:
             positions = token_span(offsets, *span)
         except InputError as error:

@@ -131,11 +131,11 @@ class Saliency(HasDatasets, Result):
     def report(self) -> list[str]:
         """Return the findings, as sentences computed from the numbers."""
         rows = self.table.drop_duplicates("example")
-        seen = f"All {len(rows):,} examples are measured by coefficients of the probe that were not fitted on them."
+        seen = f"All {len(rows):,} examples are measured with probe coefficients that were fitted on other examples."
         if not self.run.options["probe"].get("fitted_on") and (rows["fold"] == -1).any():
             seen = (
-                "The probe does not say which answers it was fitted on: where these are among them, a peak near zero "
-                "in the cross-entropy may be its memory."
+                "The probe does not record which answers it was fitted on. If it was fitted on these, a peak near zero "
+                "with the cross-entropy may only mean that it has memorized them."
             )
         return [seen, *(sentence for entry in self.findings()["datasets"] for sentence in sentences_of(entry))]
 
@@ -209,13 +209,13 @@ def saliency(
     checked_name("the probe's site", probe.site, PROBE_SITES)
     checked_name("the probe's token", probe.token, PROBE_TOKENS)
     if not isinstance(probe.weight, Tensor) or probe.weight.ndim != 1 or not isinstance(probe.bias, float):
-        raise InputError("A probe has a weight, a tensor of one axis, and a bias, a float: this one has others.")
+        raise InputError("A probe needs a weight (a one-dimensional tensor) and a bias (a float); this one has others.")
     if len(probe.weight) != model.shape.d_model:
         raise InputError(
             f"The probe reads {len(probe.weight)} numbers; the states of {model.name} have {model.shape.d_model}."
         )
     if not spec.edges:
-        raise InputError(f"edges is empty; choose of {', '.join(EDGES)}.")
+        raise InputError(f"edges is empty; choose from {', '.join(EDGES)}.")
     checked_count("batch_size", batch_size)
     fold = _folds(answered, probe)
     options = {
@@ -241,7 +241,7 @@ def saliency(
         if blind and "exact_answer" in spec.edges:
             warnings.warn(
                 f"The probe reads {probe.token}, before the exact answer of {blind:,} of {len(rows):,} examples: it "
-                "cannot depend on what their answer tokens read, and S(E_Q→E_A) is NaN there.",
+                "cannot depend on the attention of their answer tokens, and S(E_Q→E_A) is NaN there.",
                 stacklevel=4,
             )
         # Inference mode set by the caller would forbid autograd graphs.
@@ -333,7 +333,7 @@ def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None
     # With parallel attention, the MLP of a layer does not read the output of that layer's heads.
     last = probe.layer - (model.shape.parallel_blocks and probe.site == "mlp_out")
     if last < 0:
-        raise InputError(f"No head of {model.name} comes before the MLP of layer 0: attention runs beside it.")
+        raise InputError(f"No head of {model.name} precedes the MLP of layer 0: attention runs in parallel with it.")
     chosen = tuple(range(last + 1)) if layers is None else resolve_indices(layers, model.shape.n_layers, "layer")
     above = [layer for layer in chosen if layer > last]
     if above:
@@ -349,9 +349,9 @@ def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
     seen = sum(place is None for place in places)
     if seen:
         raise InputError(
-            f"The probe was fitted on {seen:,} of these {len(places):,} answers, and has no folds that were not: a "
-            "probe is surer, and more often right, on what it has seen. Fit it on other questions, or take "
-            "one with folds: pathways.probe, or fit_probes(..., cross_fit=True)."
+            f"The probe was fitted on {seen:,} of these {len(places):,} answers, and has no folds fitted without them: "
+            "a probe is more confident, and more often right, on its training answers. Fit it on other questions, or "
+            "use a probe with folds: pathways.probe, or fit_probes(..., cross_fit=True)."
         )
     return np.array(places, dtype=np.int64)
 
@@ -522,31 +522,31 @@ def sentences_of(entry: dict[str, Any]) -> Iterator[str]:
     for column, edges in zip(COLUMNS, ("S(E_Q→E_A)", "S(E_Q→*)"), strict=True):
         measured = entry[column]
         if measured is None:
-            yield f"{name}: {edges} has no value: it was not requested, or the probe cannot depend on these edges."
+            yield f"{name}: {edges} was not measured: it was not requested, or the probe cannot depend on these edges."
             continue
         if measured["times"] is not None:
             times, low, high = measured["times"]
             chance = f", {CHANCE}" if low <= 1 <= high else ""
             yield (
-                f"{name}: {edges} of the logit is {times:.2f} ({low:.2f} to {high:.2f}) times as large for "
+                f"{name}: the median {edges} of the logit is {times:.2f} ({low:.2f} to {high:.2f}) times as large for "
                 f"{measured['wrong']:,} wrong answers as for {measured['right']:,} right ones{chance}."
             )
         near, saturated = measured["near_zero"], measured["saturated"]
         why = (
-            f", of which {saturated:.0%} have a probe that is sure and right and a flow like the others"
+            f" (in {saturated:.0%} of these only because the probe is confident and right: with the logit they are not)"
             if saturated
             else ""
         )
         n = measured["right"] + measured["wrong"]
         entropy, logit = (_percent(near[target], n) for target in TARGETS)
         yield (
-            f"{name}: {entropy} of {n:,} examples are near zero in {edges} of the cross-entropy{why}; {logit} with the "
-            "logit."
+            f"{name}: of {n:,} examples, {entropy} have {edges} near zero with the cross-entropy{why} and {logit} with "
+            "the logit."
         )
         entropy, logit = (
             "more than one peak" if several else "one peak" for several in measured["several_peaks"].values()
         )
-        yield f"{name}: by the dip test {edges} has {entropy} with the cross-entropy and {logit} with the logit."
+        yield f"{name}: by the dip test, {edges} has {entropy} with the cross-entropy and {logit} with the logit."
 
 
 def _percent(share: float, n: int) -> str:

@@ -135,7 +135,7 @@ def measure(
     if len(exact.examples) < len(answered.table):
         raise InputError(
             f"{len(answered.table) - len(exact.examples):,} answers of {name} have no exact question token before the "
-            "token that the probe reads: choose another token=."
+            "token that the probe reads. Choose another token=."
         )
     listed = _controls(model, answered, setup) if controls else []
     interventions = [exact, *listed]

@@ -202,7 +202,7 @@ def prompt_parts_of(answered: AnsweredQuestions) -> tuple[str, str]:
     """Return the prompt before the question and after it."""
     prompt = answered.run.options.get("prompt", "")
     if prompt.count(SLOT) != 1:
-        raise InputError("These answers do not record their prompt: make them with hw.answer, or pass controls=False.")
+        raise InputError("These answers do not record their prompt. Make them with hw.answer, or pass controls=False.")
     before, after = prompt.split(SLOT)
     return before, after
 

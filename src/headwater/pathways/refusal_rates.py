@@ -71,12 +71,12 @@ class Refusals(Result):
         for row in each_row(whole_summary(self)):
             name, answers = row["dataset"], int(row["answers"])
             if not math.isfinite(row["difference"]):
-                lines.append(f"{name}, modes by {row['split_by']}: one mode has no answer; nothing can be compared.")
+                lines.append(f"{name}, modes by {row['split_by']}: one mode has no answers: nothing can be compared.")
                 continue
             q, a = (_interval_text(row, name) for name in ("q_refused", "a_refused"))
             lines.append(
-                f"{name}, modes by {row['split_by']}: of {answers:,} questions asked again, those of Q-anchored "
-                f"answers are declined at a rate of {q}, those of A-anchored ones of {a}."
+                f"{name}, modes by {row['split_by']}: on {answers:,} questions asked again, the refusal rate is {q} "
+                f"for Q-anchored and {a} for A-anchored answers."
             )
             here = self.table[(self.table["dataset"] == name) & (self.table["split_by"] == row["split_by"])]
             controlled = "; ".join(
@@ -85,7 +85,9 @@ class Refusals(Result):
                 if math.isfinite(one["difference"])
             )
             if controlled:
-                lines.append(f"{name}, modes by {row['split_by']}: A-anchored less Q-anchored: {controlled}.")
+                lines.append(
+                    f"{name}, modes by {row['split_by']}: refusal rate, A-anchored minus Q-anchored: {controlled}."
+                )
         return lines
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
@@ -126,7 +128,7 @@ def refusals(
     if not isinstance(pathways, Pathways):
         raise InputError(f"pathways must be what hw.trace_pathways returns, found {shown(pathways)}.")
     if pathways.run.options["answered"] != describe(answered):
-        raise InputError("pathways was traced on other answers: give the answers that it was traced on.")
+        raise InputError("pathways was traced on other answers. Pass the answers that it was traced on.")
     checked_count("batch_size", batch_size)
     chat = prompt is None and bool(getattr(model.tokenizer, "chat_template", None))
     prompts: Any = [{"role": "user", "content": f"{ALLOWED}\n{SLOT}"}] if chat else PROMPT if prompt is None else prompt

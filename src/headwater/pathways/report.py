@@ -53,7 +53,7 @@ def report_of(pathways: Traced) -> list[str]:
     sentences = [f"{row['dataset']} was left out: {row['cause']}." for row in pathways.dropped.to_dict("records")]
     if pathways.run.options["token"] in BEFORE:
         sentences.append(
-            "The probe reads a token before the answer: A-anchored means here only that the prediction does not flip."
+            "The probe reads a token before the answer, so A-anchored only means that the prediction does not flip."
         )
     views = [SetAtBest(pathways, dataset) for dataset in pathways.datasets]
     for view in views:
@@ -72,8 +72,8 @@ def _conclusion(views: Sequence[SetAtBest]) -> str:
     tested_on = f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"
     unknown = [name for name, verdict in verdicts.items() if verdict == NO_RELATIONS]
     note = (
-        f" {', '.join(unknown)}: the questions have no relations, so two peaks may be two kinds of question: two modes "
-        "cannot be tested there."
+        f" The questions of {', '.join(unknown)} have no relations: two peaks may be two kinds of question, so two "
+        "modes cannot be tested there."
         if unknown
         else ""
     )
@@ -86,11 +86,11 @@ def _probe(view: SetAtBest) -> Iterator[str]:
     at_chance = f" This is {chance}: the results below are not informative." if chance else ""
     if view.explained_by_spans:
         at_chance = (
-            " Length and place of the exact answer alone find them as well: this does not show that the states "
-            "encode which answer is wrong, and the results below are not informative."
+            " The length and position of the exact answer alone are not clearly worse, so this is no evidence that the "
+            "states encode which answer is wrong: the results below are not informative."
         )
     yield (
-        f"of {view.n_examples:,} answers, the probe at l* ({view.layers}) detects the wrong ones with AUC "
+        f"the probe at l* ({view.layers}) detects the wrong ones among {view.n_examples:,} answers with AUC "
         f"{_interval(auc)}.{at_chance}"
     )
     for name, information in (
@@ -101,9 +101,8 @@ def _probe(view: SetAtBest) -> Iterator[str]:
         if np.isfinite(baseline[0]):
             difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {name}")
             yield (
-                f"knowing only {information} gives AUC {_interval(baseline)}; the probe "
-                f"{_against_zero(difference, 'beats it', 'is worse', 'does not differ clearly from it')} "
-                f"(difference {_interval(difference)})."
+                f"{information} alone {'give' if name == RELATION_ANSWER else 'gives'} AUC {_interval(baseline)}; the "
+                f"probe {_against_zero(difference, *AGAINST_BASELINE)}: difference {_interval(difference)}."
             )
 
 
@@ -113,35 +112,34 @@ def _spans(view: SetAtBest) -> Iterator[str]:
     if np.isfinite(auc[0]):
         sides = (view.modes[view.modes["correct"] == side] for side in (True, False))
         right, wrong = (
-            f"{side['exact_length'].mean():.1f} tokens, {side['exact_share'].mean():.0%} of the answer,"
+            f"{side['exact_length'].mean():.1f} tokens ({side['exact_share'].mean():.0%} of the answer)"
             for side in sides
         )
         difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
         yield (
-            f"the exact answer has {right} where it is right, and {wrong} where it is wrong. Its length and place "
-            f"alone give AUC {_interval(auc)}; the probe "
-            f"{_against_zero(difference, 'beats this', 'is worse', 'does not differ clearly from this')} "
-            f"(difference {_interval(difference)})."
+            f"the exact answer has on average {right} in right answers and {wrong} in wrong ones. Its length and "
+            f"position alone give AUC {_interval(auc)}; the probe {_against_zero(difference, *AGAINST_BASELINE)}: "
+            f"difference {_interval(difference)}."
         )
 
 
 def _knockout(view: SetAtBest) -> Iterator[str]:
     exact, matched, random = (view.baseline(WRONG_ANSWER, name) for name in (AFTER, AFTER_BESIDE, AFTER_RANDOM))
-    yield f"after the knockout of the exact question tokens the probe's AUC is {_interval(exact)}."
+    yield f"after knockout of the exact question tokens, the probe's AUC is {_interval(exact)}."
     if not np.isfinite(random[0]):
         if view.pathways.run.options["controls"]:
-            yield "no question has as many other tokens as exact ones: there is no random control."
+            yield "no question has as many other tokens as exact ones, so there is no random control."
         return
     yield (
-        f"{view.controlled:,} of {view.n_examples:,} examples have as many other question tokens as exact ones; for "
-        f"these, AUC is {_interval(matched)} after knockout of the exact tokens, {_interval(random)} after knockout of "
-        "random ones."
+        f"{view.controlled:,} of {view.n_examples:,} examples have as many other question tokens as exact ones; on "
+        f"these, the AUC is {_interval(matched)} after knockout of the exact tokens and {_interval(random)} after "
+        "knockout of random ones."
     )
     exact, other = (view.control(name, ALL, "flip_rate") for name in (EXACT_ON_RANDOM_ROWS, RANDOM))
-    more = "more often than" if exact[1] > other[2] else "not clearly more often than"
+    more = "more than" if exact[1] > other[2] else "not clearly more than"
     yield (
-        f"on these the knockout flips {_percent(exact)} of the predictions at l*, {more} that of as many random "
-        f"question tokens ({_percent(other)})."
+        f"on these, knockout of the exact tokens flips {_percent(exact)} of the predictions at l*, {more} knockout of "
+        f"as many random question tokens: {_percent(other)}."
     )
 
 
@@ -149,8 +147,8 @@ def _modes(view: SetAtBest) -> Iterator[str]:
     q, a = (view.curve(BEST_LAYER, mode) for mode in MODES)
     n_q, n_a = (view.members(mode) for mode in MODES)
     yield (
-        f"with modes by the probe's own flips, as published, ΔP at l* is {_points(q)} for {n_q:,} Q-anchored and "
-        f"{_points(a)} for {n_a:,} A-anchored examples (an example counts in both where seeds disagree)."
+        f"with modes defined by the probe's own flips, as published, ΔP at l* is {_points(q)} for {n_q:,} Q-anchored "
+        f"and {_points(a)} for {n_a:,} A-anchored examples (an example counts in both if seeds disagree)."
     )
     for mode, members in zip(MODES, (n_q, n_a), strict=True):
         if members < FEWEST:
@@ -159,32 +157,32 @@ def _modes(view: SetAtBest) -> Iterator[str]:
     if np.isfinite(q[0]) and np.isfinite(a[0]):
         holds = "the two groups differ" if q[2] < a[1] else "the two groups do not differ clearly"
         yield (
-            f"with modes taken from another seed's probe it is {_points(q)} and {_points(a)}: {holds}. A single "
-            "population would look the same, since both probes read the same states."
+            f"with modes defined by another seed's probe, ΔP is {_points(q)} and {_points(a)}: {holds}. A single "
+            "population would look the same, because both probes read the same states."
         )
     null = view.curve(RANDOM_SPLIT, MODES[0])
     if np.isfinite(null[0]):
         yield (
-            f"for examples flipped by random question tokens ΔP is {_points(null)}: a gap of this size comes from "
-            "splitting by the flip itself."
+            f"for examples flipped by knockout of random question tokens, ΔP is {_points(null)}: splitting by the flip "
+            "alone produces a gap of this size."
         )
 
 
 def _shape(view: SetAtBest) -> Iterator[str]:
     verdicts = [view.verdict(name) for name in ("all", "predicted right", "predicted wrong")]
     yield (
-        f"all relations together, the changes of the probe's logit have {verdicts[0]} over all examples, "
-        f"{verdicts[1]} for predictions 'right', {verdicts[2]} for predictions 'wrong'."
+        f"over all relations, the distribution of changes of the probe's logit has {verdicts[0]} for all examples, "
+        f"{verdicts[1]} for predictions 'right' and {verdicts[2]} for predictions 'wrong'."
     )
     if verdicts[0] == TWO_PEAKS and TWO_PEAKS not in verdicts[1:]:
-        yield "the two peaks are those of the two predictions, not of two mechanisms."
+        yield "the two peaks reflect the two predictions, not two mechanisms."
     test = view.component(WITHIN)
     if test is None or test["verdict"] == NO_RELATIONS:
         return
     if test["verdict"] == TOO_FEW:
         yield (
-            f"no relation has {FEWEST_FOR_COMPONENTS} questions with one prediction: two modes within relations cannot "
-            "be tested."
+            f"no relation has {FEWEST_FOR_COMPONENTS} questions with one prediction, so two modes within relations "
+            "cannot be tested."
         )
         return
     rejects = "rejects" if test["q"] <= LEVEL else "does not reject"
@@ -192,9 +190,9 @@ def _shape(view: SetAtBest) -> Iterator[str]:
     if test["verdict"] == TWO:
         beside = ", and two Gaussians fit better than one"
     yield (
-        f"within relations and predictions ({test['cells']:.0f} groups of {FEWEST_FOR_COMPONENTS} questions or more, "
-        f"{test['examples']:,.0f} in all, {test['left_out']:,.0f} left out) the dip test {rejects} one mode "
-        f"(q = {test['q']:.2g}){beside}."
+        f"within relations and predictions ({test['cells']:.0f} group{'s' if test['cells'] != 1 else ''} of at least "
+        f"{FEWEST_FOR_COMPONENTS} questions, {test['examples']:,.0f} in all; {test['left_out']:,.0f} left out), the "
+        f"dip test {rejects} a single mode (q = {test['q']:.2g}){beside}."
     )
 
 
@@ -204,15 +202,16 @@ def _direction(view: SetAtBest) -> Iterator[str]:
     note = ""
     if max(right[0], wrong[0]) > 3 * min(right[0], wrong[0]) + 0.02:
         note = (
-            " The knockout shifts predictions in one direction: examples already on that side cannot flip and count as "
-            "A-anchored, whatever they depend on."
+            " The knockout shifts predictions in one direction: examples already on that side cannot flip, and count "
+            "as A-anchored whatever they depend on."
         )
     yield (
-        f"{_percent(right)} of the predictions 'right' flip and {_percent(wrong)} of the predictions 'wrong' "
-        f"({(~rows['predicted_wrong']).sum():,} and {rows['predicted_wrong'].sum():,}, over seeds).{note}"
+        f"over seeds, {_percent(right)} of the {(~rows['predicted_wrong']).sum():,} predictions 'right' flip, and "
+        f"{_percent(wrong)} of the {rows['predicted_wrong'].sum():,} predictions 'wrong'.{note}"
     )
 
 
+AGAINST_BASELINE = ("exceeds it", "is lower", "does not differ clearly")
 AWARENESS = ("predict the mode better than", "predict the mode less well than", "do not predict the mode better than")
 
 
@@ -221,9 +220,9 @@ def _awareness(view: SetAtBest) -> Iterator[str]:
     if np.isfinite(aware[0]):
         difference = view.baseline(ANY_MODE, f"{AWARE} − {BY_LOGIT}")
         yield (
-            f"a probe on untouched states detects Q-anchored examples with AUC {_interval(aware)}; the margin −|logit| "
-            f"of the truth probe with {_interval(margin)}, its logit and |logit| with {_interval(logit)}: the states "
-            f"{_against_zero(difference, *AWARENESS)} the truth probe's own output."
+            f"a probe of the unmodified states detects Q-anchored examples with AUC {_interval(aware)}, the truth "
+            f"probe's margin −|logit| with {_interval(margin)}, and its logit with |logit| with {_interval(logit)}: "
+            f"the states {_against_zero(difference, *AWARENESS)} the truth probe's own output."
         )
 
 
@@ -232,14 +231,14 @@ def _swaps(view: SetAtBest) -> Iterator[str]:
     if np.isfinite(swap[0]):
         q, a = (view.control(SWAP, mode, "flip_rate") for mode in MODES)
         yield (
-            f"another subject in the question of right answers flips {_percent(swap)} of the predictions (Q-anchored "
-            f"{_percent(q)}, A-anchored {_percent(a)}), random tokens {_percent(random)}."
+            f"on right answers, another subject in the question flips {_percent(swap)} of the predictions (Q-anchored: "
+            f"{_percent(q)}; A-anchored: {_percent(a)}); other random question tokens flip {_percent(random)}."
         )
     alone = [view.control(ANSWER_ONLY, mode, "delta_p") for mode in MODES]
     if np.isfinite(alone[0][0]) or np.isfinite(alone[1][0]):
         yield (
-            f"with the answer alone ΔP is {_points(alone[0])} for Q-anchored and {_points(alone[1])} for A-anchored "
-            "examples."
+            f"with the answer alone as input, ΔP is {_points(alone[0])} for Q-anchored and {_points(alone[1])} for "
+            "A-anchored examples."
         )
 
 
@@ -248,10 +247,10 @@ def _properties(view: SetAtBest) -> Iterator[str]:
     if all(map(len, sides)):
         q, a = (_percent(_share(side, "correct")) for side in sides)
         counts = " and ".join(f"{side['example'].nunique():,}" for side in sides)
-        text = f"{q} of Q-anchored and {a} of A-anchored answers are right ({counts})"
+        text = f"{q} of Q-anchored and {a} of A-anchored answers are right ({counts} answers)"
         if "popularity" in view.modes and view.modes["popularity"].notna().any():
             popular = " and ".join(f"{side['popularity'].median():,.0f}" for side in sides)
-            text += f"; median popularity {popular}"
+            text += f"; the median popularity is {popular}"
         yield f"{text}."
 
 

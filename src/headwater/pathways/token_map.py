@@ -74,17 +74,19 @@ class ProbeMap(HasDatasets, Result):
             row = rows.iloc[int(rows["auc"].to_numpy().argmax())]
             spans = self.spans[self.spans["dataset"] == name].iloc[0]
             lines.append(
-                f"{name}: of {row['answers']:,} answers the wrong ones are detected best at {row['token']}, layer "
-                f"{row['layer']}: AUC {with_interval(row['auc'], row['low'], row['high'], places=3)}, the best of "
-                f"{len(rows)} pairs and so overestimated."
+                f"{name}: the wrong ones among {row['answers']:,} answers are detected best at {row['token']}, layer "
+                f"{row['layer']}: AUC {with_interval(row['auc'], row['low'], row['high'], places=3)}, an overestimate, "
+                f"as the best of {len(rows)} pairs of token and layer."
             )
             if np.isfinite(row["control_auc"]):
                 highest = float(rows["control_auc"].max())
-                lines.append(f"{name}: labels drawn again reach {highest:.3f} at most, at any token and layer.")
+                lines.append(f"{name}: with permuted labels, the highest AUC of any token and layer is {highest:.3f}.")
             if np.isfinite(spans["auc"]):
                 alone = with_interval(spans["auc"], spans["low"], spans["high"], places=3)
-                more = "more" if row["low"] > spans["high"] else "not clearly more"
-                lines.append(f"{name}: the exact answer's length and place alone give {alone}; the states give {more}.")
+                more = "exceed this" if row["low"] > spans["high"] else "do not clearly exceed this"
+                lines.append(
+                    f"{name}: the exact answer's length and position alone give AUC {alone}; the states {more}."
+                )
         return lines
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
@@ -125,7 +127,7 @@ def probe_map(
     """
     check_answered(model, answered)
     check_probe_options(site, "answer_last", batch_size)
-    listed = checked_several("tokens", tokens, "a list of names of tokens")
+    listed = checked_several("tokens", tokens, "a list of token names")
     names = [checked_name("tokens", name, MAP_TOKENS) for name in dict.fromkeys(listed)]
     seeds, controls = checked_repeats("seeds", seeds), checked_flag("controls", controls)
     options = {"answered": answered, "tokens": names, "site": site, "seeds": seeds, "controls": controls}

@@ -262,8 +262,8 @@ def trace_pathways(
     checked_name("edges", edges, QUERIES)
     if edges == "answer" and token in BEFORE:
         raise InputError(
-            f"edges='answer' severs what the exact answer reads, and token={token!r} is read before it: nothing could "
-            "change. Use another token=, or edges='after'."
+            f"edges='answer' severs the attention of the exact answer, but token={token!r} is read before it: nothing "
+            "could change. Use another token=, or edges='after'."
         )
     checked_repeats("seeds", seeds)
     if window is not None:
@@ -315,8 +315,8 @@ def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves],
     if not usable:
         listed = "; ".join(f"{row['dataset']}: {row['cause']}" for row in causes)
         raise InputError(
-            f"No question set can be traced ({listed}). Each needs right and wrong answers to at least {2 * FOLDS} "
-            "different questions each."
+            f"No question set can be traced ({listed}). Each needs right answers to at least {2 * FOLDS} different "
+            f"questions, and wrong answers to as many."
         )
     return usable, pd.DataFrame(causes, columns=["dataset", "cause", "examples"])
 

@@ -101,10 +101,10 @@ def multi_token_prompts(model: HookedModel, relation: Relation) -> tuple[SourceP
 
 
 OWN_TEMPLATES = (
-    "The correlations are measured with headwater's own sentences, not with those of the publication, which "
-    "`templates` takes."
+    "The correlations are measured with headwater's own sentences, not with the published ones, which can be passed as "
+    "`templates`."
 )
-OWN_TASK = "The ablations ask for a relation's targets in headwater's own words, not in those of the publication."
+OWN_TASK = "The ablations ask for a relation's targets in headwater's own words, not in the published ones."
 PRACTICE = 60
 """Number of pairs of a relation that are timed."""
 IN_SENTENCES = ("correlations", "correlation")

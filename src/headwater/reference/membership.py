@@ -67,7 +67,7 @@ def load_joined_texts(source: str | Path) -> pd.DataFrame:
         stretch for row, (where, fields) in enumerate(read_objects(path)) for stretch in _stretches(row, where, fields)
     ]
     if not rows:
-        raise InputError(f"{path} holds no texts.")
+        raise InputError(f"{path} contains no texts.")
     return pd.DataFrame(rows, columns=["row", "text", "start", "end", "member"])
 
 
@@ -77,8 +77,8 @@ def _stretches(row: int, where: str, fields: dict[str, object]) -> Iterator[tupl
     words = text.split(" ") if isinstance(text, str) else []
     if not words or not isinstance(labels, list) or len(labels) != len(words) // WORDS or set(labels) - {0, 1}:
         raise InputError(
-            f"{where}: expected input, a text, and label, a list with 1 or 0 for every {WORDS} of its words "
-            f"({len(words) // WORDS}), found {str(raw_labels)[:60]}."
+            f"{where}: expected input (a text) and label (a list with 1 or 0 for every {WORDS} of its words: "
+            f"{len(words) // WORDS}), found {str(raw_labels)[:60]}."
         )
     assert isinstance(text, str)
     start = 0
@@ -95,7 +95,7 @@ def of_stretches(model: HookedModel, stats: TextStatistics, joined: pd.DataFrame
     for number, stretch in enumerate(joined.to_dict("records")):
         _, offsets = encode(model.tokenizer, stretch["text"], model.bos)  # type: ignore[arg-type]
         if offsets is None:
-            raise InputError("Texts put together need a fast tokenizer, which says the characters of each token.")
+            raise InputError("Concatenated texts need a fast tokenizer, which reports the characters of each token.")
         places = token_span(offsets, stretch["start"], stretch["end"])
         is_first = stretch["start"] == 0 and bool(model.bos)
         of_text = by_text.get(stretch["row"], stats.table.head(0))
@@ -115,9 +115,7 @@ QUANTITIES = {
     "fpr_at_95": "false positives at 95 % true positives",
 }
 BEST = ", best K"
-BEST_K = (
-    "Where no K is named, the published number is that of the K that did best on these texts, and so is the measured."
-)
+BEST_K = "Where no K is named, the published and the measured number are both for the K that did best on these texts."
 BLIND = (
     "Members and non-members of WikiMIA differ by date, and word counts alone separate them (Das et al. 2024): an "
     "AUC does not prove memorization. `hw.membership` shows the baseline of words."

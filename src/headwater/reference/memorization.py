@@ -40,10 +40,10 @@ SYSTEM_PAIRS = f"{SYSTEM[:-1]} using the knowledge in given QA pairs."
 ASKED_PAIRS = "\n###QA pairs:\n{pairs}\n###Question: \n{question}\n\n###Answer: "
 ASKED_LAST = f"\nBased on previous questions and responses, answer the given question:\n{ASKED}"
 NEW_TOKENS = 1024
-NOT_HELD = "The publication's numbers for questions after those they build on are not in this package."
+NOT_HELD = "The published numbers for questions asked after those they build on are not in this package."
 OWN_SCORES = (
-    "The data hold no scores of a judge for these answers, so they are not GPT-4's: accuracy and discrepancies are on "
-    "another judge's scale."
+    "The data have no judge's scores for these answers, so the scores are not GPT-4's: accuracy and discrepancies are "
+    "on another judge's scale."
 )
 
 
@@ -133,7 +133,7 @@ def _answering_sentences(profile: DepthProfile) -> list[str]:
     how = "as a chat, for whole answers" if options["context"] == "chat" else "in a raw prompt, for one line"
     limit = f"up to {options['max_new_tokens']:,} tokens"
     sentence = f"The model was asked {how} of {limit}, greedily (published: a chat, up to 1,024 tokens, sampled)."
-    cut = f"{profile.cut:,} answers had not ended there and are not judged."
+    cut = f"{profile.cut:,} answers were cut off there and are not judged."
     return [sentence, cut] if profile.cut else [sentence]
 
 

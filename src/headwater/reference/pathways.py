@@ -117,7 +117,7 @@ def reproduce_pathways(
     """
     unknown = [name for name in methods if name not in METHODS]
     if unknown:
-        raise InputError(f"{unknown[0]!r} was not published: the methods are {', '.join(METHODS)}.")
+        raise InputError(f"{unknown[0]!r} was not published. Choose from {', '.join(METHODS)}.")
     model = model if isinstance(model, HookedModel) else load(model)
     drawn = load_questions(questions, sample=sample)  # type: ignore[arg-type]
     reference = published_numbers("pathways")

@@ -38,8 +38,8 @@ ONE_GPU = 70
 """GiB that weights may take on a GPU of 80 GB."""
 LIMITS = {
     "maps": (
-        "correlations and ablations ask in headwater's own words; --templates FILE takes the published sentences",
-        "descriptions of heads by GPT-4o, people's judgement of them and the list of heads known before are not here",
+        "correlations and ablations use headwater's own words; --templates FILE sets the published sentences",
+        "GPT-4o's descriptions of heads, their human ratings and the list of previously known heads are not here",
     ),
     "pathways": (
         "prompt, label rule and draw of 2,000 + 2,000 questions are not stated in full; rules name the exact words in "
@@ -72,10 +72,10 @@ DATA = {
     "triviaqa.json": "TriviaQA, unfiltered or RC",
     "hotpotqa.json": "HotpotQA, dev",
     "nq_open.jsonl": "NQ-open",
-    "depthqa": "questions, nodes and node_to_q of kaist-ai/DepthQA; answers with their scores where there are",
+    "depthqa": "questions, nodes and node_to_q of kaist-ai/DepthQA; answers with scores if there are any",
     "WikiMIA_length32.jsonl": "WikiMIA, 32 words: input, label",
     "WikiMIA_length32_paraphrased.jsonl": "the same, paraphrased: input, label",
-    "WikiMIA_concat.jsonl": "WikiMIA put together (zjysteven/WikiMIA_concat): input, labels of 32 words",
+    "WikiMIA_concat.jsonl": "WikiMIA, concatenated (zjysteven/WikiMIA_concat): input, labels of 32 words",
     **dict.fromkeys(MIMIR, "MIMIR, ngram_13_0.8, rows of text and member"),
 }
 """Descriptions of the files and folders that the commands name."""

@@ -60,7 +60,7 @@ class Published:
         if published != (shape.n_layers, shape.n_heads):
             raise InputError(
                 f"{model} is not {name}: it has {shape.n_layers} layers of {shape.n_heads} heads, "
-                f"the published model {published[0]} of {published[1]}. Give the published model itself."
+                f"the published model {published[0]} of {published[1]}. Load the published model itself."
             )
         return name
 
@@ -75,7 +75,7 @@ class Published:
         if name is None:
             none = [
                 f"No published numbers exist for {run.record.model}: the column is empty. They exist for "
-                f"{', '.join(self.models)}; if this is one of them under another name, name it with `published`."
+                f"{', '.join(self.models)}; if this is one of them under another name, pass that name as `published`."
             ]
         elif not_kept:
             none = [f"The publication lists {not_kept}, but its numbers are not in this package: the column is empty."]
@@ -121,10 +121,10 @@ class Reproduction(Result):
     def report(self) -> list[str]:
         """Return how far measured numbers are from published ones, and the notes on the comparison."""
         beside = f"the published {self.published_model}" if self.published_model else "no published model"
-        sentences = [f"{self.run.model} beside {beside}; numbers compared: {self.table['difference'].count():,}."]
+        sentences = [f"{self.run.model} compared with {beside}: {self.table['difference'].count():,} numbers."]
         sentences += [
-            f"{row['quantity']}: {row['compared']} of {row['numbers']} numbers compared, the largest difference is "
-            f"{row['largest_difference']:.4g}; {row['outside']} published lie outside the measured one's interval."
+            f"{row['quantity']}: {row['compared']} of {row['numbers']} numbers compared; the largest difference is "
+            f"{row['largest_difference']:.4g}, and {row['outside']} published lie outside the measured interval."
             for row in whole_summary(self).to_dict("records")
             if row["compared"]
         ]
@@ -235,13 +235,13 @@ def timed_steps(
     try:
         times = next(run.pieces("timing", [0], timed))  # stored as a piece, so that a resumed call does not time again
     except InputError as error:
-        say(True, f"how long {items:,} {called} take is unknown: {error}")
+        say(True, f"the time for {items:,} {called} is unknown: {error}")
         return steps
     for name, (little, much) in ((name, pair.tolist()) for name, pair in times.items()):
         each = max(much - little, 0.0) / (dozen - few)
         steps.expected[name] = sets * max(much - dozen * each, 0.0) + items * each
     listed = ", ".join(f"{name} {spelled_time(seconds)}" for name, seconds in steps.expected.items())
     total = spelled_time(sum(steps.expected.values()))
-    kept = "; what the folder holds already is not made again" if run.folder is not None else ""
+    kept = "; parts that are already in the folder are reused" if run.folder is not None else ""
     say(True, f"{items:,} {called} take about {total} on this machine: {listed}{kept}.")
     return steps

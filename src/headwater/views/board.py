@@ -74,14 +74,14 @@ def board(
     checked_name("how", how, tuple(HOWS))
     sides = read_prompt_pair(model, clean, corrupted, "denoise")
     if sides.corrupted is None or sides.corruption is not None or len(sides.clean) != 1:
-        raise InputError("A board is of one pair of prompts: give one text as clean and another as corrupted.")
+        raise InputError("A board needs one pair of prompts: pass one text as clean and another as corrupted.")
     metrics = as_metrics(metric)
     if len(metrics) != 1:
-        raise InputError(f"A board is of one metric; {len(metrics)} were given.")
+        raise InputError(f"A board needs one metric; {len(metrics)} were passed.")
     every = [name for name in CELLS if model.shape.d_mlp or name != "mlp_out"]
     cells = sites_named(every if sites is None else one_or_several(sites), model)
     if wide := [site.name for site in cells if site.axes != ("position", "d_model")]:
-        raise InputError(f"sites= of a board are of the residual stream's width; {wide[0]} is not.")
+        raise InputError(f"sites= of a board must have the width of the residual stream; {wide[0]} does not.")
     made = Board(model, clean, corrupted, sides, metrics[0], dataset, tuple(site.name for site in cells), how)
     made.bench(how)
     return made

@@ -103,7 +103,7 @@ class Patched:
         return str(self.top["token"].iloc[self.top["after"].argmax()])
 
     def __repr__(self) -> str:
-        done = f"{self.how} {set_name(self.nodes)}: {self.effect:+.3f} ({self.normalized_effect:.0%} of the way)"
+        done = f"{self.how} {set_name(self.nodes)}: {self.effect:+.3f} ({self.normalized_effect:.0%} of the gap)"
         return f"Patched({done}; {self.before:.3f} -> {self.after:.3f})"
 
 
@@ -323,7 +323,7 @@ class RecordedPair:
         sites: Sequence[str],
     ):
         if metric.site != LOGITS:
-            raise InputError(f"The metric {metric.name!r} reads {metric.site}; one of the logits was wanted.")
+            raise InputError(f"The metric {metric.name!r} reads {metric.site}; a metric of the logits is needed.")
         self.model, self.pair, self.metric = model, pair, metric
         named = sites_named(sites, model)
         self.replacement = build_replacement(model, values, dataset, pair, named)

@@ -348,7 +348,7 @@ def _intervals(edges: EdgeEffects, numbers: np.ndarray, metric: str | None) -> d
     exact, estimated = (part[:, 0, :, m].double().numpy() for part in (edges.effects, edges.estimates))
     values, chosen = np.where(np.isnan(exact).all(0), estimated, exact), edges.chosen.numpy()
     if absent := [int(edge) for edge in numbers if edge not in chosen]:
-        raise InputError(f"edges= holds no effect of {edges.graph.name(absent[0])}, an edge of the circuit.")
+        raise InputError(f"edges= has no effect of {edges.graph.name(absent[0])}, an edge of the circuit.")
     columns = np.searchsorted(chosen, numbers)
     low, high = percentile_interval(Bootstrap.of(range(len(values))).mean(values[:, columns]))
     placebo, others = _placebos(edges.graph, chosen, values.mean(0), columns)
@@ -365,8 +365,8 @@ def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
     rows = summary[summary["circuit"].isin(nested) & (summary["metric"] == summary["metric"].iloc[0])]
     if not len(rows):
         raise InputError(
-            "runs= holds no circuit that is the strongest edges of this one: give hw.run_circuits circuits such as "
-            "circuit.strongest(20)."
+            "runs= has no circuit made of the strongest edges of this one: pass circuits such as "
+            "circuit.strongest(20) to hw.run_circuits."
         )
     rows = rows.sort_values("edges", kind="stable")
     found: dict[str, list[Any]] = {name: rows[name].tolist() for name in ("edges", "examples")}
@@ -425,10 +425,10 @@ def view_cache(
     cached = cache.kept["pattern"].layers
     requested = list(cached) if layers is None else one_or_several(layers)
     if not requested:
-        raise InputError(f"layers={shown(layers)} names no layer; leave it out, or name some of {list(cached)}.")
+        raise InputError(f"layers={shown(layers)} is empty: leave it out, or choose from {list(cached)}.")
     chosen = list(dict.fromkeys(checked_count("layers", layer, least=0) for layer in requested))
     if missing := [layer for layer in chosen if layer not in cached]:
-        raise InputError(f"The cache keeps no pattern of layer {missing[0]}; it keeps those of {list(cached)}.")
+        raise InputError(f"The cache has no pattern of layer {missing[0]}; it has those of {list(cached)}.")
     texts = _chosen(cache, example, len(chosen) * len(cache.heads))
     which = f"text {texts[0]}" if len(texts) == 1 else f"{len(texts)} texts"
     of_all = f" of {len(cache.texts):,}" if len(texts) not in (1, len(cache.texts)) else ""
@@ -448,7 +448,7 @@ def _chosen(cache: Cache, example: int | Sequence[int] | None, heads: int) -> li
     if example is not None:
         listed = one_or_several(example)
         if not listed:
-            raise InputError("example=[] names no text; name one, or leave it out.")
+            raise InputError("example=[] is empty: choose a text, or leave it out.")
         return list(dict.fromkeys(checked_count("example", one, least=0, most=most) for one in listed))
     weights = np.cumsum(cache.texts["tokens"].to_numpy().astype(float) ** 2 / 2 * heads)
     return list(range(max(1, int((weights <= SMALL).sum()))))
@@ -459,8 +459,8 @@ def _text(cache: Cache, number: int, layers: Sequence[int], values: HookedModel 
     whole = np.stack([cache.example("pattern", layer, number).float().numpy() for layer in layers])
     if whole.shape[-2] != len(tokens) or len(tokens) > LONGEST:
         raise InputError(
-            f"Text {number} has {len(tokens):,} tokens and {whole.shape[-2]:,} of its queries are kept: a view takes "
-            f"patterns of all positions, of texts of at most {LONGEST:,} tokens."
+            f"Text {number} has {len(tokens):,} tokens and {whole.shape[-2]:,} of its queries are kept: a view needs "
+            f"patterns of all positions, for texts of at most {LONGEST:,} tokens."
         )
     name = f"{number}: {short_of(''.join(tokens))} ({len(tokens)} tokens)"
     text: dict[str, object] = {"name": name, "tokens": tokens, **weights_of(whole)}
@@ -487,7 +487,7 @@ def written_norms(
     """Return the norm of what each key alone would write through each head, `|v_j W_O|`."""
     check_model(model, "values")
     if other := cache.run.mismatch(model):
-        raise InputError(f"The cache was made with {cache.run.model}, and values= is another model: it has {other}.")
+        raise InputError(f"The cache was made with {cache.run.model}, but values= is another model: it has {other}.")
     ids = cache.tokens.loc[cache.tokens["example"] == example, "token_id"].tolist()
     read = model.cache([ids], sites=["v"], layers=list(layers), progress=False)
     weights, heads = open_weights(model), list(cache.heads)

@@ -224,7 +224,7 @@ def page_around(
     title, picture = escape(str(spec["title"])), figure[0]
     body = (
         f'<div id="look"></div><div id="still"><h1>{title}</h1>{picture_in(*figure)}</div>'
-        f"<details><summary>what it says</summary>{below}</details>\n"
+        f"<details><summary>findings in words</summary>{below}</details>\n"
         f'<script type="application/json" id="spec">{text}</script>\n'
         f"<script>{asset('core.js')}{asset('height.js')}</script>\n<script>{drawing}</script>"
     )

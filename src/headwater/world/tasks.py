@@ -112,14 +112,14 @@ def read_words(world: Path | None = None) -> Words:
     """
     folder = world or world_folder()
     if not (folder / WORDS).is_file():
-        raise InputError(f"{folder} has no {WORDS}: give the folder of a trained world.")
+        raise InputError(f"{folder} has no {WORDS}: pass the folder of a trained world.")
     values = read_json(folder / WORDS)
     try:
         splits = {name: Split(*map(tuple, values[name].values())) for name in SPLITS}
         runs, capitals = (tuple(tuple(row) for row in values[name]) for name in ("runs", "capitals"))
         return Words(**splits, plural=dict(values["plural"]), runs=runs, capitals=capitals)
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise InputError(f"{folder / WORDS} does not hold the words of tasks: train that world again.") from None
+        raise InputError(f"{folder / WORDS} does not contain the words of tasks: train that world again.") from None
 
 
 PLACES = [
@@ -266,10 +266,10 @@ def capital(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
 
 
 TASKS = {
-    "indirect_object": Task(indirect_object, "Who receives, when of two people one is named again?"),
-    "greater_than": Task(greater_than, "Which years can end a span that began in a year?"),
-    "induction": Task(induction, "Which word came after this one before?"),
-    "successor": Task(successor, "What comes next in the run?"),
+    "indirect_object": Task(indirect_object, "Who receives, when one of two people is named again?"),
+    "greater_than": Task(greater_than, "Which years can end a span that began in a given year?"),
+    "induction": Task(induction, "Which word followed this one earlier?"),
+    "successor": Task(successor, "What comes next in the sequence?"),
     "gendered_pronoun": Task(gendered_pronoun, "He or she?"),
     "agreement": Task(agreement, "Is or are?"),
     "capital": Task(capital, "What is the capital of the country?"),
@@ -316,13 +316,13 @@ class PairedTask:
         if self.name != "greater_than":
             return logit_difference(self.correct, self.wrong)
         if model.tokenizer is None:
-            raise InputError("The task's answers are words, and the model has no tokenizer: load it with one.")
+            raise InputError("The task's answers are words, but the model has no tokenizer: load it with one.")
         vocabulary = model.tokenizer.get_vocab()
         missing = [year for year in TWO_DIGITS if year not in vocabulary]
         if missing:
             raise InputError(
-                f"The metric of 'greater_than' adds up the {len(TWO_DIGITS)} endings of years, and {len(missing)} of "
-                f"them, as {missing[0]!r}, are not one token of this model. Give a metric of your own."
+                f"The metric of 'greater_than' sums over the {len(TWO_DIGITS)} endings of years, but {len(missing)} of "
+                f"them, such as {missing[0]!r}, are not one token of this model. Use another metric."
             )
         # After the century, so the endings have no leading space.
         ids = torch.tensor([vocabulary[year] for year in TWO_DIGITS])

@@ -86,10 +86,10 @@ def question_templates(relations: Sequence[str]) -> dict[str, str]:
     Raises:
         InputError: an entry is not a name.
     """
-    names = checked_several("relations", relations, "a list of the names of relations")
+    names = checked_several("relations", relations, "a list of relation names")
     for name in names:
         if not isinstance(name, str) or not name:
-            raise InputError(f"relations={shown(names)}: {shown(name)}is not the name of a relation.")
+            raise InputError(f"relations={shown(names)}: {shown(name)} is not the name of a relation.")
     sentences = {name: wording_of(name).questions["properties"][0] for name in names}
     return {name: prompt_of(fill(sentence, "{source}").text) for name, sentence in sentences.items()}
 
