@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LARGEST_P = 0.05
+FEW = 8
+"""Number of pairs for costs, residual streams and direct effects."""
 COLUMNS = ["relation", "category", "items", "prompt", "pairs", "gap", "gap_low", "gap_high", "accuracy", "can"]
 COLUMNS += ["reason", "family"]
 
@@ -165,8 +167,9 @@ class Evidence(Result):
     ways: pd.DataFrame
     """A row per way of naming a head; see `headwater.causes.naming.judged`."""
     cost: pd.DataFrame
-    """Cost of ablation: `heads` (names), `what` ("named", "named together", "largest effect", "random", "named
-    together, on RELATION"), `cost` in logits of the difference, `low, high`, `share` of the difference."""
+    """Cost of ablation, of the first pairs: `heads` (names), `what` ("named", "named together", "largest effect, first
+    half", "random heads (...)", "named together, on RELATION"), `cost` in logits of the difference, `low, high` (of
+    random heads 95 % of the sets, else an interval over sources), `share` of the difference."""
     run: RunRecord
 
     @property
@@ -251,12 +254,15 @@ class Evidence(Result):
         for row in self.ways.dropna(subset=["share"]).to_dict("records"):
             head = f"head {_head(row)} has" if pd.notna(row["layer"]) else f"{row['heads']} heads have on average"
             sentences.append(f"Chosen by {row['way']}: {head} {_share(row)} of the largest effect.")
+        if len(self.cost) and can["pairs"] > FEW:
+            sentences.append(f"Direct effects, residual streams and ablations are means of the first {FEW} pairs.")
         for row in self.cost.to_dict("records"):
             several = "s" * ("," in row["heads"])
             heads = f"head{several} {row['heads']} ({row['what']})" if row["heads"] else row["what"]
+            over_sets = "95 % of sets: " * (not row["heads"])
             sentences.append(
                 f"Ablating {heads} at the last position costs {row['cost']:.2f} logits "
-                f"({row['low']:.2f} to {row['high']:.2f})."
+                f"({over_sets}{row['low']:.2f} to {row['high']:.2f})."
             )
         return [*sentences, self.verdict]
 

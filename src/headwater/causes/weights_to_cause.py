@@ -53,7 +53,7 @@ from headwater.causes.prompts import (
     mean_of,
     measured_candidates,
 )
-from headwater.causes.results import Evidence, EvidenceSuite
+from headwater.causes.results import FEW, Evidence, EvidenceSuite
 from headwater.errors import InputError, ModelError
 from headwater.heads.causal import Head, matched_sets
 from headwater.heads.classify import classify_heads, layer_margins
@@ -312,8 +312,6 @@ def _row(
 
 TOGETHER = 3
 """Number of heads, the first by margin × attention, that are ablated together."""
-FEW = 8
-"""Number of pairs for costs, positions and direct effects."""
 CONTROLS = 2
 """Number of other relations on which the same heads are ablated."""
 WHEN = ["role", "layer", "share", "low", "high"]
@@ -403,7 +401,8 @@ def _cost(
     model: HookedModel, pairs: PairedPrompts, named: list[Head], strongest_head: Head, draws: int, seed: int
 ) -> list[dict[str, Any]]:
     """Return the loss of the logit difference when heads are zeroed at the last position, beside random heads."""
-    sets = [*(("named", [head]) for head in named), ("named together", named), ("largest effect", [strongest_head])]
+    sets = [("named", [head]) for head in named]
+    sets += [("named together", named), ("largest effect, first half", [strongest_head])]
     random = [list(heads) for heads in matched_sets(model, named, draws, seed)]
     # Named and random sets in one call, so that they share one recorded run.
     lost, difference = ablated(model, pairs, [*(heads for _, heads in sets), *random])
