@@ -32,8 +32,8 @@ COLUMNS = {
 }
 """The columns of the table, and the tests that each stands for."""
 NOT_THERE = "(z|pattern) of .* cannot be used in layer 0: nothing passes through blocks.0.attn"
-NOT_ONE_HEAD = "The heads of .* do not hand on their weight times x W_V in layer 1"
-NOT_ONE_IN_0 = "The heads of .* do not hand on their weight times x W_V in layer 0"
+NOT_ONE_HEAD = "The heads of .* do not pass on their weight times x W_V in layer 1"
+NOT_ONE_IN_0 = "The heads of .* do not pass on their weight times x W_V in layer 0"
 NO_HEADS = ".* has no factors of single heads in layer .: "
 NO_MLP = "The first block of .* is not attention and an MLP; use embedding='raw' or 'layer0'"
 NO_STREAM = "[Nn]othing passe[sd] through blocks.1.hook_resid_post"  # its blocks give lists
@@ -57,7 +57,7 @@ KINDS = {
     "olmo_hybrid": {"heads": NO_HEADS, "edges": NO_STEPS},
     "glm4_moe_lite glm_moe_dsa youtu": {"ov": NO_HEADS, "heads": NO_HEADS, "z": "z of .* cannot be used in layer 0"},
     "glm4_moe_lite youtu": {"edges": "z of .* cannot be used in layer 0"},
-    "glm_moe_dsa": {"edges": NO_STEPS + "its attention keeps an index"},
+    "glm_moe_dsa": {"edges": NO_STEPS + "its attention caches an index"},
     "afmoe laguna": {"ov": NOT_ONE_HEAD, "heads": NOT_ONE_IN_0, "edges": NOT_ONE_IN_0},  # gates after the heads
     "jetmoe": {"ov": NO_HEADS, "heads": NO_HEADS, "z": NOT_THERE, "edges": NOT_THERE},
     "flex_olmo minimax_m2": {"edges": NOT_ALONE},
@@ -66,11 +66,11 @@ KINDS = {
 """What is refused of several models alike."""
 REFUSED = {(what, name): says for names, kind in KINDS.items() for name in names.split() for what, says in kind.items()}
 REFUSED |= {
-    ("load", "gpt2-unscaled"): "TransformerLens computes other logits than GPT2LMHeadModel itself",
+    ("load", "gpt2-unscaled"): "The logits of TransformerLens differ from those of GPT2LMHeadModel itself",
     ("load", "phi-qk-norm"): "TransformerLens cannot wrap PhiForCausalLM .*q_layernorm",
     ("statistics", "gpt1"): "OpenAIGPTLMHeadModel has no norm in front of its unembedding",
     **{(what, "gpt1"): NO_STREAM for what in ("ov", "heads", "patch", "z", "knockout")},
-    ("mlp0", "gpt1"): "The first block of OpenAIGPTLMHeadModel is not the residual stream plus what attention and MLP",
+    ("mlp0", "gpt1"): "The first block of OpenAIGPTLMHeadModel does not output the residual stream plus",
     ("cache", "gpt1"): "resid_post of OpenAIGPTLMHeadModel cannot be used in layer 0: nothing passes through",
     ("edges", "gpt1"): NO_STEPS,
     ("edges", "gemma3-looks-ahead"): "The edges of .* cannot be computed: its attention reads later tokens",
@@ -86,17 +86,17 @@ REFUSED |= {
     ("ov", "mpt-clipped"): r"MptForCausalLM clips queries, keys and values here \(clip_qkv=0.3\)",
     ("ov", "olmo-clipped"): r"OlmoForCausalLM clips queries, keys and values here \(clip_qkv=0.3\)",
     ("ov", "qwen3-next"): NOT_ONE_HEAD,  # gates behind the heads
-    ("heads", "bitnet"): "The heads of BitNetForCausalLM do not hand on their weight times x W_V in layer 0",
+    ("heads", "bitnet"): "The heads of BitNetForCausalLM do not pass on their weight times x W_V in layer 0",
     ("heads", "granite4"): "GraniteMoeHybrid.* has no factors of single heads in layer 0: there is no attention",
-    ("heads", "gemma4"): "The heads of Gemma4ForCausalLM do not hand on their weight times x W_V in layer 0",
+    ("heads", "gemma4"): "The heads of Gemma4ForCausalLM do not pass on their weight times x W_V in layer 0",
     ("heads", "jamba"): "JambaForCausalLM has no factors of single heads in layer 0: there is no attention",
     ("heads", "mamba"): "MambaForCausalLM has no factors of single heads in layer 0: there is no attention",
     ("heads", "mpt-clipped"): "MptForCausalLM clips queries, keys and values",
     ("heads", "olmo-clipped"): "OlmoForCausalLM clips queries, keys and values",
     ("heads", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
     ("heads", "qwen3-next"): "Qwen3NextForCausalLM has no factors of single heads in layer 0: there is no attention",
-    ("mlp0", "falcon-h1"): "The first block of FalconH1ForCausalLM is not the residual stream plus what attention and",
-    ("mlp0", "gemma4"): "The first block of Gemma4ForCausalLM is not the residual stream plus what attention and MLP",
+    ("mlp0", "falcon-h1"): "The first block of FalconH1ForCausalLM does not output the residual stream plus",
+    ("mlp0", "gemma4"): "The first block of Gemma4ForCausalLM does not output the residual stream plus",
     ("mlp0", "granite4"): NO_MLP,
     ("mlp0", "jamba"): NO_MLP,
     ("mlp0", "lfm2"): NO_MLP,
@@ -110,7 +110,7 @@ REFUSED |= {
     ("z", "deepseek-v3"): "z of DeepseekV3ForCausalLM cannot be used in layer 0: .* holds",
     ("z", "mamba"): NOT_THERE,
     ("knockout", "mamba"): NOT_THERE,
-    ("edges", "bitnet"): "The heads of BitNetForCausalLM do not hand on their weight times x W_V in layer 0",
+    ("edges", "bitnet"): "The heads of BitNetForCausalLM do not pass on their weight times x W_V in layer 0",
     ("edges", "bloom"): NO_STEPS,
     ("edges", "deepseek-v2"): "z of DeepseekV2ForCausalLM cannot be used",
     ("edges", "deepseek-v3"): "z of DeepseekV3ForCausalLM cannot be used",

@@ -152,7 +152,7 @@ def test_what_all_prompts_begin_with_is_run_once_and_the_rows_are_those_of_huggi
 def test_generation_refuses_what_does_not_fit():
     model = tiny()
     with pytest.raises(
-        InputError, match=r"max_new_tokens=60 new tokens come to 7\d tokens; the model reads at most 64"
+        InputError, match=r"max_new_tokens=60 new tokens add up to 7\d tokens; the model reads at most 64"
     ):
         generate_tokens(model, model.tokenize(PROMPTS), max_new_tokens=60)
 
@@ -310,7 +310,9 @@ def test_answers_that_had_not_ended_at_the_token_limit_are_an_outcome_of_their_o
 
 
 def test_a_model_that_never_ends_its_answers_is_told_to_get_more_tokens():
-    with pytest.raises(InputError, match=r"No question is left of 3: 3 cut at max_new_tokens\. Give a higher max_new"):
+    with pytest.raises(
+        InputError, match=r"None of the 3 questions is left: 3 cut at max_new_tokens\. Give a higher max_new"
+    ):
         hw.answer(tiny(), asked(("cat A", "x"), ("cat B", "x"), ("cat C", "x")), max_new_tokens=3, progress=False)
 
 
@@ -347,7 +349,7 @@ def test_the_label_rule_is_chosen_recorded_and_may_be_a_judge_whose_word_is_kept
 def test_when_nothing_is_left_the_causes_are_named(monkeypatch):
     model = tiny()
     scripted(monkeypatch, {"cat": "\n"})
-    with pytest.raises(InputError, match=r"No question is left of 2: 2 empty answer"):
+    with pytest.raises(InputError, match=r"None of the 2 questions is left: 2 empty answer"):
         hw.answer(model, asked(("cat A", "x"), ("cat B", "x")), progress=False)
     with pytest.raises(InputError, match=r"None of the 2 questions of .* says where its subject and property are"):
         hw.answer(model, asked(("cat A", "x"), ("cat B", "x"), subject=[[], []]), progress=False)

@@ -73,7 +73,7 @@ def test_a_forward_of_the_callers_own_that_would_be_ignored_is_refused_by_its_mo
     module(hf).forward = lambda *args, **options: tuple(
         -part if i == 0 else part for i, part in enumerate(theirs(*args, **options))
     )
-    with pytest.raises(ModelError, match=f"other logits.*first module that differs is {name}\\."):
+    with pytest.raises(ModelError, match=f"The logits of .*first module that differs is {name}\\."):
         hw.load(hf, tokenizer=tiny_tokenizer())
 
 
@@ -252,7 +252,7 @@ def test_the_middle_of_a_hybrid_is_patched_right_in_the_layers_that_carry_the_ed
 @pytest.mark.parametrize(
     ("name", "site", "why"),
     [
-        ("falcon-h1", "attn_out", "it is not what is added to resid_pre, or not all of it"),
+        ("falcon-h1", "attn_out", "it is not what is added to resid_pre, or only part of it"),
         ("opt-350m", "resid_mid", r"it is neither resid_pre \+ attn_out nor what mlp_out is added to"),
         ("gpt-oss", "mlp_post", "its MLP is a mixture of experts"),
     ],
@@ -392,7 +392,7 @@ def test_a_model_that_reads_padding_whatever_the_mask_says_is_refused_texts_of_s
     compare_with_reference(model, None)
     assert not model.takes_padding
     model.run([IDS, OTHER_IDS])
-    with pytest.raises(InputError, match=r"reads the padding after it: give texts of one length, or one at a time\.$"):
+    with pytest.raises(InputError, match=r"reads the padding: give texts of one length, or one at a time\.$"):
         model.run([IDS, IDS[:3]])
 
 

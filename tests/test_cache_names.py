@@ -106,7 +106,7 @@ def test_attention_that_names_no_cache_is_given_none_and_the_error_says_so():
     model, plain = fresh(change=is_now(Nameless)), fresh()
     tokens = some_tokens(model)
     assert not takes_cache(model.raw)
-    with pytest.raises(ModelError, match=r"Nameless takes none under a name that is known \(cache, past_key_values"):
+    with pytest.raises(ModelError, match=r"Nameless takes none under a known name \(cache, past_key_values"):
         model.run(tokens, past_key_values=DynamicCache())
     torch.testing.assert_close(model.run(tokens), plain.run(tokens))
 
@@ -156,7 +156,7 @@ def test_attention_that_its_block_hands_no_cache_is_an_error():
         return args, {name: value for name, value in options.items() if name not in NAMES}
 
     attentions_of(model.raw)[1].register_forward_pre_hook(forget, with_kwargs=True)
-    with pytest.raises(ModelError, match="what it computed knows nothing of these tokens"):
+    with pytest.raises(ModelError, match="its output ignores these tokens"):
         model.run(some_tokens(model), past_key_values=DynamicCache())
 
 
@@ -175,7 +175,7 @@ def test_a_native_model_takes_no_cache_and_writes_what_whole_runs_give(name):
     tokenizer = tiny_tokenizer()
     model = hw.load(raw_model(name, d_vocab=len(tokenizer)), tokenizer=tokenizer)
     prompts = torch.randint(2, model.shape.d_vocab, (2, 5))
-    with pytest.raises(ModelError, match=r"cannot go on from .* earlier tokens: Native\w+ takes none"):
+    with pytest.raises(ModelError, match=r"cannot continue from .* earlier tokens: Native\w+ takes none"):
         model.run(prompts, past_key_values=DynamicCache())
     made = generate_tokens(model, model.tokenize(prompts), max_new_tokens=6).tokens
     for row, new in zip(prompts.tolist(), made, strict=True):

@@ -152,11 +152,11 @@ def test_axes_have_the_words_of_the_vocabulary(llama):
 
 def test_texts_of_unequal_length_have_rows_and_the_error_says_so(llama):
     cache = llama.cache(TEXTS, sites=["z", "pattern"], layers=[1], **QUIET)
-    with pytest.raises(InputError, match=r"2 to 7 tokens each: cache\.rows\('z', 1\) is `token \.\.\.`"):
+    with pytest.raises(InputError, match=r"2 to 7 tokens each: use cache\.rows\('z', 1\), `token \.\.\.`"):
         cache["z", 1]
-    with pytest.raises(InputError, match=r"cache\.example\('pattern', 1, example\) is one text's"):
+    with pytest.raises(InputError, match=r"use cache\.example\('pattern', 1, example\) for one text"):
         cache["pattern", 1]
-    with pytest.raises(InputError, match="says something of each key"):
+    with pytest.raises(InputError, match="has an axis of keys"):
         cache.rows("pattern", 1)
     assert cache.rows("z", 1).shape == (len(cache.frame), 4, 8)
     assert cache.frame.columns.tolist() == ["example", "position", "token"]
@@ -193,7 +193,7 @@ def test_a_frame_for_probes_has_a_column_for_every_number(llama):
 def test_query_heads_are_never_taken_for_key_value_heads(llama, checkpoint):
     with pytest.raises(InputError, match=r"heads= counts the 4 query heads, and v has 2 key-value heads"):
         llama.cache(" Paris", sites=["z", "v"], heads=[0], **QUIET)
-    with pytest.raises(InputError, match=r"none of what is kept has any: resid_post"):
+    with pytest.raises(InputError, match=r"no activation to keep has any: resid_post"):
         llama.cache(" Paris", sites="resid_post", heads=[0], **QUIET)
     ungrouped = hw.load(checkpoint("gpt2"))
     cache = ungrouped.cache(" Paris", sites=["v", "blocks.*.attn.q.hook_out"], heads=[2], **QUIET)
@@ -241,7 +241,7 @@ def test_what_is_asked_of_a_cache_and_not_in_it_is_refused(llama):
 
 
 def test_the_older_form_is_named_with_the_new_one(llama):
-    with pytest.raises(InputError, match="no option attention=: sites= says what is kept"):
+    with pytest.raises(InputError, match="no option attention=: sites= chooses the activations"):
         llama.cache(" Paris", attention=True, **QUIET)
 
 

@@ -54,7 +54,7 @@ def test_a_cache_equals_hugging_faces_hidden_states_and_attentions(model, family
 
 def test_the_middle_of_a_block_is_its_input_plus_attention(model, family):
     if family in PARALLEL:
-        with pytest.raises(InputError, match="resid_mid was asked for"):
+        with pytest.raises(InputError, match="resid_mid was requested"):
             model.cache("Paris", sites="resid_mid")
         return
     text = random_texts(1)

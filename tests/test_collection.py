@@ -88,11 +88,11 @@ def test_a_part_that_was_changed_is_refused_when_it_is_read_and_loading_reads_no
     whole, rng = part.read_bytes(), chance.rng()
     for place in [*range(0, 400, 9), *rng.integers(0, len(whole), 60)]:
         part.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << int(rng.integers(8))]) + whole[place + 1 :])
-        with pytest.raises(RunFolderError, match=r"changed since|cannot be read"):
+        with pytest.raises(RunFolderError, match=r"was changed|cannot be read"):
             hw.load_cache(folder).rows("z", 1)
     for wrong in (other.read_bytes(), whole[:-4] + bytes(4), whole[:-4], whole + bytes(4)):
         part.write_bytes(wrong)
-        with pytest.raises(RunFolderError, match=r"changed since|cannot be read"):
+        with pytest.raises(RunFolderError, match=r"was changed|cannot be read"):
             hw.load_cache(folder).rows("z", 1)
     part.write_bytes(whole)
     (folder / "activations" / "000009.safetensors").write_bytes(whole)  # a part that the run did not write
@@ -135,7 +135,7 @@ def test_a_part_that_changes_between_two_attempts_to_finish_is_replaced_and_noth
     part = next(piece for piece in (out / "pieces").iterdir() if piece.samefile(out / "activations/000001.safetensors"))
     content = part.read_bytes()
     part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.warns(UserWarning, match="is not what this run wrote there: it is computed anew"):
+    with pytest.warns(UserWarning, match="is not the file that this run wrote: it is recomputed"):
         again = llama.cache(texts(), sites="z", out=out, **QUIET)
     assert again.activations == whole.activations
     assert files(out) == files(tmp_path / "whole")
@@ -170,7 +170,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_with_both_figures_before_it_st
     monkeypatch.setattr(llama, "run", lambda *args, **options: pytest.fail("the model ran"))
     with pytest.raises(InputError, match=r"would take 0\.3 GiB; the disk of .*out has 1\.0 MiB free"):
         llama.cache([[5] * 60] * 15_000, sites="resid_post", out=tmp_path / "out", **QUIET)
-    with pytest.raises(InputError, match="which are on no device"):
+    with pytest.raises(InputError, match="which cannot be on device"):
         llama.cache([5], out=tmp_path / "out", device="meta")
 
 
@@ -179,7 +179,7 @@ def test_a_missing_or_shortened_part_is_told_when_the_cache_is_read(llama, tmp_p
     file = tmp_path / "out" / "activations" / "000000.safetensors"
     kept = file.read_bytes()
     file.write_bytes(kept[:-4])
-    with pytest.raises(RunFolderError, match=r"changed since the run wrote it|cannot be read"):
+    with pytest.raises(RunFolderError, match=r"was changed after the run wrote it|cannot be read"):
         hw.load_cache(tmp_path / "out")
     file.unlink()
     with pytest.raises(RunFolderError, match="is missing"):

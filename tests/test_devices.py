@@ -105,7 +105,7 @@ def test_a_device_this_torch_does_not_compute_on_is_one_readable_line(device):
     with pytest.raises(InputError) as caught:
         devices.usable_device(device)
     assert str(caught.value) == (
-        f"device={device!r} cannot be used: this torch computes nothing on {device}. Give cpu, cuda, or cuda:1."
+        f"device={device!r} cannot be used: this torch does not compute on {device}. Give cpu, cuda, or cuda:1."
     )
 
 

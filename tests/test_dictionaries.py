@@ -355,7 +355,7 @@ def test_a_cache_holds_features_of_every_token_of_texts_of_any_length(models, tm
     alone = model.cache(prompts[:1], sites=two, progress=False)
     assert alone["of heads", 2].shape == (1, 7, 2)
     assert list(alone) == [("of heads", 2)]
-    with pytest.raises(InputError, match="Two of what is to be kept are called"):
+    with pytest.raises(InputError, match="Two activations to keep are called"):
         model.cache(prompts, sites=[one, one.only(3)], progress=False)
 
 
@@ -365,13 +365,13 @@ def test_a_cache_holds_features_of_every_token_of_texts_of_any_length(models, tm
         (lambda o: hw.features(o.encode, o.decode, layer=7), "layer of resid_post 7 features=7 is not a layer"),
         (lambda o: hw.features(o.encode, o.decode, layer=1, at="resid"), "at='resid' has no vector per token"),
         (lambda o: hw.features(o.encode, o.decode, layer=1, at="pattern"), "at='pattern' has no vector per token"),
-        (lambda o: hw.features(o.encode, o.decode, layer=1, at="mlp_post"), r"not take mlp_post .* 48 wide"),
-        (lambda o: hw.features(o.encode, lambda f: f, layer=1), r"decode .* gives \(2, 40\) .* needs \(2, 32\)"),
+        (lambda o: hw.features(o.encode, o.decode, layer=1, at="mlp_post"), r"not accept mlp_post .* 48 wide"),
+        (lambda o: hw.features(o.encode, lambda f: f, layer=1), r"decode .* returns \(2, 40\) .* needs \(2, 32\)"),
         (lambda o: hw.features(o.encode, lambda f: f.foo, layer=1), "decode of .* failed: AttributeError"),
-        (lambda o: hw.features(lambda r: o.encode(r) * torch.nan, o.decode, layer=1), "encode .* gives NaN or inf"),
-        (lambda o: hw.features(o.encode, lambda f: o.decode(f) / 0 * 0, layer=1), "decode .* gives NaN or infinity"),
+        (lambda o: hw.features(lambda r: o.encode(r) * torch.nan, o.decode, layer=1), "encode .* returns NaN or inf"),
+        (lambda o: hw.features(o.encode, lambda f: o.decode(f) / 0 * 0, layer=1), "decode .* returns NaN or infinity"),
         (lambda o: hw.features(lambda r: o.encode(r - r.mean(0)), o.decode, layer=1), "it mixes rows"),
-        (lambda o: hw.features(lambda r: r[0], o.decode, layer=1), r"gives \(32,\) of rows"),
+        (lambda o: hw.features(lambda r: r[0], o.decode, layer=1), r"returns \(32,\) for rows"),
         (lambda o: hw.features(o.encode, o.decode, layer=1).only([40]), "There is no feature 40 in .* 0 to 39"),
         (lambda o: hw.features(o.encode, o.decode, layer=1).only([]), "must name at least one feature"),
         (lambda o: hw.features(o.encode, o.decode, layer=1).only([1, 1]), "each once"),

@@ -46,7 +46,7 @@ def test_processes_with_different_options_are_told_which_differ_and_nothing_is_w
     jobs = [lambda seed=seed: RunFolder(tmp_path / "run", record(options={"seed": seed})) for seed in (0, 0, 1)]
     for said in meet(tmp_path / "meet", jobs):
         assert re.fullmatch(
-            r"HeadwaterError: The processes .* of process 2 \(there\) and process 0 \(here\) differ "
+            r"HeadwaterError: The processes .* process 2 \(there\) and process 0 \(here\) differ in "
             r"option seed: 1 there, 0 here\.",
             said,
         )

@@ -154,7 +154,7 @@ def test_edits_of_features_that_cannot_be_are_refused_in_one_line(llama):
         hw.edit(features, 2, "zero")
     with pytest.raises(InputError, match="has no heads"):
         hw.edit(features, None, "zero", heads=[0])
-    with pytest.raises(InputError, match="does not take resid_post of LlamaForCausalLM, 32 wide"):
+    with pytest.raises(InputError, match="does not accept resid_post of LlamaForCausalLM, 32 wide"):
         llama.run(PROMPTS, hooks=[hw.edit(hw.features(narrow.encode, narrow.decode, layer=1), None, "zero")])
     with pytest.raises(InputError, match="Did you mean 'resid_post'"):
         hw.edit("resid_pots", 0, "zero")

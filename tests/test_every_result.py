@@ -158,7 +158,7 @@ def test_a_size_or_a_title_that_cannot_be_is_refused(results):
     for size in ((0.0, 4.0), (3.0, math.nan), (3.0, 1e6)):
         with pytest.raises(InputError, match="figsize"):
             result.plot(figsize=size)
-    with pytest.raises(InputError, match="figsize= is of a new figure"):
+    with pytest.raises(InputError, match="figsize= sizes a new figure"):
         result.plot(plt.figure().add_subplot(), figsize=(3.0, 4.0))
     for size in (3, (3.0, 4.0, 5.0), "34"):
         with pytest.raises(InputError, match="figsize"):

@@ -171,7 +171,7 @@ def test_an_endpoint_gives_the_exact_words_of_questions_that_have_none(tmp_path)
     file.write_text("".join(json.dumps({"question": f"big cat {i}", "answers": ["no such"]}) + "\n" for i in range(5)))
     with Endpoint(json.dumps({"subject": "cat", "property": "big", "answer": None})) as endpoint:
         extractor = endpoint.extractor(api_key="secret")
-        left = pytest.raises(InputError, match=r"No question is left of 5: 5 no exact words of the answer")
+        left = pytest.raises(InputError, match=r"None of the 5 questions is left: 5 no exact words of the answer")
         with every_answer_ends(), left:
             hw.answer(model, hw.load_questions(file), extractor=extractor, out=tmp_path / "run", progress=False)
     assert len(endpoint.requests) == 5
@@ -251,7 +251,7 @@ def test_an_endpoint_that_falls_silent_ends_the_run_and_nothing_is_asked_twice(a
     model, questions = asked
     with Endpoint(*[words_but_for()] * 8, 503) as endpoint, every_answer_ends():
         extractor = endpoint.extractor(tries=1)
-        with pytest.raises(InputError, match=r"Nothing replied 16 times in a row.*503.*goes on from there"):
+        with pytest.raises(InputError, match=r"There was no reply 16 times in a row.*503.*continues from there"):
             hw.answer(model, questions, extractor=extractor, out=tmp_path, progress=False)
     first = {body["messages"][1]["content"] for _, _, body in endpoint.requests[:8]}
     assert len(endpoint.requests) == 8 + 16

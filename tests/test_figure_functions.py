@@ -92,7 +92,7 @@ def test_a_single_panel_is_drawn_on_the_axes_given(given, name):
     assert said(figure).count("what I call it") == 1
     assert not other.has_data()
     assert plt.get_fignums() == [figure.number]
-    with pytest.raises(InputError, match="figsize= is of a new figure"):
+    with pytest.raises(InputError, match="figsize= sizes a new figure"):
         draw(shown, ax=place, figsize=(3.0, 4.0))
 
 

@@ -40,7 +40,7 @@ def test_the_layer_example_and_token_of_the_first_nan_are_named(model, value, ke
         model.run(batch, [(f"blocks.{layer}.hook_resid_post", spoil(example, 1, value))], keep=keep)
     wanted = f"first in the output of layer {layer}, example {example}, position 1 ({token!r}); 1 of 4 examples"
     assert wanted in str(caught.value)
-    assert "an edit did it" in str(caught.value)
+    assert "an edit caused it" in str(caught.value)
     assert model.run(batch, keep="last").isfinite().all()  # the model is clean
 
 
@@ -217,7 +217,7 @@ def test_a_nan_that_an_edit_brings_about_is_named(checkpoint, engine):
             layers=layer, positions=position,
         )  # fmt: skip
     assert f"output of layer {layer}, example 0, position {position}" in str(caught.value)
-    assert "an edit did it" in str(caught.value)
+    assert "an edit caused it" in str(caught.value)
     assert model.run(PAIRS[0], keep="last").isfinite().all()
 
 

@@ -81,11 +81,11 @@ def test_a_result_says_where_its_rows_and_tensors_are():
     cache = model.cache(" the cat", sites="z", layers=[0], **quiet)
     for result, name, said in (
         (sweep, "df", r"This Sweep has no 'df': its rows are a pandas table, result\.table\."),
-        (sweep, "to_csv", r"This Sweep has no 'to_csv': its table has, result\.table\.to_csv\."),
+        (sweep, "to_csv", r"This Sweep has no 'to_csv': its table has it, result\.table\.to_csv\."),
         (sweep, "savefig", r"result\.plot\(\)\.savefig\(path\) writes it"),
         (sweep, "tabel", r"This Sweep has no 'tabel'\. Did you mean 'table'"),
         (sweep, "nonsense", r"This Sweep has no 'nonsense'; dir\(\) of it lists its names\."),
-        (cache, "items", r"This Cache has no 'items': a tensor is cache\['resid_post', 3\]"),
+        (cache, "items", r"This Cache has no 'items': cache\['resid_post', 3\] is a tensor"),
     ):
         assert not hasattr(result, name)
         with pytest.raises(AttributeError, match=said):
@@ -93,7 +93,7 @@ def test_a_result_says_where_its_rows_and_tensors_are():
     assert copy.deepcopy(sweep).report() == sweep.report()
     with pytest.raises(InputError, match=r"several tensors: take one, as cache\['resid_post', 3\]"):
         np.asarray(cache)
-    with pytest.raises(InputError, match="no option names_filter=: sites= says what is kept"):
+    with pytest.raises(InputError, match="no option names_filter=: sites= chooses the activations"):
         model.cache(" the cat", names_filter=None)
 
 
@@ -115,7 +115,7 @@ def test_a_result_is_read_as_its_table_and_its_axes_write_their_figure(tmp_path)
         InputError, match=r"a folder, not a file such as .*result\.save\('heads'\) is read back by Sweep"
     ):
         sweep.save(tmp_path / "heads.csv")
-    with pytest.raises(InputError, match=r"save needs folder=: it is called as save\(folder\)"):
+    with pytest.raises(InputError, match=r"save needs folder=: call it as save\(folder\)"):
         sweep.save()
 
 
@@ -124,11 +124,11 @@ def test_an_argument_that_is_missing_or_too_much_is_named_with_what_it_is(llama)
         (lambda: hw.patch(llama, " cat", " dog", sites="z"), r"patch needs metric=: one or more of `hw\.logit_diff"),
         (
             lambda: hw.logit_difference(5),
-            r"logit_difference needs wrong=: it is called as logit_difference\(correct, w",
+            r"logit_difference needs wrong=: call it as logit_difference\(correct, w",
         ),
         (
             lambda: hw.compare_heads(llama, llama),
-            r"compare_heads: too many .*; it is called as compare_heads\(models, op",
+            r"compare_heads: too many .*; call it as compare_heads\(models, op",
         ),
         (lambda: llama(input_ids=[[1]]), r"model has no option input_ids=\. Did you mean 'input'"),
     ):
@@ -150,7 +150,7 @@ def test_a_run_refuses_what_is_not_its_option_and_says_what_was_meant(llama):
         ({"fwd_hooks": []}, r"the second argument is hooks"),
         ({"hook": []}, r"Did you mean 'hooks'"),
         ({"prepend_bos": False}, r"hw\.load\(\.\.\., bos=\)"),
-        ({"return_type": "loss"}, r"logits come back"),
+        ({"return_type": "loss"}, r"logits are returned"),
         ({"stop_at_layer": 1}, r"it is called stop_at="),
         ({"cache": None}, r"past_key_values="),
         ({"batchsize": 2}, r"Valid: .*hooks"),
@@ -226,7 +226,11 @@ def test_an_argument_that_nothing_can_read_is_named_and_an_error_of_another_caus
         raise RecursionError("of another cause")
 
     deep = functools.reduce(lambda within, _: [within], range(3000), [1])
-    for value, flaw in ((endless, "holds itself"), (deep, "deep in one"), ([torch.eye(2).to_sparse()], "dense")):
+    for value, flaw in (
+        (endless, "contains itself"),
+        (deep, "nested more than"),
+        ([torch.eye(2).to_sparse()], "dense"),
+    ):
         with pytest.raises(InputError, match=rf"^value= of fails .*{flaw}"):
             checked_call(fails)(value)
     with pytest.raises(RecursionError, match="of another cause"):

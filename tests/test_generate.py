@@ -254,11 +254,11 @@ def test_hooks_that_cannot_act_on_one_token_of_a_whole_text_are_refused():
     model = hw.load(random_model("jamba"), tokenizer=tiny_tokenizer())
     with (
         model.hooks([hw.edit("resid_post", 0, "zero")]),
-        pytest.raises(InputError, match="would act on all of it each time: give them to generate, as hooks="),
+        pytest.raises(InputError, match="would act on all of it each time: pass them to generate as hooks="),
     ):
         model.generate(ROWS)
     model = hw.load(random_model("granite4"), tokenizer=tiny_tokenizer())
-    with pytest.raises(InterventionError, match=r"blocks\.1\.attn\.hook_pattern cannot act while this model writes"):
+    with pytest.raises(InterventionError, match=r"blocks\.1\.attn\.hook_pattern cannot act while this model generates"):
         model.generate(ROWS, [("blocks.1.attn.hook_pattern", lambda x, hook: x)])
 
 
@@ -460,14 +460,14 @@ def test_one_prompt_gives_a_list_of_one_text(llama):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0.7}, "temperature=0.7 changes nothing while the most probable token is taken"),
-        ({"top_p": 0.9}, "top_p=0.9 changes nothing"),
-        ({"top_k": 5}, "top_k=5 changes nothing"),
+        ({"temperature": 0.7}, "temperature=0.7 has no effect while the most probable token is taken"),
+        ({"top_p": 0.9}, "top_p=0.9 has no effect"),
+        ({"top_k": 5}, "top_k=5 has no effect"),
         ({"do_sample": True, "temperature": -1.0}, "temperature=-1.0 must be a number above 0"),
         ({"do_sample": True, "top_p": 1.5}, "top_p=1.5 must be a number above 0 and at most 1"),
         ({"do_sample": True, "top_k": 10**6}, "top_k=1000000 must be from 1 to"),
         ({"stop": ["cat", ""]}, "must be a text or a list of texts, none of them empty"),
-        ({"max_new_tokens": 60}, r"come to 7\d tokens; the model reads at most 64"),
+        ({"max_new_tokens": 60}, r"add up to 7\d tokens; the model reads at most 64"),
         ({"seed": -1}, "seed=-1 must be"),
     ],
 )
@@ -477,5 +477,5 @@ def test_options_that_cannot_be_used_or_contradict_one_another_are_refused(llama
 
 
 def test_a_model_without_a_tokenizer_writes_no_texts():
-    with pytest.raises(InputError, match="has no tokenizer to write texts with"):
+    with pytest.raises(InputError, match="has no tokenizer to generate texts with"):
         hw.load(tiny_model("llama")).generate([[3, 4]])

@@ -83,7 +83,7 @@ def test_a_last_layer_that_is_not_the_models_output_is_refused(models, monkeypat
     model = models("llama")
     monkeypatch.setattr("headwater.models.unembedding._check", lambda *given: None)
     monkeypatch.setattr("headwater.models.unembedding.LoadedWeights.final_norm_gain", lambda self: torch.ones(32))
-    with pytest.raises(ModelError, match="are not its final norm, unembedding and soft cap alone"):
+    with pytest.raises(ModelError, match="are more than its final norm, unembedding and soft cap"):
         read(model)
 
 

@@ -98,7 +98,7 @@ def test_a_width_that_no_model_can_be_outlined_with_is_refused_with_the_embeddin
 @pytest.mark.parametrize("said", [[1, 2], "fp8", 8])
 def test_an_entry_on_quantization_that_is_no_object_is_refused_with_its_file(folder, said, opened):
     rewrite(folder / "config.json", quantization_config=said)
-    with pytest.raises(ModelError, match=r"config.json says quantization_config=.* it is an object as") as caught:
+    with pytest.raises(ModelError, match=r"config.json says quantization_config=.* expected an object") as caught:
         opened(folder)
     assert repr(said) in str(caught.value)
     assert str(folder / "config.json") in str(caught.value)
@@ -157,7 +157,7 @@ def test_a_bias_that_the_config_does_not_know_is_refused_by_its_name_and_a_buffe
     opened(folder)
     name = "model.layers.1.self_attn.q_proj.bias"
     save_file(weights | {name: torch.zeros(32)}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"{name}.*used by no module that the config describes") as caught:
+    with pytest.raises(ModelError, match=f"{name}.*not used by any module of the config") as caught:
         opened(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -175,7 +175,7 @@ def test_a_weight_without_use_is_refused_with_the_file_it_is_in_where_the_family
     index = {"metadata": {}, "weight_map": {one: file for file, tensors in parts.items() for one in tensors}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(
-        ModelError, match=f"Tensor '{name}' in .*two.safetensors is used by no module that the config describes"
+        ModelError, match=f"Tensor '{name}' in .*two.safetensors is not used by any module of the config"
     ):
         hw.load(path)
 
@@ -186,7 +186,7 @@ def test_a_bias_beside_a_shared_unembedding_is_refused(checkpoint, tmp_path, ope
     weights = load_file(path / "model.safetensors")
     weights["lm_head.bias"] = torch.ones(len(weights["model.embed_tokens.weight"]))
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"Tensor 'lm_head\.bias' in .*model\.safetensors is used by no module that"):
+    with pytest.raises(ModelError, match=r"Tensor 'lm_head\.bias' in .*model\.safetensors is not used by any module"):
         opened(path)
 
 
@@ -194,7 +194,7 @@ def test_a_bias_beside_a_shared_unembedding_is_refused(checkpoint, tmp_path, ope
 def test_a_norm_of_queries_that_the_config_does_not_know_is_refused_with_its_file(folder, opened):
     weights, name = load_file(folder / "model.safetensors"), "model.layers.1.self_attn.q_norm.weight"
     save_file(weights | {name: torch.ones(8)}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"Tensor '{name}' in .*model.safetensors is used by no module that"):
+    with pytest.raises(ModelError, match=f"Tensor '{name}' in .*model.safetensors is not used by any module"):
         opened(folder)
 
 
@@ -340,13 +340,13 @@ def test_a_tokenizer_whose_rules_panic_on_a_text_is_one_readable_error(folder, c
     model = hw.load(panicking(folder))
     assert len(model.tokenize("the capital"))
     with pytest.raises(
-        InputError, match=r"fails on the text 'x+.*its rules made the tokenizers library stop \(Onig"
+        InputError, match=r"fails on the text 'x+.*its rules made the tokenizers library panic \(Onig"
     ) as caught:
         model.tokenize(["the capital", "x" * 40, "cat"])
     assert "\n" not in str(caught.value)
     relation = hw.Relation("long", "linguistic", (("x" * 40, ("cat",)),) * 30)
     with pytest.raises(
-        InputError, match=r"fails on the words of a relation: its rules made the tokenizers library stop"
+        InputError, match=r"fails on the words of a relation: its rules made the tokenizers library panic"
     ):
         hw.classify_heads(model, relations=[relation])
     capfd.readouterr()
@@ -360,5 +360,5 @@ def test_a_tokenizer_that_panics_while_it_is_read_is_one_readable_error(folder, 
         raise PanicException("index out of bounds")
 
     monkeypatch.setattr(tf.PreTrainedTokenizerFast, "from_pretrained", panic)
-    with pytest.raises(ModelError, match=r"cannot be read: its rules made .* stop \(index out of bounds\)"):
+    with pytest.raises(ModelError, match=r"cannot be read: its rules made .* panic \(index out of bounds\)"):
         hw.load(folder)

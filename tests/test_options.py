@@ -154,7 +154,7 @@ def test_a_layer_may_be_a_number_of_any_library_and_no_text():
 def test_what_is_shown_of_a_long_value_is_its_beginning_on_one_line():
     assert shown(["a  b", 3]) == "['a  b', 3]"
     assert "\n" not in shown(np.zeros((3, 3)))
-    assert shown(reduce(lambda inner, _: [inner], range(3000), [])) == "<a list that cannot be written out>"
+    assert shown(reduce(lambda inner, _: [inner], range(3000), [])) == "<a list whose repr fails>"
     assert shown(["ab"] * 5000) == f"{str(['ab'] * 5000)[:LONGEST_SHOWN]}... (30,000 characters)"
 
 

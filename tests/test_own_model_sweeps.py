@@ -157,7 +157,7 @@ def test_an_own_model_whose_attention_gives_something_else_is_noticed_and_served
 def test_sites_of_the_mlp_of_a_model_without_one_are_refused_in_one_line():
     model, (clean, corrupted) = own_model("attention alone"), pairs([5])
     for site in ("mlp_post", "mlp_out", "resid_mid"):
-        with pytest.raises(InputError, match=f"{site} was asked for, but .* attention alone"):
+        with pytest.raises(InputError, match=f"{site} was requested, but .* attention alone"):
             hw.patch(model, clean, corrupted, sites=site, metric=hw.logit_difference(4, 6), progress=False)
 
 

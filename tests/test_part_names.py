@@ -119,11 +119,14 @@ def test_the_command_line_takes_names(monkeypatch, capsys):
         (lambda m: hw.Circuit.of(["q 1.1 -> logits"], m), "'q 1.1' is a receiver, not a sender"),
         (lambda m: hw.Circuit.of(["head nine -> logits"], m), "names no part of a model. Did you mean 'head'? Write"),
         (lambda m: hw.patch(m, *PAIR, sites="z", heads=[(18, 6)], **QUIET), "There is no layer 18"),
-        (lambda m: hw.patch(m, *PAIR, sites="z", heads="1.2", layers="x", **QUIET), "layers='x' are not whole numbers"),
+        (lambda m: hw.patch(m, *PAIR, sites="z", heads="1.2", layers="x", **QUIET), "layers='x' must be whole numbers"),
         (lambda m: hw.patch(m, *PAIR, sites="z", heads=["1.2", "2.3"], **QUIET), "Name heads of one layer at a time"),
-        (lambda m: hw.patch(m, *PAIR, sites="z", layers=0, heads="1.2", **QUIET), "leave it out"),
+        (lambda m: hw.patch(m, *PAIR, sites="z", layers=0, heads="1.2", **QUIET), "leave layers= out"),
         (lambda m: hw.patch(m, *PAIR, sites="k", heads="1.2", **QUIET), "k has key-value heads: give layers=1 and"),
-        (lambda m: m.run(PAIR[0], hooks=[hw.edit("z", 0, "zero", heads="1.2")]), "is of layer 1, and layers=0"),
+        (
+            lambda m: m.run(PAIR[0], hooks=[hw.edit("z", 0, "zero", heads="1.2")]),
+            "is in layer 1, which is not in layers=0",
+        ),
     ],
 )
 def test_a_name_that_fits_nothing_is_one_line_with_the_range(model, call, said):

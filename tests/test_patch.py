@@ -476,7 +476,7 @@ def test_a_model_with_hooks_of_its_own_is_swept_by_whole_runs_and_says_so_once(m
     clean, corrupted = random_pairs([7])
     model.raw.add_hook("blocks.0.hook_mlp_out", lambda x, hook: x * 1.5)
     try:
-        with pytest.warns(UserWarning, match="swept with whole runs, .* because it carries hooks") as caught:
+        with pytest.warns(UserWarning, match="swept with whole runs, .* because it already has hooks") as caught:
             found = hw.patch(
                 model, clean, corrupted, sites="resid_pre", metric=hw.logit_difference(5, 9), progress=False
             )

@@ -86,7 +86,7 @@ def test_adapters_of_peft_are_refused_and_what_it_merges_is_right():
         wrapped = peft.get_peft_model(tiny_model("llama"), config)
     with pytest.raises(InputError, match=r"A PeftModelForCausalLM of peft|A PeftModel of peft") as caught:
         hw.load(wrapped, tokenizer=tiny_tokenizer())
-    assert str(caught.value).endswith("give what its merge_and_unload() returns.")
+    assert str(caught.value).endswith("give the result of its merge_and_unload().")
     ours = hw.load(wrapped, tokenizer=tiny_tokenizer(), merge_adapters=True).run(tokens)
     merged = wrapped.merge_and_unload()
     with torch.inference_mode():
@@ -178,7 +178,7 @@ def test_a_peft_model_is_told_by_the_name_of_its_class():
             super().__init__()
             self.inside = with_value_projection(MergingLinear)
 
-    with pytest.raises(InputError, match=r"A PeftModel of peft was given.* merge_and_unload\(\) returns"):
+    with pytest.raises(InputError, match=r"A PeftModel of peft was given.* merge_and_unload\(\)\."):
         hw.load(PeftModel())
 
 

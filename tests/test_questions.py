@@ -64,7 +64,7 @@ def test_csv_and_tsv_say_the_same_as_json_lines(tmp_path, suffix, separator):
         (ROW | {"subject": 7}, r"row 2: subject 7 is not a span"),
         (ROW | {"subject": "[[1, 2"}, r"row 2: subject is not JSON"),
         (ROW | {"popularity": "many"}, r"row 2: popularity is not a number: 'many'"),
-        (ROW | {"id": "mine-1"}, r"row 2: the id 'mine-1' is that of row 1 too"),
+        (ROW | {"id": "mine-1"}, r"row 2: row 1 has the same id, 'mine-1'"),
         ("{not json", r"row 2: the row is not JSON"),
         ("[1, 2]", r"row 2: expected an object"),
     ],

@@ -157,7 +157,7 @@ def test_a_piece_that_this_run_did_not_write_is_computed_again_and_said(tmp_path
         other = RunFolder(tmp_path / "other", record(**changes))
         other.piece("one", lambda: {"value": torch.zeros(100)})
         other.piece_file("one").replace(file)
-    with pytest.warns(UserWarning, match=r"one\.safetensors is not what this run wrote there: it is computed anew"):
+    with pytest.warns(UserWarning, match=r"one\.safetensors is not the file that this run wrote: it is recomputed"):
         assert torch.equal(folder.piece("one", lambda: {"value": torch.ones(2)})["value"], torch.ones(2))
     again = RunFolder(tmp_path / "run", record()).piece("one", lambda: pytest.fail("computed again"))
     assert torch.equal(again["value"], torch.ones(2))
@@ -233,7 +233,7 @@ def test_a_file_that_changed_since_the_run_wrote_it_is_refused(tmp_path, name):
     content = bytearray((tmp_path / name).read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(RunFolderError, match=f"damaged: {name} is changed since the run wrote it"):
+    with pytest.raises(RunFolderError, match=f"damaged: {name} was changed after the run wrote it"):
         Sample.load(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(RunFolderError, match=f"damaged: {name} is missing"):
@@ -354,7 +354,7 @@ def test_a_value_of_another_kind_than_the_result_has_is_damage(tmp_path, name, v
         (tmp_path / "table.parquet").unlink()
         plain["manifest"] = {}
     write_sealed(tmp_path / "run.json", plain | {name: value})
-    with pytest.raises(RunFolderError, match=rf"is damaged: its {name} is a .* of another kind"):
+    with pytest.raises(RunFolderError, match=rf"is damaged: its {name} is a .* of the wrong kind"):
         Noted.load(tmp_path)
 
 

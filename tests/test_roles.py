@@ -185,8 +185,8 @@ def test_one_of_several_occurrences_of_a_word_is_named_by_its_number():
         assert positions_of(hw.occurrence(" Ann", n), prompt, 0, 1) == (place,)
         assert positions_of(f" Ann#{n}", prompt, 0, 1) == (place,)
     for where, said in (
-        (hw.occurrence(" Ann", 3), "occurs 2 times in the prompt ' Ann saw Ann', so not number 3"),
-        (" Ann#3", "so not number 3"),
+        (hw.occurrence(" Ann", 3), "occurs 2 times in the prompt ' Ann saw Ann', so it has no occurrence 3"),
+        (" Ann#3", "so it has no occurrence 3"),
         (hw.occurrence(" Bob", 1), "' Bob' occurs 0 times"),
         ("end", "Did you mean 'last'?"),
     ):
@@ -222,10 +222,10 @@ def test_occurrences_are_roles_of_pairs_of_a_table(model, tmp_path):
         ({"subject": "dog"}, "The role 'subject' in prompt 0: The text 'dog' does not occur in the prompt"),
         ({"subject": " in"}, "The role 'subject' in prompt 0: The text ' in' occurs 2 times in the prompt"),
         ({"end": 40}, "The role 'end' in prompt 0: Position 40 is not in prompt 0"),
-        ({"end": ("cat", "dog")}, "two prompts, clean and corrupted, and there are no pairs"),
+        ({"end": ("cat", "dog")}, "two prompts, clean and corrupted, but there are no pairs"),
         ({}, "does not map names of roles"),
         ({1: "last"}, "does not map names of roles"),
-        ({"a": {"b": 1}}, "is made of roles itself"),
+        ({"a": {"b": 1}}, "contains roles itself"),
         ({"a": hw.characters(3, 3)}, "are not in a prompt of"),
         ({"a": hw.characters("x")}, "are not two whole numbers"),
         ({"a": hw.characters(lambda text: None)}, "The function that names characters failed"),

@@ -445,7 +445,9 @@ def test_what_is_put_into_the_model_past_its_hooks_keeps_no_folder(kind, tmp_pat
     first = hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
     take_away = put(model, mlp)
     try:
-        with pytest.raises(InputError, match=rf"{said}, put into the model past model.hooks. Use `with model.hooks"):
+        with pytest.raises(
+            InputError, match=rf"{said}, attached to the model without model.hooks. Use `with model.hooks"
+        ):
             hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
         without_folder = hw.token_statistics(model, CLEAN, **QUIET)
     finally:

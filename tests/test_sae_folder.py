@@ -177,10 +177,10 @@ def test_the_place_is_read_by_the_key_names_of_every_version(config, place, tmp_
 @pytest.mark.parametrize(
     ("config", "weights", "message"),
     [
-        ({"architecture": "skip_transcoder"}, {}, "is of a transcoder"),
-        ({"hook_name_out": "blocks.1.hook_mlp_out"}, {}, "is of a transcoder"),
-        ({"architecture": "batchtopk"}, {}, "batchtopk', which is that of training"),
-        ({"architecture": "temporal"}, {}, "'temporal'; known are standard, gated, jumprelu, topk, abstopk"),
+        ({"architecture": "skip_transcoder"}, {}, "describes a transcoder"),
+        ({"hook_name_out": "blocks.1.hook_mlp_out"}, {}, "describes a transcoder"),
+        ({"architecture": "batchtopk"}, {}, "batchtopk', which is only for training"),
+        ({"architecture": "temporal"}, {}, "'temporal'; supported are standard, gated, jumprelu, topk, abstopk"),
         ({"hook_name": f"blocks.{'1' * 5000}.hook_resid_post"}, {}, "which is not a site here"),
         ({"apply_b_dec_to_input": "false"}, {}, "apply_b_dec_to_input 'false'; it must be true or false"),
         ({"seqpos_slice": [5, -5]}, {}, "with context_size where one counts from the end"),
@@ -188,13 +188,13 @@ def test_the_place_is_read_by_the_key_names_of_every_version(config, place, tmp_
         ({"hook_name": "blocks.1.ln2.hook_normalized"}, {}, "which is not a site here"),
         ({"hook_name": None}, {}, "names no hook_name"),
         ({"hook_head_index": 3}, {}, "of a single head"),
-        ({"normalize_activations": "batch"}, {}, "normalize_activations 'batch'; known are"),
-        ({"activation_fn_str": "gelu"}, {}, "activation_fn_str 'gelu'; known are"),
+        ({"normalize_activations": "batch"}, {}, "normalize_activations 'batch'; supported are"),
+        ({"activation_fn_str": "gelu"}, {}, "activation_fn_str 'gelu'; supported are"),
         ({"architecture": "topk"}, {}, "no k in"),
         ({"architecture": "topk", "k": 31}, {}, "the 31 largest of 30"),
         ({"d_in": 13}, {}, "says d_in=13, but W_enc is 12 by 30"),
         ({"architecture": "jumprelu"}, {}, "no threshold, which a jumprelu autoencoder needs"),
-        ({}, {"b_enc": torch.zeros(29)}, r"b_enc is \(29,\), where W_enc makes it \(30,\)"),
+        ({}, {"b_enc": torch.zeros(29)}, r"b_enc is \(29,\), but W_enc implies \(30,\)"),
         ({}, {"W_dec": torch.full((N, D), torch.nan)}, "W_dec holds NaN or infinity"),
         ({}, {"W_enc": torch.zeros(3)}, "no matrix W_enc"),
     ],
@@ -229,7 +229,7 @@ def test_damaged_and_missing_files_are_named(tmp_path, monkeypatch):
 
 def test_an_autoencoder_of_another_width_is_refused_by_the_model(tmp_path):
     features = load_sae(written(tmp_path, some_weights("b_enc")))
-    with pytest.raises(InputError, match="does not take resid_post of LlamaForCausalLM, 160 wide"):
+    with pytest.raises(InputError, match="does not accept resid_post of LlamaForCausalLM, 160 wide"):
         hw.patch(embedded(), " a", sites=features, values="zero", metric=hw.probability(" b"), **QUIET)
 
 
@@ -296,7 +296,7 @@ def test_positions_that_a_dictionary_never_saw_are_left_out(centred):
             call(features, {0, 3})
     cache = model.cache([prompt], sites=features, progress=False)
     assert cache.table["position"].tolist() == [1, 2]
-    with pytest.raises(InputError, match="Nothing of text 0 is left"):
+    with pytest.raises(InputError, match="Text 0 has no token to keep"):
         model.cache([[5, 5]], sites=features, progress=False)
 
 
@@ -307,7 +307,7 @@ def test_a_hook_that_is_elsewhere_in_a_model_is_refused(tmp_path):
     weights = {"W_enc": torch.randn(width, N), "W_dec": torch.randn(N, width), "b_enc": torch.zeros(N)}
     weights["b_dec"] = torch.zeros(width)
     folder = written(tmp_path, weights, d_in=width, hook_name="blocks.1.attn.hook_out")
-    with pytest.raises(InputError, match=r"'blocks\.1\.attn\.hook_out', which in .* is not its attn_out"):
+    with pytest.raises(InputError, match=r"'blocks\.1\.attn\.hook_out', which is not the attn_out"):
         model.cache([[5, 7]], sites=load_sae(folder), progress=False)
 
 

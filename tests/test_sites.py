@@ -116,7 +116,7 @@ def test_a_site_that_is_not_of_the_size_its_axes_say_is_refused_by_name(checkpoi
             "There is a site 'z' already",
         ),
         (Site("mine", "blocks.{layer}.hook_in", ("position", "d_mpl"), Stage.BETWEEN), "Did you mean 'd_mlp'"),
-        (Site("mine", "blocks.3.hook_in", ("position", "d_model"), Stage.BETWEEN), "must leave its layer open"),
+        (Site("mine", "blocks.3.hook_in", ("position", "d_model"), Stage.BETWEEN), "in place of the layer"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_refused(site, message):

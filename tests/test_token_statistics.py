@@ -377,7 +377,7 @@ def test_an_unembedding_is_checked_once_until_weights_change_or_something_acts_i
         assert [scored(), scored()] == [1, 1]
     assert [scored(), scored()] == [1, 0]
     handle = model.raw.ln_final.register_forward_hook(lambda module, args, out: out * 3)
-    with pytest.raises(ModelError, match="are not its final norm"):
+    with pytest.raises(ModelError, match="are more than its final norm"):
         scored()
     handle.remove()
     assert scored() == 0

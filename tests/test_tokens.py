@@ -103,7 +103,7 @@ def test_a_user_chooses_what_texts_begin_with():
     for wrong in ("<no such>", True, 10**6, [], -1, 1.5, [[1]]):
         with pytest.raises(InputError, match=r"bos=.* names no token of the tokenizer: give False"):
             hw.load(network, tokenizer=tokenizer, bos=wrong)
-    with pytest.raises(InputError, match=r"bos='<sop>' says what texts begin with, and there is no tokenizer"):
+    with pytest.raises(InputError, match=r"bos='<sop>' sets what texts begin with, but there is no tokenizer"):
         hw.load(network, bos="<sop>")
 
 

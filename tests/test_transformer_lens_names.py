@@ -76,7 +76,7 @@ def test_a_filter_keeps_names_a_name_or_what_a_function_says(llama):
     assert kept(lambda name: name.endswith("hook_z")) == [f"blocks.{layer}.attn.hook_z" for layer in range(3)]
     with pytest.raises(InterventionError, match=r"no activation named 'blocks.0.attn.hook_zz'. Did you mean"):
         kept("blocks.0.attn.hook_zz")
-    with pytest.raises(InputError, match="says True of no hook"):
+    with pytest.raises(InputError, match="is True for no hook"):
         kept(lambda name: False)
     with pytest.raises(InputError, match="names no hooks"):
         kept([])
@@ -116,7 +116,7 @@ def test_hooks_follow_the_rules_of_headwater(llama):
         llama.run_with_hooks(TEXT, fwd_hooks=[("blocks.0.hook_resid_pre", forgets)])
     with pytest.raises(InputError, match=r"model.run\(tokens, hooks, grad=True\)"):
         llama.run_with_hooks(TEXT, bwd_hooks=[("blocks.0.hook_resid_pre", forgets)])
-    with pytest.raises(InputError, match=r"hooks has no option fwd_hooks=: hooks come first"):
+    with pytest.raises(InputError, match=r"hooks has no option fwd_hooks=: hooks are the first argument"):
         llama.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", forgets)])
 
 
@@ -174,7 +174,7 @@ def test_cfg_tells_and_takes_nothing(llama):
     assert (cfg.device, cfg.dtype) == (llama.device, torch.float32)
     assert {"n_layers", "device", "act_fn"} <= set(dir(cfg))
     assert "n_layers=3" in repr(cfg)
-    with pytest.raises(AttributeError, match="can only be read"):
+    with pytest.raises(AttributeError, match="is read-only"):
         cfg.use_attn_result = True
     with pytest.raises(AttributeError, match=r"cfg has no 'n_layer'. Did you mean 'n_layers'"):
         _ = cfg.n_layer
@@ -183,13 +183,13 @@ def test_cfg_tells_and_takes_nothing(llama):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        ("reset_hooks", "there is nothing to reset: hooks end with the run"),
+        ("reset_hooks", "there is nothing to reset: hooks last for one run"),
         ("blocks", r"model.run_with_cache\(tokens\).*model.raw.blocks is TransformerLens's own"),
         ("ln_final", "final_norm_gain"),
         ("set_use_attn_result", "cache"),
         ("to", r"hw.load\(name, device="),
         ("hook_dict", "run_with_hooks.*model.raw.hook_dict is TransformerLens's own"),
-        ("W_pos", "rotary ones turn queries and keys"),
+        ("W_pos", "rotary ones rotate queries and keys"),
         ("parameters", "open_weights"),
         ("run_with_caches", "Did you mean 'run_with_cache'"),
     ],

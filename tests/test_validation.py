@@ -291,7 +291,7 @@ def test_an_interrupted_call_goes_on_where_it_stopped(call, planted, monkeypatch
 
     whole, total = made(), runs["made"]
     runs["at_most"] = total - 1
-    with pytest.raises(KeyboardInterrupt, match="continues from what is kept there"):
+    with pytest.raises(KeyboardInterrupt, match="continues from what is saved there"):
         made(tmp_path)
     assert made(tmp_path).table.equals(whole.table)
     assert 0 < runs["made"] <= total / 2

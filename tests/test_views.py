@@ -326,11 +326,11 @@ def test_what_cannot_be_viewed_whole_shows_its_table_and_says_why(monkeypatch):
     monkeypatch.setattr(hw.HeadMap, "view", refused)
     shown = mapped()._repr_mimebundle_()["text/html"]
     assert "<table" in shown
-    assert "There is no view of all of it: it holds patterns at some positions alone" in shown
+    assert "The whole result cannot be viewed: it holds patterns at some positions alone" in shown
 
 
 def test_a_view_that_is_too_large_to_be_shown_unasked_is_named(monkeypatch):
     monkeypatch.setattr("headwater.runs.result.INLINE", 1000)
     shown = mapped()._repr_mimebundle_()["text/html"]
     assert "<iframe" not in shown
-    assert "so it is not shown unasked: call view()" in shown
+    assert "so it is not shown automatically: call view()" in shown

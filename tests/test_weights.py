@@ -381,9 +381,9 @@ def test_one_layers_tensors_are_read_at_a_time_and_let_go(checkpoint, monkeypatc
 @pytest.mark.parametrize("layer", [-1, 3])
 @pytest.mark.parametrize("opened", [lambda folder: open_weights(folder), lambda folder: open_weights(load(folder))])
 def test_a_layer_that_is_not_there_is_refused(checkpoint, layer, opened):
-    with pytest.raises(InputError, match=rf"Layer {layer} was asked for; the model has layers 0 to 2"):
+    with pytest.raises(InputError, match=rf"Layer {layer} was requested; the model has layers 0 to 2"):
         opened(checkpoint("llama")).layer(layer)
-    with pytest.raises(InputError, match=rf"Layer {layer} was asked for; the model has layers 0 to 2"):
+    with pytest.raises(InputError, match=rf"Layer {layer} was requested; the model has layers 0 to 2"):
         opened(checkpoint("llama")).ov(layer)
 
 
@@ -407,7 +407,7 @@ def test_a_weight_that_is_no_number_is_named(checkpoint, tmp_path, value):
     tiny_tokenizer().save_pretrained(tmp_path)
     source = open_weights(tmp_path)
     assert source.layer(0).layer == 0
-    with pytest.raises(ModelError, match=r"'layers.1.self_attn.v_proj.weight' holds 1 values of 512"):
+    with pytest.raises(ModelError, match=r"'layers.1.self_attn.v_proj.weight' has 1 of 512 values"):
         source.layer(1)
 
 

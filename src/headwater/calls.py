@@ -61,7 +61,7 @@ def _how_to_continue(known: Sequence[str], options: Mapping[str, Any]) -> str:
         return ""
     if options.get("out") is None:
         return " Nothing was kept; with out=FOLDER a run can be continued."
-    return f" The same call with out={str(options['out'])!r} continues from what is kept there."
+    return f" The same call with out={str(options['out'])!r} continues from what is saved there."
 
 
 def checked_calls(kind: C) -> C:
@@ -88,7 +88,7 @@ def _misfit(
     named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     named += ["option=..."] * any(one.kind is one.KEYWORD_ONLY for one in parameters)
     name = _name(function)
-    as_called = f"it is called as {name}({', '.join(named)})"
+    as_called = f"call it as {name}({', '.join(named)})"
     try:
         given = signature.bind_partial(*args, **options).arguments
     except TypeError as error:
@@ -114,10 +114,10 @@ def _flaw(value: object) -> str | None:
     while within:
         for part in within[-1]:
             if torch and isinstance(part, torch.Tensor) and part.layout is not torch.strided:
-                return f"holds a tensor of {part.layout}: give its to_dense()"
+                return f"contains a tensor of {part.layout}: pass its to_dense()"
             if isinstance(part, list | tuple | set | frozenset | Mapping):
                 if len(within) > DEEPEST:
-                    return f"holds itself, or has lists more than {DEEPEST} deep in one another"
+                    return f"contains itself, or lists nested more than {DEEPEST} deep"
                 within.append(iter(part.values() if isinstance(part, Mapping) else part))
                 break
         else:

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from headwater.errors import did_you_mean
 
 LOAD_IT = "hw.load(name) loads a model: a hub name, a folder, or a model in memory"
-HOOKS_END = "hooks end with the run, or with the context `with model.hooks([(name, function)]):`"
-BEGINS = "hw.load(..., bos=) says what texts begin with (model.bos)"
+HOOKS_END = "hooks last for one run, or for the context `with model.hooks([(name, function)]):`"
+BEGINS = "hw.load(..., bos=) sets what texts begin with (model.bos)"
 AS_STORED = "weights stay as the checkpoint stores them: nothing is folded or centred"
 
 PACKAGE = {
@@ -23,10 +23,10 @@ PACKAGE = {
     "utils get_act_name": "a hook's name is hw.models.SITES['z'].hook_name(layer)",
     "test_prompt": "model.generate(prompt); hw.log_probability(answer) and hw.rank(answer) are metrics of hw.patch",
     "head_detector detect_head": "hw.classify_heads(model), hw.attention_behaviour(model)",
-    "run run_with_cache run_with_hooks to_tokens to_str_tokens tokenize cache generate": "a model has it: model = "
-    "hw.load(name), then model.{name}(...)",
+    "run run_with_cache run_with_hooks to_tokens to_str_tokens tokenize cache generate": "it is a method of a model: "
+    "model = hw.load(name), then model.{name}(...)",
     "activation_patching activation_patch causal_tracing": "hw.patch(model, clean, corrupted, sites=..., metric=...)",
-    "attribution_patching": "hw.patch(..., method='attribution'); of edges, hw.edges(..., method='eap')",
+    "attribution_patching": "hw.patch(..., method='attribution'); for edges, hw.edges(..., method='eap')",
     "path_patching": "hw.path_patch(model, clean, corrupted, senders=..., receivers=..., metric=...)",
     "ablation zero_ablation mean_ablation": "hw.ablate(model, prompts, heads=..., values='zero' or 'mean', metric=...)",
     "logit_lens tuned_lens LogitLens TunedLens": "hw.lens(model, prompts)",
@@ -35,9 +35,9 @@ PACKAGE = {
     "induction_heads find_induction_heads": "hw.attention_behaviour(model)",
     "metrics accuracy loss cross_entropy": "metrics are hw.logit_difference, hw.log_probability, hw.probability, "
     "hw.rank, hw.kl_divergence, or a function of the logits",
-    "attention get_attention attention_pattern": "model.cache(texts).attention has the patterns, and "
+    "attention get_attention attention_pattern": "model.cache(texts).attention holds the patterns, and "
     "model.cache(texts).plot(heads=[(3, 1)]) draws them",
-    "plot view summary report": "every result has it: result.{name}()",
+    "plot view summary report": "it is a method of results, result.{name}()",
     "save load_result load_sweep": "result.save(folder) writes a result, hw.Sweep.load(folder) reads a sweep",
     "load_dataset datasets": "hw.load_questions, hw.load_member_texts and hw.load_relations read data",
 }
@@ -50,22 +50,22 @@ MODEL = {
     "ln_final": "its gain is headwater.models.open_weights(model).final_norm_gain(); its hook ln_final.hook_normalized",
     "unembed": "use model.W_U and model.b_U",
     "embed": "use model.W_E",
-    "W_pos": "some families alone learn positions: model.raw.pos_embed.W_pos; rotary ones turn queries and keys",
+    "W_pos": "only some families learn positions, model.raw.pos_embed.W_pos; rotary ones rotate queries and keys",
     "parameters named_parameters state_dict": "headwater.models.open_weights(model) has them by name, layer by layer",
     "n_layers n_heads d_model d_head d_mlp d_vocab n_ctx": "model.shape.{name}",
     "num_layers": "model.shape.n_layers",
     "QK": "multiply model.W_Q[layer, head] @ model.W_K[layer, head].T",
     "OV": "multiply model.W_V[layer, head] @ model.W_O[layer, head]",
     "tokens_to_residual_directions": "use model.W_U[:, token]",
-    "set_use_attn_result": "what each head writes is cache['z', layer] times model.W_O[layer]; see also "
+    "set_use_attn_result": "a head's output is cache['z', layer] times model.W_O[layer]; see also "
     "hw.direct_logit_attribution(model, prompts, tokens=...)",
     "eval train": "a model is always in evaluation mode",
-    "to cuda half bfloat16 float double": "choose it when the model is loaded: hw.load(name, device=..., dtype=...)",
+    "to cuda half bfloat16 float double": "choose it when loading the model: hw.load(name, device=..., dtype=...)",
     "from_pretrained load from_pretrained_no_processing": "hw.load(name)",
     "load_and_process_state_dict fold_layer_norm center_writing_weights center_unembed": AS_STORED,
     "enable_compatibility_mode": AS_STORED,
     "loss_fn": "model(tokens, return_type='loss', loss_per_token=True)",
-    "hook_points hook_dict": "hooks are given by name, with the run: model.run_with_hooks(tokens, fwd_hooks=[(name, "
+    "hook_points hook_dict": "pass hooks by name to the run: model.run_with_hooks(tokens, fwd_hooks=[(name, "
     "function)])",
 }
 LOAD = {
@@ -73,57 +73,57 @@ LOAD = {
     "hf_model model_name": "give it as the first argument: hw.load(name), hw.load(hf_model, tokenizer=...)",
     "torch_dtype": "it is called dtype=",
     "device_map n_devices": "device='auto' spreads the layers over all CUDA devices",
-    "move_to_device": "device= says where it runs",
+    "move_to_device": "device= chooses the device",
     "default_padding_side": "texts are padded on the right, and masked",
     "default_prepend_bos": BEGINS,
     "checkpoint_index checkpoint_value": "revision= names a revision of the hub, such as 'step1000'",
     "first_n_layers": "model.run(texts, stop_at=layer) runs the layers below one",
-    "cache_dir": "the hub's cache is where HF_HOME says",
-    "token": "`hf auth login` once, or HF_TOKEN",
-    "load_in_8bit load_in_4bit quantization_config": "dtype='bfloat16'; quantized weights are refused",
+    "cache_dir": "HF_HOME sets the folder of the hub's cache",
+    "token": "run `hf auth login` once, or set HF_TOKEN",
+    "load_in_8bit load_in_4bit quantization_config": "use dtype='bfloat16'; quantized weights are not supported",
 }
 GENERATE = {
     "input input_ids inputs": "the first argument is prompts",
     "verbose": "progress=False shows no bar",
     "prepend_bos": f"{BEGINS}; otherwise give token ids, model.to_tokens(text, prepend_bos=False).tolist()",
-    "stop_at_eos eos_token_id": "a text ends at the model's end token; stop= ends it at texts, too",
+    "stop_at_eos eos_token_id": "generation stops at the model's end token; stop= adds texts at which to stop",
     "stop_strings": "stop= takes a text or texts",
-    "freq_penalty repetition_penalty": "temperature, top_p and top_k are what draws take",
-    "num_beams": "it is greedy, or draws: do_sample=True",
+    "freq_penalty repetition_penalty": "sampling takes temperature=, top_p= and top_k=",
+    "num_beams": "generation is greedy; do_sample=True samples",
     "num_return_sequences": "repeat the prompt: [prompt] * 5 with do_sample=True gives five different texts",
-    "use_past_kv_cache use_cache": "keys and values are always kept",
+    "use_past_kv_cache use_cache": "keys and values are always cached",
     "padding_side": "prompts are padded on the right, and masked",
-    "return_type return_dict_in_generate": "texts come back; return_tokens=True gives the ids, too",
-    "output_logits": "model.run(texts) gives logits",
-    "max_length": "max_new_tokens= counts what is written",
+    "return_type return_dict_in_generate": "texts are returned; return_tokens=True returns the ids, too",
+    "output_logits": "model.run(texts) returns logits",
+    "max_length": "max_new_tokens= limits the new tokens",
 }
 RUN = {
     "fwd_hooks": "the second argument is hooks, pairs (name, function) or hw.edit(...)",
     "bwd_hooks": "grad=True records gradients",
     "prepend_bos": f"{BEGINS}; or give token ids, model.to_tokens(text, prepend_bos=False)",
-    "return_type": "logits come back; hw.token_statistics(model, texts) has log-probabilities",
+    "return_type": "logits are returned; hw.token_statistics(model, texts) has log-probabilities",
     "stop_at_layer": "it is called stop_at=",
     "input_ids": "the first argument is inputs: texts, or token ids",
     "names_filter": "model.cache(texts, sites=...) keeps activations",
     "output_hidden_states": "model.cache(texts, sites='resid_post') keeps the residual stream",
     "output_attentions": "model.cache(texts, sites='pattern') keeps the patterns",
-    "cache past_kv_cache": "keys and values of the tokens before are past_key_values=",
-    "use_cache": "keys and values are not returned; past_key_values= takes a cache of transformers, and fills it",
-    "batch_size": "all inputs are one batch; model.cache(texts, batch_size=...) takes some at a time",
+    "cache past_kv_cache": "pass keys and values of earlier tokens as past_key_values=",
+    "use_cache": "keys and values are not returned; past_key_values= takes a cache of transformers and fills it",
+    "batch_size": "all inputs are one batch; model.cache(texts, batch_size=...) runs several batches",
 }
 HOOKS = {
-    "fwd_hooks": "hooks come first, as in `with model.hooks([(name, function)]):`",
+    "fwd_hooks": "hooks are the first argument, as in `with model.hooks([(name, function)]):`",
     "bwd_hooks": "model.run(tokens, hooks, grad=True) records gradients",
-    "reset_hooks_end clear_contexts": "hooks end with the context",
+    "reset_hooks_end clear_contexts": "hooks last for the context",
 }
 RESULT = {
     "df data dataframe to_dataframe to_pandas results rows": "its rows are a pandas table, result.table",
-    "top top_k best strongest sort": "result.summary() has the strongest first",
+    "top top_k best strongest sort": "result.summary() lists the strongest first",
     "fig figure savefig save_fig show": "result.plot() draws it, and result.plot().savefig(path) writes it",
 }
 CACHE = {
-    "items values numpy shape mean": "a tensor is cache['resid_post', 3]; cache.keys() lists what there is",
-    "to cuda cpu": "model.cache(texts, device=...) says where it is kept",
+    "items values numpy shape mean": "cache['resid_post', 3] is a tensor; cache.keys() lists the activations",
+    "to cuda cpu": "model.cache(texts, device=...) chooses where it is stored",
     "logits": "model.run(texts) returns them",
     "hidden_states": "cache.residual, or cache['resid_post', layer]",
     "attentions": "cache.attention, or cache['pattern', layer]",
@@ -134,19 +134,19 @@ CACHE = {
 PLOT = {
     "save savefig filename file path out dpi": "plot().savefig(path, dpi=300) writes it",
     "cmap color colors alpha linewidth fontsize xlabel ylabel xlim ylim vmin vmax": "plot() returns matplotlib's axes "
-    "or figure, to be changed as any other",
+    "or figure, which you can change as usual",
     "size": "it is called figsize=, (width, height) in inches",
     "show": "a notebook shows it; in a script plt.show() does",
 }
 CACHE_OPTIONS = {
-    "names_filter output_hidden_states output_attentions residual attention": "sites= says what is kept, as in "
+    "names_filter output_hidden_states output_attentions residual attention": "sites= chooses the activations, as in "
     "sites=['resid_post', 'pattern']",
     "prepend_bos": BEGINS,
-    "stop_at_layer": "layers= says which layers are kept",
+    "stop_at_layer": "layers= chooses the layers",
 }
-ATTRIBUTION = {"answer answers answer_tokens": "tokens=(correct, wrong) says of which tokens"}
+ATTRIBUTION = {"answer answers answer_tokens": "pass the answer tokens as tokens=(correct, wrong)"}
 ABLATE = {
-    "layers layer sites site": "heads=, mlps=, neurons= or features= say what is ablated, as in mlps=[3]; any other "
+    "layers layer sites site": "heads=, mlps=, neurons= or features= choose what is ablated, as in mlps=[3]; any other "
     "site is swept by hw.patch(model, prompts, sites=..., values='zero', metric=...)"
 }
 CLASSIFY = {"layers layer heads head": "all heads are classified; the result's table has their layers and heads"}
@@ -184,7 +184,8 @@ def missing(owner: str, place: str, name: str, known: Iterable[str], raw: object
     hint, here = hint_for(place, name), f"{owner} has no {name!r}"
     if hasattr(raw, name):
         own = (
-            f" model.raw.{name} is TransformerLens's own, past headwater's checks (docs: Coming from TransformerLens)."
+            f" model.raw.{name} is TransformerLens's own, without headwater's checks (docs: Coming from "
+            "TransformerLens)."
         )
         return f"{here}{f': {hint}' if hint else ''}.{own}"
     if hint:

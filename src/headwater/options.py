@@ -42,7 +42,7 @@ def checked_kind(option: str, value: object, kind: type[T], source: str) -> T:
     """Return an object if it is of a kind; `source` names what returns one, as "hw.patch(...)"."""
     if not isinstance(value, kind):
         a = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise InputError(f"{option} must be {a} {kind.__name__}, as {source} gives; found a {type(value).__name__}.")
+        raise InputError(f"{option} must be {a} {kind.__name__}, as {source} returns; found a {type(value).__name__}.")
     return value
 
 
@@ -80,7 +80,7 @@ def shown(value: object) -> str:
     try:
         written = repr(value)
     except Exception:  # nested too deep, or of a user's class whose repr fails
-        written = f"<a {type(value).__name__} that cannot be written out>"
+        written = f"<a {type(value).__name__} whose repr fails>"
     text = readable(" ".join(line.strip() for line in written.splitlines()))
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
 
@@ -113,10 +113,8 @@ def resolve_indices(values: Any, size: int, axis: str, option: str | None = None
     try:
         given = whole_numbers(values)
     except TypeError:
-        what = f"{option}={shown(values)} are not whole numbers"
-        raise InputError(
-            f"{what}; they are 0 to {size - 1}, or -1 for the last; without {option}= it is all."
-        ) from None
+        what = f"{option}={shown(values)} must be whole numbers"
+        raise InputError(f"{what} from 0 to {size - 1}, or -1 for the last; omit {option}= for all.") from None
     if outside := [index for index in given if not -size <= index < size]:
         where = f"{option}={shown(given)}: there" if option != f"{axis}s" else "There"
         raise InputError(f"{where} is no {axis} {outside[0]}; they are 0 to {size - 1}.")

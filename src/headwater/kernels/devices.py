@@ -31,12 +31,12 @@ def usable_device(device: str | torch.device) -> torch.device:
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError):  # a text, something else, a number out of range
-        raise InputError(f"device={str(device)!r} cannot be used: torch knows none of this name. {GIVE}") from None
+        raise InputError(f"device={str(device)!r} cannot be used: torch has no device of this name. {GIVE}") from None
     try:
         # torch.device accepts any index of any backend; only an allocation checks that the device exists.
         torch.empty(0, device=parsed)
     except NotImplementedError:  # its message lists every kernel of torch
-        reason = f"this torch computes nothing on {parsed.type}"
+        reason = f"this torch does not compute on {parsed.type}"
         raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
     # A torch built without CUDA raises an AssertionError here.
     except (RuntimeError, AssertionError, ImportError) as error:

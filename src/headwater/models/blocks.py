@@ -412,14 +412,14 @@ def cannot_step(model: HookedModel) -> str | None:
     handles = [handle for point in raw.hook_dict.values() for handle in point.fwd_hooks]
     # TransformerLens's own wiring hooks (OPT's MLP) are harmless; any other hook could change a step's result.
     if any(getattr(getattr(handle, "user_hook", None), "__module__", "") != WIRING for handle in handles):
-        return "it carries hooks of its own"
+        return "it already has hooks"
     if keeps_an_index(raw):
-        return "its attention keeps an index of tokens beside keys and values"
+        return "its attention caches an index of tokens in addition to keys and values"
     known = is_bridge(raw) and getattr(model.config, "model_type", None) in FAMILIES
     if known and family_of(model.config).positions_by_place:
-        return "its attention reads positions from columns (ALiBi), and is given them for whole rows"
+        return "its attention takes positions from the columns of whole rows (ALiBi)"
     if any(site in STATES and site != "resid_mid" for site, _ in model.misfits):
-        return "what its blocks add to the residual stream is not what attention and MLP write"
+        return "its blocks add something other than the outputs of attention and MLP to the residual stream"
     if is_bridge(raw) and hasattr(raw, "project_out"):
         return "its residual stream is projected before the unembedding"
     return None

@@ -75,7 +75,7 @@ def record_reference(hf: Any, name: str) -> Reference:
             with torch.no_grad():
                 logits = hf(tokens).logits
         except FAULTS as error:
-            raise ModelError(f"{name} gives no logits for token ids alone: {one_line(error)}") from None
+            raise ModelError(f"{name} returns no logits for token ids alone: {one_line(error)}") from None
     return Reference(tokens, logits, calls)
 
 
@@ -118,8 +118,8 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
     hook_dict = model.raw.hook_dict  # built at every access
     if (last := hook_name("resid_post", model.shape.n_layers - 1)) not in hook_dict:
         raise ModelError(
-            f"{model.name} ({model.shape.architecture}) has no residual stream that goes from block to block here: "
-            f"there is no activation named {last!r}. Run it with transformers."
+            f"{model.name} ({model.shape.architecture}) has no residual stream from block to block here: there is no "
+            f"activation named {last!r}. Run it with transformers."
         )
     with watched(model.raw.original_model if reference else torch.nn.Module()) as calls:
         try:
@@ -138,11 +138,11 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
             and not same_but_for_rounding(given, calls[name][1][: len(given)])
         )
         first = next(differing, None)
-        none = "no single module gives something else for the same input"
+        none = "no single module differs for the same input"
         raise ModelError(
-            f"TransformerLens computes other logits than {model.name} itself, by up to {difference:.2g}: "
-            f"{f'the first module that differs is {first}' if first else none}. Load the model without what is special "
-            "there."
+            f"The logits of TransformerLens differ from those of {model.name} itself by up to {difference:.2g}: "
+            f"{f'the first module that differs is {first}' if first else none}. Load the model without the unusual "
+            "option that causes this."
         )
     # A tighter tolerance than above: both rows come from one run, not from two implementations.
     if not same_but_for_rounding(logits[0, :n_first], logits[1, :n_first], 0.75) and _has_slope(model, tokens, n_first):
@@ -233,7 +233,7 @@ class SiteCheck:
             self._misfits(site, layer, "its MLP is a mixture of experts and has no single row of neurons. Use mlp_out.")
         elif size != expected:
             holds = f"{site.hook_name(layer)} holds {size} for {self._n_rows} rows of {self._n_tokens} tokens"
-            self._misfits(site, layer, f"{holds}, where the sizes of this model make it {expected}.")
+            self._misfits(site, layer, f"{holds}, but the sizes of this model imply {expected}.")
         else:
             # Only states are cloned: they are added up after the run, and the model may modify them in place.
             self._passed[site.name, layer] = activation.clone() if site.name in STATES else activation
@@ -253,7 +253,7 @@ class SiteCheck:
         before, attended, middle, added, after = (self._passed.get((name, layer)) for name in names)
         has_both = layer in self._expert_layers and middle is not None and added is not None
         if has_both and not _is_sum(after, middle, added):
-            self._misfits(SITES["mlp_out"], layer, "experts beside this MLP add to the residual stream, too.")
+            self._misfits(SITES["mlp_out"], layer, "experts parallel to this MLP also add to the residual stream.")
         if SITES["resid_mid"].absent(self._shape) is not None:
             writing = ("attn_out", "mlp_out") if self._shape.d_mlp else ("attn_out",)
             written = [self._passed.get((name, layer)) for name in writing]
@@ -267,10 +267,10 @@ class SiteCheck:
                 return
             self.read_only[site.name, layer] = (
                 f"{site.name} of {self._shape.architecture} can be read but not edited in layer {layer}: it is not the "
-                "sum of resid_pre and attn_out, by way of which an edit would be made."
+                "sum of resid_pre and attn_out, through which an edit would act."
             )
             if attended is not None:
-                self._misfits(SITES["attn_out"], layer, "it is not what is added to resid_pre, or not all of it.")
+                self._misfits(SITES["attn_out"], layer, "it is not what is added to resid_pre, or only part of it.")
 
     def _misfits(self, site: Site, layer: int, why: str) -> None:
         self.misfits[site.name, layer] = (
@@ -426,9 +426,9 @@ def not_finite(
     text = model.token_strings([token])[0]
     kind = str(model.dtype).removeprefix("torch.")
     if model.dtype == torch.float16:
-        advice = "float16 ends at 65,504: load the model with dtype='bfloat16' or 'float32'"
+        advice = "float16 overflows above 65,504: load the model with dtype='bfloat16' or 'float32'"
     elif edited:
-        advice = "Probably an edit did it"
+        advice = "Probably an edit caused it"
     else:
         advice = "Look at the weights" if model.dtype == torch.float32 else "Load the model with dtype='float32'"
     return (

@@ -269,9 +269,7 @@ def seen_by(sites: Sequence[Site], texts: TokenizedTexts) -> TokenizedTexts:
         left_out = frozenset[int]().union(*(site.left_out(ids[example].tolist()) for site in sites))
         is_seen += [position not in left_out for position in positions.tolist()]
         if left_out.issuperset(positions.tolist()):
-            raise InputError(
-                f"Nothing of text {example} is left to keep: {sites[0].name} was trained without its tokens."
-            )
+            raise InputError(f"Text {example} has no token to keep: {sites[0].name} was trained without its tokens.")
     if all(is_seen):
         return texts
     return dataclasses.replace(texts, table=texts.table[is_seen].reset_index(drop=True), asked=None)
@@ -425,9 +423,9 @@ class Cache(TokenizedTexts, Result):
         activation, place = self._find(key)
         what = f"{activation.name!r}, {activation.layers[place]}" if activation.layers else repr(activation.name)
         if not _alike(self.counts) or (activation.has_keys and not _alike(self.lengths)):
-            counted, instead = self.counts, f"cache.rows({what}) is `token ...`, with cache.frame beside it"
+            counted, instead = self.counts, f"use cache.rows({what}), `token ...`, with cache.frame"
             if activation.has_keys:
-                counted, instead = self.lengths, f"cache.example({what}, example) is one text's"
+                counted, instead = self.lengths, f"use cache.example({what}, example) for one text"
             raise InputError(
                 f"cache[{what}] would be {' '.join(self.axes(activation.name))}, but the texts have "
                 f"{int(counted.min())} to {int(counted.max())} tokens each: {instead}."
@@ -450,8 +448,8 @@ class Cache(TokenizedTexts, Result):
         if activation.has_keys:
             if not _alike(self.lengths):
                 raise InputError(
-                    f"{activation.name} says something of each key, and the texts have {int(self.lengths.min())} to "
-                    f"{int(self.lengths.max())}: cache.example({activation.name!r}, layer, example) is one text's."
+                    f"{activation.name} has an axis of keys, but the texts have {int(self.lengths.min())} to "
+                    f"{int(self.lengths.max())}: use cache.example({activation.name!r}, layer, example) for one text."
                 )
             texts = numbers.split(self._sizes(activation).tolist())
             numbers = torch.cat([text.view(self._shape(activation, n)).movedim(-2, 0) for n, text in enumerate(texts)])
@@ -582,7 +580,7 @@ class Cache(TokenizedTexts, Result):
         """Return the report: the activations kept, and the number of tokens and texts."""
         lines = [
             f"{len(self.table):,} tokens of {len(self.texts):,} texts are kept, {self.nbytes / 2**20:,.1f} MiB; "
-            "nothing is kept of padding."
+            "padding is not kept."
         ]
         for kept in self.kept.values():
             layers = f" of {_layers(kept.layers)}" if kept.layers else ""

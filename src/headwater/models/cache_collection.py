@@ -109,7 +109,7 @@ def cache(
     activations = activations_named(fitted, chosen_layers, None if heads is None else of_heads, model)
     texts = seen_by(list(features.values()), kept_at(positions, texts))
     nbytes = torch.stack([each.nbytes(texts.counts, texts.lengths) for each in activations]).sum(0)
-    advice = "Ask for fewer layers, heads or positions, or leave out pattern (it grows with the square of the length)."
+    advice = "Request fewer layers, heads or positions, or leave out pattern (it grows with the square of the length)."
     if out is None:
         advice += " With out= the cache is kept in files."
         refuse_too_large("This cache", int(nbytes.sum()), device, advice)
@@ -289,7 +289,7 @@ def activations_named(
         activations.append(Activation(features.name, hook, (features.layer,), axes, size, "float32", is_read=True))
     known = [activation.name for activation in activations]
     if twice := [name for n, name in enumerate(known) if name in known[:n]]:
-        raise InputError(f"Two of what is to be kept are called {twice[0]!r}: give them names of their own.")
+        raise InputError(f"Two activations to keep are called {twice[0]!r}: give them different names.")
     return activations if heads is None else _with_heads(activations, heads, model)
 
 
@@ -301,15 +301,15 @@ def _with_heads(activations: list[Activation], heads: Sequence[int], model: Mode
         if "kv_head" in each.axes and shape.group_size > 1:
             raise InputError(
                 f"heads= counts the {shape.n_heads} query heads, and {each.name} has {shape.n_kv_heads} key-value "
-                f"heads, each shared by {shape.group_size} of them: cache {each.name} without heads=, and pick along "
-                "its axis kv_head."
+                f"heads, each shared by {shape.group_size} of them: cache {each.name} without heads=, and index its "
+                "axis kv_head."
             )
         if (axis := each.head_axis) is not None:
             each = dataclasses.replace(each, size=(*each.size[: axis - 1], len(heads), *each.size[axis:]))
         chosen.append(each)
     if all(each.head_axis is None for each in activations):
         names = ", ".join(each.name for each in activations)
-        raise InputError(f"heads= chooses heads, and none of what is kept has any: {names}.")
+        raise InputError(f"heads= chooses heads, but no activation to keep has any: {names}.")
     return chosen
 
 
@@ -357,7 +357,7 @@ def _axes_seen(
             raise InputError(f"{name} is a {type(activation).__name__} and cannot be kept.")
         shapes.add((tuple(activation.shape), _kept_in(activation.dtype)))
         if len(shapes) > 1:
-            raise InputError(f"{name} has another shape in another layer: name its layers separately.")
+            raise InputError(f"{name} has different shapes in different layers: name its layers separately.")
 
     # Two lengths: one would not distinguish an axis of tokens from another of that size. Every vocabulary has token 0.
     runs: list[dict[str, set[Any]]] = []

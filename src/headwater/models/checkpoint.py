@@ -72,7 +72,7 @@ def from_hub(what: str, files: Sequence[str], revision: str | None = None) -> Pa
     """Return the folder in the hub's cache with these files of a hub name, fetched if necessary."""
     name = hub_name(what)
     is_near = get_close_matches(name, [BASE])
-    embedded_hint = " The model that comes with headwater is hw.load() or `embedded`." if is_near else ""
+    embedded_hint = " hw.load() (or `embedded`) is the model that comes with headwater." if is_near else ""
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except HFValidationError:
@@ -132,8 +132,8 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     if not (folder / "config.json").is_file():
         if (folder / ADAPTER).is_file():
             raise ModelError(
-                f"{folder} holds an adapter of peft ({ADAPTER}), not a model: load the model that it adapts with "
-                "transformers, the adapter with peft, and give both to hw.load(peft_model, merge_adapters=True)."
+                f"{folder} holds an adapter of peft ({ADAPTER}), not a model: load the base model with transformers "
+                "and the adapter with peft, then call hw.load(peft_model, merge_adapters=True)."
             )
         raise ModelError(
             f"{folder} has no config.json, so it is not a checkpoint; give the folder that save_pretrained wrote."
@@ -270,8 +270,8 @@ def refuse_unused(names: Iterable[str], expected: Collection[str], place_of: Cal
         if (module in modules and own in ("weight", "bias")) or (of_a_layer and own == "weight"):
             full_name, file = place_of(name)
             raise ModelError(
-                f"Tensor {full_name!r} in {file} is used by no module that the config describes; config.json and "
-                "weights do not belong together."
+                f"Tensor {full_name!r} in {file} is not used by any module of the config; config.json and weights do "
+                "not belong together."
             )
 
 
@@ -292,7 +292,7 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
     if lone := [name for name in of_float8 if f"{name}{SCALE}" not in stored]:
         raise ModelError(
             f"{folder} has no tensor {lone[0] + SCALE!r}, the scales of {lone[0]!r} in {stored[lone[0]][0]}; headwater "
-            "reads float8 whose scales have this name."
+            "reads only float8 scales of this name."
         )
     # Before the model is built on the meta device, which takes time and memory for every layer of the config.
     if n_layers > len(stored):
@@ -433,8 +433,8 @@ def refuse_odd_quantization(file: Path) -> None:
         return
     if not isinstance(entry, dict | None):
         raise ModelError(
-            f"{file} says quantization_config={shown(entry)}, which describes no quantization: it is an object as "
-            '{"quant_method": "fp8"}; take the entry out where the weights are plain numbers.'
+            f"{file} says quantization_config={shown(entry)}, which describes no quantization: expected an object such "
+            'as {"quant_method": "fp8"}; remove the entry if the weights are plain numbers.'
         )
 
 
@@ -452,7 +452,7 @@ def refuse_unread(name: str, kind: str, file: Path, float8: bool) -> None:
     """Refuse a tensor whose stored numbers encode other numbers, if the config does not mention it."""
     copy = "headwater reads float weights: save a dequantized copy."
     if name.endswith(".qweight"):
-        raise ModelError(f"Tensor {name!r} in {file} is packed as GPTQ and AWQ pack weights; {copy}")
+        raise ModelError(f"Tensor {name!r} in {file} is packed in the format of GPTQ and AWQ; {copy}")
     whole_numbers, unscaled = not kind.startswith(("F", "BF")), kind.startswith("F8") and not float8
     if name.endswith(".weight") and (whole_numbers or unscaled):
         unread = f"Tensor {name!r} in {file} is stored as {kind}, and config.json names no quantization"
@@ -465,7 +465,7 @@ def refuse_to_run(folder: Path, config: object) -> None:
     if method := quantization_of(config):
         raise ModelError(
             f"{folder} holds weights quantized by {method}; headwater runs float weights: save a dequantized copy, or "
-            "read its heads from the folder, hw.classify_heads(folder)."
+            "read its heads from the folder with hw.classify_heads(folder)."
         )
 
 
@@ -490,8 +490,8 @@ def dequantized(
     expected = tuple(-(-length // size) for length, size in zip(stored.shape, block, strict=True))
     if tuple(scale.shape) != expected:
         raise ModelError(
-            f"Tensor {name!r} of shape {tuple(stored.shape)} has {tuple(scale.shape)} scales; its blocks of "
-            f"{block[0]} x {block[1]} take {expected}. The checkpoint is damaged."
+            f"Tensor {name!r} of shape {tuple(stored.shape)} has {tuple(scale.shape)} scales; its blocks of {block[0]} "
+            f"x {block[1]} need {expected}. The checkpoint is damaged."
         )
     for axis, (length, size) in enumerate(zip(stored.shape, block, strict=True)):
         # The last block of an axis may be incomplete.
@@ -629,11 +629,11 @@ def _set_beginning(tokenizer: Any, file: GGUFFile, rules: str | None) -> None:
     """Let texts begin with the BOS token if the file says so; without an entry, follow llama.cpp's default."""
     has_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", rules in (None, LLAMA_3)))
     if has_bos and tokenizer.bos_token_id is None:
-        raise ModelError(f"{file.path} asks for a BOS token before texts and has none. {PASS}")
+        raise ModelError(f"{file.path} asks for a BOS token before texts but defines none. {PASS}")
     if not _begins_right(tokenizer, has_bos):
         tokenizer.add_bos_token = has_bos
     if not _begins_right(tokenizer, has_bos):
-        raise ModelError(f"The tokenizer of {file.path} cannot be made to begin texts as the file says. {PASS}")
+        raise ModelError(f"The tokenizer of {file.path} cannot be made to begin texts as the file specifies. {PASS}")
 
 
 def _begins_right(tokenizer: Any, wanted: bool) -> bool:
@@ -649,6 +649,6 @@ def _set_first_space(tokenizer: Any, file: GGUFFile) -> None:
     if backend.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE) == has_space:
         return
     if has_space or not isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
-        raise ModelError(f"The tokenizer of {file.path} cannot be made to begin texts with a space, or without. {PASS}")
+        raise ModelError(f"The tokenizer of {file.path} cannot be made to begin texts with or without a space. {PASS}")
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never", split=False)
     backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])

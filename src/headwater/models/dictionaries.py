@@ -77,15 +77,15 @@ class Origin:
         ids = (model.name, *filter(None, (getattr(model.config, "_name_or_path", None),)))
         differences = []
         if self.model and _bare(self.model) not in map(_bare, ids):
-            differences.append(f"it was trained on {self.model!r}, and this model is {model.name!r}")
+            differences.append(f"it was trained on {self.model!r}, but this model is {model.name!r}")
         if self.begins is not None and self.begins != bool(model.bos):
-            began, here = ("began", "do not begin") if self.begins else ("did not begin", "begin")
-            differences.append(f"its texts {began} with a BOS token, and here they {here}")
+            began, here = ("began", "do not") if self.begins else ("did not begin", "do")
+            differences.append(f"its texts {began} with a BOS token, but here they {here}")
         if self.without:
             which = f"the tokens {list(self.without)}" if isinstance(self.without, tuple) else "special tokens"
-            differences.append(f"it never saw {which}, which are left out here")
+            differences.append(f"it was not trained on {which}, which are left out here")
         if self.span != (None,):
-            differences.append(f"it saw the positions {shown(list(self.span))} only, and others are left out here")
+            differences.append(f"it was trained on positions {shown(list(self.span))} only; others are left out here")
         return differences
 
 
@@ -178,8 +178,8 @@ class Features(Site):
         """
         if activation is None and (self.standardize is not None or self.origin.centred):
             raise InputError(
-                f"{self.name} is of a dictionary that standardizes each activation: give decode the activations too, "
-                "as in decode(features, activation)."
+                f"{self.name} belongs to a dictionary that standardizes each activation: pass decode the activations "
+                "too, as in decode(features, activation)."
             )
         if activation is None:
             return self.decoder(features.flatten(0, -2)).unflatten(0, features.shape[:-1])
@@ -257,11 +257,11 @@ class Features(Site):
         layer = checked_layer(f"layer of {self.name}", self.layer, model.shape.n_layers)
         row = SITES[self.at]
         if reason := row.absent(model.shape) or row.lacks(model, layer):
-            raise InputError(f"{self.name} is of {self.at}, but {reason}")
+            raise InputError(f"{self.name} reads {self.at}, but {reason}")
         known = model.raw.hook_dict
         # By identity: aliases of a hook are the same object in hook_dict.
         if (hook := self.origin.hook) in known and known[hook] is not known[self.hook_name(layer)]:
-            raise InputError(f"{self.name} was trained on {hook!r}, which in {model.name} is not its {self.at}.")
+            raise InputError(f"{self.name} was trained on {hook!r}, which is not the {self.at} of {model.name}.")
         if differences := self.origin.differences(model):
             warnings.warn(f"The folder of {self.name} says: {'; '.join(differences)}.", stacklevel=2)
         width = row.width(model.shape, 1)
@@ -288,19 +288,21 @@ class Features(Site):
         try:
             features = self._encoded(standard)
         except InputError as error:
-            raise InputError(f"The dictionary {self.name} does not take {what} as rows: {error}") from None
+            raise InputError(f"The dictionary {self.name} does not accept {what} as rows: {error}") from None
         with failures_named(f"decode of {self.name}, given features {tuple(features.shape)}, failed"):
             rebuilt = self.decoder(features)
         if not isinstance(rebuilt, Tensor) or rebuilt.shape != rows.shape:
             found = tuple(rebuilt.shape) if isinstance(rebuilt, Tensor) else f"a {type(rebuilt).__name__}"
             raise InputError(
-                f"decode of {self.name} gives {found} of features {tuple(features.shape)}, where {what} needs "
+                f"decode of {self.name} returns {found} for features {tuple(features.shape)}, but {what} needs "
                 f"{tuple(rows.shape)}."
             )
         self._refuse_not_finite(rebuilt, "decode")
         for coder, whole, of in ((self.encoder, features, standard), (self.decoder, rebuilt, features)):
             if not torch.allclose(coder(of[:1]), whole[:1], rtol=ALIKE, atol=ALIKE * float(whole.abs().max())):
-                raise InputError(f"{self.name} gives a row something else beside other rows than alone: it mixes rows.")
+                raise InputError(
+                    f"{self.name} returns another result for a row among others than alone: it mixes rows."
+                )
         fitting = dataclasses.replace(self, count=features.shape[1])
         fitting._refuse_beyond(self.chosen or ())
         return fitting
@@ -325,16 +327,16 @@ class Features(Site):
         if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(rows):
             found = tuple(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
             raise InputError(
-                f"encode of {self.name} gives {found} of rows {tuple(rows.shape)}; it must give a row each."
+                f"encode of {self.name} returns {found} for rows {tuple(rows.shape)}; it must return one row for each."
             )
         if not features.is_floating_point():
-            raise InputError(f"encode of {self.name} gives {features.dtype}; features must be real numbers.")
+            raise InputError(f"encode of {self.name} returns {features.dtype}; features must be real numbers.")
         self._refuse_not_finite(features, "encode")
         return features
 
     def _refuse_not_finite(self, found: Tensor, what: str) -> None:
         if not is_finite(found):
-            raise InputError(f"{what} of {self.name} gives NaN or infinity of finite numbers: look at its weights.")
+            raise InputError(f"{what} of {self.name} returns NaN or infinity for finite numbers: check its weights.")
 
     def _refuse_beyond(self, features: Sequence[int]) -> None:
         if self.count and (beyond := [feature for feature in features if feature >= self.count]):
@@ -611,15 +613,17 @@ def _place(config: Mapping[str, object], path: Path) -> tuple[str, Site, int]:
     """Return the hook, site and layer whose activation the autoencoder was trained on."""
     hook = config.get("hook_name", config.get("hook_point"))
     if not isinstance(hook, str):
-        raise InputError(f"{path / CONFIG} names no hook_name: what the autoencoder reads is not known.")
+        raise InputError(f"{path / CONFIG} names no hook_name: it is unknown what the autoencoder reads.")
     if config.get("hook_head_index", config.get("hook_point_head_index")) is not None:
-        raise InputError(f"{path / CONFIG} is of a single head of {hook}; only whole activations can be read.")
+        raise InputError(
+            f"{path / CONFIG} describes an autoencoder of a single head of {hook}; only whole activations can be read."
+        )
     place_found = place_named(hook)
     for pattern, site in OTHER_NAMES:
         place_found = (SITES[site], int(other[1])) if (other := re.fullmatch(pattern, hook)) else place_found
     if place_found is None or place_found[0].axes[0] != "position":
         known = ", ".join(site.hook for site in SITES.values() if site.axes[0] == "position")
-        raise InputError(f"{path / CONFIG} reads {hook!r}, which is not a site here; these are: {known}.")
+        raise InputError(f"{path / CONFIG} reads {hook!r}, which is not a site here; sites are: {known}.")
     return hook, *place_found
 
 
@@ -627,22 +631,22 @@ def _autoencoder(config: Mapping[str, object], tensors: Mapping[str, Tensor], pa
     architecture, where = config.get("architecture", "standard"), path / CONFIG
     if "transcoder" in str(architecture) or config.get("hook_name_out") not in (None, config.get("hook_name")):
         raise InputError(
-            f"{where} is of a transcoder, which writes elsewhere than it reads; only autoencoders are read."
+            f"{where} describes a transcoder, which reads one site and writes another; only autoencoders are supported."
         )
     if "batchtopk" in str(architecture):
         raise InputError(
-            f"{where} has architecture {shown(architecture)}, which is that of training: the threshold that it learned "
-            "is not in the weights. Save it with sae-lens for inference, which makes a jumprelu autoencoder of it."
+            f"{where} has architecture {shown(architecture)}, which is only for training: the learned threshold is not "
+            "in the weights. Save it with sae-lens for inference, which converts it to a jumprelu autoencoder."
         )
     if architecture not in ARCHITECTURES:
         raise InputError(
-            f"{where} has architecture {shown(architecture)}; known are {', '.join(ARCHITECTURES)}."
-            f"{did_you_mean(architecture, ARCHITECTURES)}"
+            f"{where} has architecture {shown(architecture)}; supported are "
+            f"{', '.join(ARCHITECTURES)}.{did_you_mean(architecture, ARCHITECTURES, or_all=False)}"
         )
     norm = config.get("normalize_activations") or "none"
     norm = NORMS[3] if norm is True else norm
     if norm not in NORMS:
-        raise InputError(f"{where} has normalize_activations {shown(norm)}; known are {', '.join(NORMS)}.")
+        raise InputError(f"{where} has normalize_activations {shown(norm)}; supported are {', '.join(NORMS)}.")
     activation, k = _activation(config, architecture, where)
     weights = _checked(config, architecture, tensors, path)
     if norm == "expected_average_only_in":
@@ -659,7 +663,7 @@ def _activation(config: Mapping[str, object], architecture: str, where: Path) ->
     named = config.get("activation_fn_str", config.get("activation_fn"))
     activation = architecture if architecture in LARGEST else named or "relu"
     if activation not in ("relu", "tanh-relu", *LARGEST):
-        raise InputError(f"{where} has activation_fn_str {shown(activation)}; known are relu, tanh-relu, topk.")
+        raise InputError(f"{where} has activation_fn_str {shown(activation)}; supported are relu, tanh-relu, topk.")
     if activation not in LARGEST:
         return activation, None
     options = config.get("activation_fn_kwargs") or {}
@@ -683,14 +687,15 @@ def _checked(
         if not _flag(config, "finetuning_scaling_factor", False, path / CONFIG):
             raise InputError(
                 f"{path / WEIGHTS} has a scaling_factor that is not 1, and {CONFIG} does not say "
-                "finetuning_scaling_factor: whether to multiply by it is not known. Write true there, or leave it out."
+                "finetuning_scaling_factor: it is unknown whether to multiply by it. Write true there, or remove the "
+                "factor."
             )
         sizes["scaling_factor"] = (n,)
     for name, size in sizes.items():
         if name not in tensors:
             raise InputError(f"{path / WEIGHTS} has no {name}, which a {architecture} autoencoder needs.")
         if tuple(tensors[name].shape) != size:
-            raise InputError(f"{path / WEIGHTS}: {name} is {tuple(tensors[name].shape)}, where W_enc makes it {size}.")
+            raise InputError(f"{path / WEIGHTS}: {name} is {tuple(tensors[name].shape)}, but W_enc implies {size}.")
         if not is_finite(tensors[name]):
             raise InputError(f"{path / WEIGHTS}: {name} holds NaN or infinity.")
     for key, size_found in (("d_in", d), ("d_sae", n)):
@@ -705,8 +710,8 @@ def _folded(config: Mapping[str, object], weights: Mapping[str, Tensor], where: 
     if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 0:
         raise InputError(
             f"{where} has normalize_activations 'expected_average_only_in' and no norm_scaling_factor, and there is no "
-            f"{SCALER} with a scaling_factor: what to multiply activations with is not known. Write it in one of them, "
-            "or fold it with sae-lens and save again."
+            f"{SCALER} with a scaling_factor: the factor of the activations is unknown. Write it in one of them, or "
+            "fold it with sae-lens and save again."
         )
     # W_enc reads x · factor, and the decoder's output is divided by the factor; b_enc follows the product and stays.
     return {

@@ -165,8 +165,8 @@ class Attached:
         if result is None:
             if not _same(copy, activation):
                 raise InterventionError(
-                    f"A hook at {self.name} wrote into the activation and returned None. It has a copy of its own, so "
-                    "that nothing would change: return the activation."
+                    f"A hook at {self.name} wrote into the activation and returned None. It received a copy, so "
+                    "nothing would change: return the activation."
                 )
             return copy.clone() if copy.requires_grad else None  # so that a gradient at the copy can be requested
         if self.read_only:
@@ -295,8 +295,8 @@ class Attachments:
                 if "set_use_" not in str(error):
                     raise InterventionError(f"TransformerLens refused a hook at {named}: {error}") from None
                 raise InterventionError(
-                    f"A hook at {named} cannot be used: models make no copies of what heads and MLPs read or write; "
-                    f"{hint_for('model', 'set_use_attn_result')}; hw.path_patch changes what a receiver reads."
+                    f"A hook at {named} cannot be used: models make no copies of the inputs or outputs of heads and "
+                    f"MLPs; {hint_for('model', 'set_use_attn_result')}; hw.path_patch changes the input of a receiver."
                 ) from None
             yield
 
@@ -325,8 +325,8 @@ def discarded_edits_raise(attentions: Sequence[Any], shape: ModelShape) -> Itera
         result = point(activation)
         if not (result is activation or (result.dtype == activation.dtype and torch.equal(result, activation))):
             raise InterventionError(
-                f"An edit of {label} did not take effect: {shape.architecture} computes its attention by itself, and "
-                "this activation can only be read."
+                f"An edit of {label} did not take effect: {shape.architecture} computes its attention in its own code, "
+                "so this activation can only be read."
             )
         return cast("Tensor", result)
 

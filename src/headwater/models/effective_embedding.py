@@ -76,8 +76,8 @@ def adds_positions(model: Model) -> bool:
         if bool((positions - positions[0]).abs().max() <= rounding(model.dtype) * first.float().abs().max()):
             return True
     raise ModelError(
-        f"{model.shape.architecture} starts from more than its embedding and a position, so what it reads for a token "
-        "alone is not known; no effective embedding can be given."
+        f"{model.shape.architecture} starts from more than its embedding and a position, so its input for a token "
+        "alone is unknown, and so is its effective embedding."
     )
 
 
@@ -103,8 +103,8 @@ def first_mlp(
         model,
         embeddings + output,
         after,
-        "The first block of {} is not the residual stream plus what attention and MLP write: it differs by {}. Use "
-        "embedding='raw' or 'layer0'.",
+        "The first block of {} does not output the residual stream plus the outputs of attention and MLP: it differs "
+        "by {}. Use embedding='raw' or 'layer0'.",
     )
     return output
 
@@ -132,15 +132,15 @@ class HeadsOfLoneTokens:
         W_V, W_O = factors["W_V"], factors["W_O"]
         if lacking := [hook_name(place, layer) for name, place in PLACES.items() if (layer, name) not in self.seen]:
             raise ModelError(
-                f"TransformerLens does not show {lacking[0]} of {self.model.shape.architecture}, so W_V and W_O cannot "
-                "be checked against what its heads compute."
+                f"TransformerLens does not expose {lacking[0]} of {self.model.shape.architecture}, so W_V and W_O "
+                "cannot be checked against what its heads compute."
             )
         x, z, weight, out = (self.seen[layer, name].to(W_V) for name in PLACES)
-        suffix = f"in layer {layer}: {{}} apart. No OV map is read."
+        suffix = f"in layer {layer}: they differ by {{}}. No OV map is computed."
         values = _plus(einsum(x, W_V, "token m, head m d -> token head d"), factors.get("b_V"))
         expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * weight
         z = z.reshape(len(x), len(W_O), -1)
-        _same(self.model, expected, z, f"The heads of {{}} do not hand on their weight times x W_V {suffix}")
+        _same(self.model, expected, z, f"The heads of {{}} do not pass on their weight times x W_V {suffix}")
         written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
         message = f"The attention of {{}} does not write the sum of its heads' z W_O {suffix}"
         _same(self.model, written, out, message)
@@ -204,9 +204,7 @@ def bos_token(tokenizer: Tokenizer) -> int:
     known = [text for name in names if (text := getattr(tokenizer, name, None)) is not None]
     for text in [text for text in known if text not in template] + known:
         return int(tokenizer.convert_tokens_to_ids(text))
-    raise InputError(
-        "The tokenizer has neither a BOS nor an EOS token, which 'layer0' puts in front; use 'embed+mlp0'."
-    )
+    raise InputError("The tokenizer has neither a BOS nor an EOS token, which 'layer0' prepends; use 'embed+mlp0'.")
 
 
 def chunks(rows: Tensor, d_mlp: int) -> Iterable[Tensor]:

@@ -132,7 +132,7 @@ def _falcon(config: Any) -> dict[str, Any]:
 def _opt(config: Any) -> dict[str, Any]:
     if config.do_layer_norm_before and config.word_embed_proj_dim == config.hidden_size:
         return {}
-    reason = "its embedding is projected on its way into the residual stream, or norms come after its parts."
+    reason = "its embedding is projected before it enters the residual stream, or norms follow its attention and MLP."
     return {
         "final_norm": None if not config.do_layer_norm_before else OPT.final_norm,
         "norms": OPT.norms if config.do_layer_norm_before else Norms(None, None, None, None),

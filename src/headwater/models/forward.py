@@ -113,8 +113,8 @@ def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
         return {}
     if not model.takes_padding:
         raise InputError(
-            f"{model.name} gives a text other values beside a longer one than alone, since it reads the padding after "
-            "it: give texts of one length, or one at a time."
+            f"{model.name} computes other values for a padded text than for the text alone, since it reads the "
+            "padding: give texts of one length, or one at a time."
         )
     return {"attention_mask": to_device(batch.mask.long(), model.device)} if model.looks_ahead else {}
 
@@ -230,8 +230,8 @@ def cache_options(model: Model, cache: Any) -> dict[str, Any]:
     """Return the options with which a wrapped model continues from a cache."""
     if (nameless := _nameless(model.raw)) is not None:
         raise ModelError(
-            f"{model.name} cannot go on from keys and values of earlier tokens: {type(nameless).__name__} takes none "
-            f"under a name that is known ({', '.join(NAMES)}). Give it whole texts instead."
+            f"{model.name} cannot continue from keys and values of earlier tokens: {type(nameless).__name__} takes "
+            f"none under a known name ({', '.join(NAMES)}). Give it whole texts instead."
         )
     return {str(name_of_cache(model.raw.original_model)): cache, "use_cache": True}
 
@@ -251,10 +251,9 @@ def reached(attentions: Iterable[Any]) -> Iterator[None]:
         cache = caches.pop(attention, None)
         if cache is None or not cache.updated:
             raise ModelError(
-                f"{attention.name} of {type(_wrapped(attention)).__name__} was asked to go on from keys and values of "
-                f"earlier tokens, but {type(attention).__name__} of TransformerLens did not take them as "
-                f"{name_read(attention)}: what it computed knows nothing of these tokens. Give the model whole texts "
-                "instead."
+                f"{attention.name} of {type(_wrapped(attention)).__name__} was asked to continue from keys and values "
+                f"of earlier tokens, but {type(attention).__name__} of TransformerLens did not take them as "
+                f"{name_read(attention)}: its output ignores these tokens. Give the model whole texts instead."
             )
 
     with contextlib.ExitStack() as stack:

@@ -200,7 +200,7 @@ def generate(
     sampling = checked_sampling(do_sample, temperature, top_p, top_k, model.shape.d_vocab)
     progress, return_tokens = checked_flag("progress", progress), checked_flag("return_tokens", return_tokens)
     if model.tokenizer is None:
-        raise InputError(f"{model.name} has no tokenizer to write texts with: pass tokenizer= to hw.load.")
+        raise InputError(f"{model.name} has no tokenizer to generate texts with: pass tokenizer= to hw.load.")
     if stream is not None and not callable(stream):
         raise InputError(f"stream={shown(stream)} must be a function of (number of a prompt, piece of its text).")
     checked_count("max_new_tokens", max_new_tokens)
@@ -344,7 +344,7 @@ def generate_tokens(
     if not steps_with_hooks(model, prompts, max_new_tokens) and HOOKS in model.interventions:
         raise InputError(
             f"{model.name} ({model.shape.architecture}) runs the whole text again for every token here, and hooks that "
-            "`with model.hooks(...)` attached would act on all of it each time: give them to generate, as hooks=."
+            "`with model.hooks(...)` attached would act on all of it each time: pass them to generate as hooks=."
         )
     processors, prompt_ids = processors_of(model, prompts, max_new_tokens), prompts.ids
     tokens: list[list[int]] = [[] for _ in range(len(prompts))]
@@ -396,8 +396,8 @@ def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
     longest = int(prompts.lengths.max()) + max_new_tokens
     if longest > model.shape.n_ctx:
         raise InputError(
-            f"Prompts and max_new_tokens={max_new_tokens} new tokens come to {longest} tokens; the model reads at most "
-            f"{model.shape.n_ctx}."
+            f"Prompts and max_new_tokens={max_new_tokens} new tokens add up to {longest} tokens; the model reads at "
+            f"most {model.shape.n_ctx}."
         )
 
 
@@ -458,8 +458,8 @@ def checked_sampling(
         for name, value in {"temperature": temperature, "top_p": top_p, "top_k": top_k}.items():
             if value is not None:
                 raise InputError(
-                    f"{name}={shown(value)} changes nothing while the most probable token is taken: give "
-                    f"do_sample=True too, or leave {name} out."
+                    f"{name}={shown(value)} has no effect while the most probable token is taken: give do_sample=True "
+                    f"too, or leave {name} out."
                 )
         return None
     return Sampling(
@@ -523,8 +523,8 @@ def processors_of(model: Model, prompts: Batch, max_new_tokens: int) -> list[Any
     if (unused := settings(model.raw, UNUSED)) and "settings" not in model.hinted:
         model.hinted.add("settings")
         warnings.warn(
-            f"The generation config of {model.name} sets {', '.join(unused)}, which headwater does not use: what is "
-            "written is not what transformers would write. This warning is given once.",
+            f"The generation config of {model.name} sets {', '.join(unused)}, which headwater does not use: "
+            "transformers would generate other texts. This warning is given once.",
             stacklevel=2,
         )
     if not settings(model.raw, RULES):
@@ -808,8 +808,8 @@ class _InParts:
         columns_first = place is None or place[0].axes[0] == "position"
         if not columns_first or getattr(activation, "shape", ())[:2] != whole.positions.shape:
             raise InterventionError(
-                f"A hook at {self.name} cannot act while this model writes: it runs the whole text again for every "
-                "token, and there no column is one token. Use another site."
+                f"A hook at {self.name} cannot act while this model generates: it runs the whole text again for every "
+                "token, and this activation has no column per token. Use another site."
             )
         edited: Tensor | None = None
         for step, (function, reading) in enumerate(self.reads):

@@ -143,7 +143,7 @@ def config_of(file: GGUFFile) -> Any:
     """Return the transformers config of a GGUF file."""
     if file.architecture not in KINDS:
         raise ModelError(
-            f"{file.path} holds a model of architecture {file.architecture!r}; of GGUF files headwater reads "
+            f"{file.path} holds a model of architecture {file.architecture!r}; headwater reads GGUF files of "
             f"{', '.join(KINDS)}. Give the checkpoint that it was converted from."
         )
     kind = KINDS[file.architecture]
@@ -160,7 +160,7 @@ def config_of(file: GGUFFile) -> Any:
         raise
     except Exception as error:  # the file may say anything, and each config class checks it in its own way
         why = first_line(error)
-        raise ModelError(f"What {file.path} says of its model describes none: {why}; fetch it again.") from error
+        raise ModelError(f"The metadata of {file.path} describe no model: {why}; fetch it again.") from error
     return config
 
 
@@ -176,10 +176,10 @@ def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
     config["num_key_value_heads"] = _entry(file, "attention.head_count_kv", heads)
     config["head_dim"] = d_head = _entry(file, "attention.key_length", config["hidden_size"] // heads)
     if _entry(file, "attention.value_length", d_head) != d_head:
-        raise ModelError(f"{file.path} says that keys and values have other lengths, which no family here has.")
+        raise ModelError(f"{file.path} gives keys and values different lengths, which no family here has.")
     rotated = _entry(file, "rope.dimension_count", d_head)
     if rotated != d_head and not kind.partial:
-        raise ModelError(f"{file.path} rotates {rotated} of the {d_head} numbers of a head; {ORIGINAL}")
+        raise ModelError(f"{file.path} rotates {rotated} of the {d_head} dimensions of a head; {ORIGINAL}")
     config["rope_parameters"] = {"rope_theta": float(_entry(file, "rope.freq_base", 10000.0))} | _scaling(file, d_head)
     if kind.partial:
         config["rope_parameters"]["partial_rotary_factor"] = rotated / d_head
@@ -207,7 +207,9 @@ def _entry(file: GGUFFile, key: str, default: Any = _ASKED) -> Any:
     if isinstance(entry, list) and len(set(entry)) == 1:
         entry = entry[0]
     if isinstance(entry, list) and key != "attention.sliding_window_pattern":
-        raise ModelError(f"{file.path} says {file.architecture}.{key}={entry!r}, other for each layer; {ORIGINAL}")
+        raise ModelError(
+            f"{file.path} says {file.architecture}.{key}={entry!r}, not the same for each layer; {ORIGINAL}"
+        )
     # Stored as float32, 1e-5 reads as 9.999999747378752e-06, which would change the config and the fingerprint.
     return float(str(np.float32(entry))) if isinstance(entry, float) else entry
 
@@ -257,7 +259,8 @@ def names_in(file: GGUFFile, config: Any) -> dict[str, str]:
         stored = file.tensors[full_name].shape
         if stored != (shape[::-1] if _is_turned(file, full_name) else shape):
             raise ModelError(
-                f"Tensor {full_name!r} in {file.path} has shape {stored}, but its sizes say {shape}; fetch it again."
+                f"Tensor {full_name!r} in {file.path} has shape {stored}, but its metadata imply {shape}; fetch it "
+                "again."
             )
         names[name] = full_name
     if unread := sorted(file.tensors.keys() - names.values() - {ROPE_FREQUENCIES}):
@@ -405,8 +408,8 @@ def read_gguf(path: Path) -> GGUFFile:
         values, size = gguf.GGML_QUANT_SIZES[kind]
         if not shape or shape[-1] % values or 0 in shape:
             raise ModelError(
-                f"{path} is damaged: tensor {name!r} of shape {shape} is not made of the blocks of {values} that "
-                f"{kind.name} has; fetch it again."
+                f"{path} is damaged: tensor {name!r} of shape {shape} is not divisible into the blocks of {values} "
+                f"that {kind.name} has; fetch it again."
             )
         try:
             # The package has no public list of the types it dequantises, so try a block of zeros.
@@ -466,7 +469,7 @@ class _Header:
         length = self._number("Q")
         text = self._content[self._at : self._at + length]
         if len(text) < length:
-            raise ValueError("a text goes on beyond the end")
+            raise ValueError("a text extends beyond the end")
         self._at += length
         return bytes(text).decode()
 

@@ -65,11 +65,11 @@ def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> N
     """Raise InputError if texts of these lengths cannot be cut after a token because later tokens change its states."""
     if (longest := max(lengths, default=0)) > (original := original_length(model.rotary_by_length)):
         raise InputError(
-            f"{what} runs texts up to the token that is read, and past {original} tokens the rotary embeddings of "
+            f"{what} runs texts up to the token that is read, but past {original} tokens the rotary embeddings of "
             f"{model.name} depend on the length: the longest text has {longest} tokens. Give shorter ones."
         )
     if model.looks_ahead:
-        raise InputError(f"{what} runs texts up to the token that is read, and {model.name} reads later tokens, too.")
+        raise InputError(f"{what} runs texts up to the token that is read, but {model.name} also reads later tokens.")
 
 
 class Descent:
@@ -168,7 +168,7 @@ class Descent:
         if not difference <= 1e-2 * float(first.detach().abs().max()):
             raise InterventionError(
                 f"{self.model.name}: blocks {segment.start} to {segment.stop - 1}, run again as the model ran them, "
-                f"give another residual stream (by {difference:.1e}); their gradients are not to be trusted."
+                f"have another residual stream (by {difference:.1e}); their gradients cannot be trusted."
             )
         return residual
 
@@ -196,7 +196,9 @@ class Descent:
     def _note_call(self, layer: int, _: object, args: tuple[Any, ...], options: dict[str, object]) -> None:
         """Record a block's arguments; the residual stream only where a segment begins."""
         if not args:
-            raise InterventionError(f"{self.model.name} does not hand its blocks the residual stream first.")
+            raise InterventionError(
+                f"{self.model.name} does not pass its blocks the residual stream as first argument."
+            )
         if any(segment.start == layer for segment in self._segments):
             self._entries[layer] = args[0]
         self._calls[layer] = (args[1:], dict(options))
@@ -275,7 +277,7 @@ def _joined(parameters: dict[str, torch.nn.Parameter], norms: dict[str, float], 
             continue
         parts = [f"{above}.{part}.{kind}" for part in FUSED[fused]]
         if not all(part in norms for part in parts) or sum(parameters[p].numel() for p in parts) != whole.numel():
-            raise ModelError(f"{name} has no gradient, and its parts, {', '.join(parts)}, are not all of it.")
+            raise ModelError(f"{name} has no gradient, and {', '.join(parts)} are not all of its parts.")
         part_norms = torch.tensor([joined.pop(part) for part in parts], dtype=torch.float64)
         joined[name] = float(torch.linalg.vector_norm(part_norms, order))
     return joined

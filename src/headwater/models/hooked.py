@@ -297,7 +297,7 @@ def warn_of_two_beginnings(batch: Batch, beginning: int | None) -> None:
         others = f" ({len(twice):,} of {len(batch):,} prompts do)" if len(twice) > 1 else ""
         warnings.warn(
             f"Prompt {batch.name(twice[0])} begins with two beginning-of-sequence tokens{others}. A chat template "
-            "writes one itself, and token ids may hold one: leave the second out.",
+            "writes one itself, and token ids may contain one: remove the second.",
             stacklevel=2,
         )
 
@@ -317,8 +317,8 @@ def warn_of_no_template(model: HookedModel, texts: Sequence[str]) -> None:
     if not any(isinstance(text, ChatText) or any(mark in text for mark in marks) for text in texts):
         model.hinted.add("template")
         warnings.warn(
-            f"{model.name} has a chat template and reads plain text without it: an instruct model may do otherwise in "
-            "a chat. Use context='chat' where there is such an option, or give messages in place of a text: "
+            f"{model.name} has a chat template and reads plain text without it: an instruct model may behave "
+            "differently in a chat. Use context='chat' where available, or give messages instead of a text: "
             "[{'role': 'user', 'content': text}]. This warning is given once.",
             stacklevel=2,
         )

@@ -164,8 +164,8 @@ def warn_of_other_beginnings(model: HookedModel) -> None:
     here, own, lens = (spelled_tokens(model.tokenizer, model.resolve_bos(rule)) for rule in rules)
     if not here == own == lens:
         warnings.warn(
-            f"{model.name}: texts begin with {here}. Its tokenizer writes {own}, TransformerLens {lens}; choose with "
-            "hw.load(..., bos=).",
+            f"{model.name}: texts begin with {here}. Its tokenizer prepends {own}, TransformerLens {lens}; choose "
+            "with hw.load(..., bos=).",
             BeginningWarning,
             stacklevel=4,
         )
@@ -226,7 +226,7 @@ def _from_lens(
     here, kind = next(iter(raw.parameters())).device, next(iter(raw.parameters())).dtype
     if (device is not None and not is_on(torch.device(device), here)) or (dtype is not None and dtype != kind):
         raise InputError(
-            f"This model is on {here} in {kind}, and headwater does not move a caller's model; move it before."
+            f"This model is on {here} in {kind}, and headwater does not move a caller's model; move it first."
         )
     if tokenizer is None:
         tokenizer = getattr(raw, "tokenizer", None)
@@ -450,7 +450,7 @@ def _unreadable(folder: Path, kind: Any, config: object, error: Exception) -> st
         with torch.device("meta"):
             expected = {name: tuple(parameter.shape) for name, parameter in kind.from_config(config).named_parameters()}
     except Exception as reason:  # as above
-        return f"The model of {folder} cannot be loaded: by its config it cannot be built, {one_line(reason)}"
+        return f"The model of {folder} cannot be loaded: it cannot be built from its config, {one_line(reason)}"
     for file in weight_files(folder):
         for name, shape in tensor_shapes(file).items():
             refuse_another_shape(name, file, shape, expected.get(name, shape))
@@ -630,7 +630,7 @@ def _lens_config(path: Path) -> dict[str, Any] | None:
 #              or the same parameters in a text model with the same names (Qwen 2.5 VL, Qwen 3 VL)
 
 
-MERGE = "hw.load(transformers_model, merge_adapters=True) loads a copy whose weights hold them"
+MERGE = "hw.load(transformers_model, merge_adapters=True) loads a copy with merged weights"
 SAME_TEXT_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Text model types that rotate texts without images as another type does; each runs as the class of that type."""
 WEIGHT_BUFFERS = (".weight", ".qweight")
@@ -644,16 +644,16 @@ def refuse_adapters(model: Any) -> None:
     if is_a(model, "PeftModel"):
         if first is None:
             raise InputError(
-                f"A {kind} of peft was given that changes no weights, as learned prompts do not: there is nothing to "
-                "merge, and headwater does not run it. Give its get_base_model() to load that."
+                f"A {kind} of peft was given that changes no weights, such as learned prompts: there is nothing to "
+                "merge, and headwater does not run it. Give its get_base_model() to load the base model."
             )
         raise InputError(
-            f"A {kind} of peft was given, whose adapters act beside the weights: {MERGE}; or give what its "
-            "merge_and_unload() returns."
+            f"A {kind} of peft was given, whose adapters are separate from the weights: {MERGE}; or give the result of "
+            "its merge_and_unload()."
         )
     if first is not None:
         where = first.replace(WRAPPED, "")  # a TransformerBridge adds this to the names of wrapped modules
-        raise InputError(f"Adapters act beside the weights of this {kind}, first at {where}: {MERGE}.")
+        raise InputError(f"Adapters are separate from the weights of this {kind}, first at {where}: {MERGE}.")
 
 
 def with_adapters_merged(model: Any) -> Any:
@@ -753,7 +753,7 @@ def _same_logits(whole: PreTrainedModel, text: PreTrainedModel, what: str) -> No
     tokens = torch.arange(4, device=whole.get_input_embeddings().weight.device)[None]
     error = difference(*(model(tokens, use_cache=False).logits for model in (text, whole)))
     if not error <= 1e-4:
-        raise ModelError(f"{what} gives other logits than the whole: {error:.1%} apart.")
+        raise ModelError(f"{what} returns logits that differ from the whole model's by {error:.1%}.")
 
 
 # Corrections to TransformerLens's adapters, which define how a model is wrapped, and to the wrapped modules.

@@ -130,7 +130,7 @@ def part_named(name: Any, sizes: Sizes) -> NamedPart:
         raise InputError(f"{shown(name)} names no part of a model.{near} Write {EXAMPLES}.")
     kind, layer, head, of_query_head = part
     if kind == "mlp" and head is not None:
-        raise InputError(f"{shown(name)} gives an MLP a head; a layer has one MLP: write 'mlp {layer}'.")
+        raise InputError(f"{shown(name)} names a head of an MLP, but a layer has one MLP: write 'mlp {layer}'.")
     layer = None if layer is None else within(layer, sizes.n_layers, "layer")
     if head is not None:
         by_kv = kind in ("k", "v") and not of_query_head
@@ -206,8 +206,8 @@ def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None 
     of, numbers = sorted({layer for layer, _ in named}), sorted({head for _, head in named})
     if len(of) > 1:
         raise InputError(
-            f"heads={shown(heads)} are of layers {', '.join(map(str, of))}: heads= is crossed with layers= here. Name "
-            "heads of one layer at a time."
+            f"heads={shown(heads)} name heads of layers {', '.join(map(str, of))}: heads= is crossed with layers= "
+            "here. Name heads of one layer at a time."
         )
     if kv_site is not None and sizes.n_kv_heads < sizes.n_heads:
         raise InputError(
@@ -216,6 +216,6 @@ def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None 
         )
     if of[0] not in resolve_indices(layers, sizes.n_layers, "layer"):
         raise InputError(
-            f"heads={shown(heads)} is of layer {of[0]}, and layers={shown(layers)} was given: leave it out."
+            f"heads={shown(heads)} is in layer {of[0]}, which is not in layers={shown(layers)}: leave layers= out."
         )
     return tuple(of), tuple(numbers)

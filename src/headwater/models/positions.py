@@ -81,7 +81,7 @@ class Characters:
             first, last = whole_number(start), whole_number(stop)
         except TypeError:
             given = f"characters({shown(start)}, {shown(stop)}) are not two whole numbers"
-            raise InputError(f"{given}; a word is given as it is, positions=' France'.") from None
+            raise InputError(f"{given}; pass a word directly, positions=' France'.") from None
         if not 0 <= first < last <= len(text):
             raise InputError(f"The characters {first} to {last} are not in a prompt of {len(text)} characters.")
         return list(token_span(offsets, first, last))
@@ -101,8 +101,8 @@ class Occurrence:
         occurrences = _occurrences(self.word, text)
         if not -len(occurrences) <= self.n <= len(occurrences):
             raise (InputError if occurrences else AbsentError)(
-                f"The text {self.word!r} occurs {_times(len(occurrences))} in the prompt {shown(text)}, so not "
-                f"number {self.n}."
+                f"The text {self.word!r} occurs {_times(len(occurrences))} in the prompt {shown(text)}, so it has no "
+                f"occurrence {self.n}."
             )
         return list(token_span(offsets, *occurrences[self.n - (self.n > 0)]))
 
@@ -233,7 +233,7 @@ def checked_roles(where: Mapping[Any, Any]) -> None:
     if not where or not all(isinstance(name, str) and name for name in where):
         raise InputError(f"positions={shown(dict(where))} does not map names of roles to positions.")
     if nested := [name for name, place in where.items() if isinstance(place, Mapping)]:
-        raise InputError(f"The role {nested[0]!r} is made of roles itself; give it positions.")
+        raise InputError(f"The role {nested[0]!r} contains roles itself; give it positions.")
 
 
 def _of_example(where: object, example: int, n_examples: int, side: int | None) -> object:
@@ -254,7 +254,7 @@ def _of_example(where: object, example: int, n_examples: int, side: int | None) 
     if isinstance(where, tuple) and len(where) == 2 and not _are_numbers(where):
         if side is None:
             raise InputError(
-                f"{shown(where)} names positions of two prompts, clean and corrupted, and there are no pairs here."
+                f"{shown(where)} names positions of two prompts, clean and corrupted, but there are no pairs here."
             )
         where = where[side]
     return where
@@ -330,5 +330,5 @@ def _occurrences(name: str, text: str) -> list[tuple[int, int]]:
 def _text_of(prompt: Prompt, name: str) -> tuple[str, Offsets]:
     """Return a prompt's text and the character offsets of its tokens."""
     if prompt.text is None or prompt.offsets is None:
-        raise InputError(f"{name} cannot be looked for in token ids. Give positions, or the prompts as text.")
+        raise InputError(f"{name} cannot be searched for in token ids. Give positions, or the prompts as text.")
     return prompt.text, prompt.offsets

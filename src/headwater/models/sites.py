@@ -198,7 +198,7 @@ class Site:
             InputError: no layer of the model has the site with the expected shape.
         """
         if reason := self.absent(model.shape):
-            raise InputError(f"{self.name} was asked for, but {reason}")
+            raise InputError(f"{self.name} was requested, but {reason}")
         lacking = [self.lacks(model, layer) for layer in self.layers(model.shape)]
         if all(lacking):
             raise InputError(str(lacking[0]))
@@ -262,7 +262,7 @@ def register_site(site: Site) -> Site:
             "of a pattern: head, position, key."
         )
     if "{layer}" not in site.hook:
-        raise InputError(f"The hook {site.hook!r} of the site {site.name} must leave its layer open, as {{layer}}.")
+        raise InputError(f"The hook {site.hook!r} of the site {site.name} must have {{layer}} in place of the layer.")
     return SITES.add(site.name, site)
 
 

@@ -144,7 +144,7 @@ def make_batch(
     """
     refuse_what_has_no_order(inputs)
     if mask is not None and not isinstance(inputs, Tensor):
-        raise InputError("mask= says where a tensor of token ids is real; texts, lists and batches need none.")
+        raise InputError("mask= marks the real tokens of a tensor of token ids; texts, lists and batches need none.")
     if isinstance(inputs, Batch):
         batch = inputs
     elif isinstance(inputs, Tensor):
@@ -304,7 +304,7 @@ def refuse_what_has_no_order(inputs: object) -> None:
     kind = type(inputs).__name__
     if isinstance(inputs, Mapping):
         raise InputError(
-            f"A {kind} was given: give texts, or messages in a list; or, of what a tokenizer returned as tensors, "
+            f"A {kind} was given: give texts, or messages in a list; or, for the tensors that a tokenizer returned, "
             "model.tokenize(found['input_ids'], mask=found['attention_mask'])."
         )
     if has_no_order(inputs) or isinstance(inputs, bytes):
@@ -440,7 +440,7 @@ def panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise kind(f"{failed}: its rules made the tokenizers library stop ({first_line(error)}).") from None
+        raise kind(f"{failed}: its rules made the tokenizers library panic ({first_line(error)}).") from None
 
 
 def own_bos(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -457,7 +457,7 @@ def resolve_bos(bos: object, tokenizer: Tokenizer | None, prepends: bool) -> tup
     if bos is False or (tokenizer is None and bos is None):
         return ()
     if tokenizer is None:
-        raise InputError(f"bos={shown(bos)} says what texts begin with, and there is no tokenizer: pass tokenizer=.")
+        raise InputError(f"bos={shown(bos)} sets what texts begin with, but there is no tokenizer: pass tokenizer=.")
     by_lens = (tokenizer.bos_token_id,) if prepends and tokenizer.bos_token_id is not None else ()
     if bos is None:
         return own_bos(tokenizer) or (by_lens if by_lens == (tokenizer.eos_token_id,) else ())

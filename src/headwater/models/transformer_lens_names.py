@@ -59,7 +59,7 @@ class Config:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(
-            f"cfg.{name} can only be read: the model would not follow. TransformerLens's own is model.raw.cfg."
+            f"cfg.{name} is read-only: setting it would not change the model. TransformerLens's own is model.raw.cfg."
         )
 
     def __dir__(self) -> list[str]:
@@ -303,11 +303,11 @@ class TransformerLensNames(Model):
     W_Q: Float[Tensor, "layer head d_model d_head"] = _factor("W_Q", "Normed residual stream to queries.")
     W_K: Float[Tensor, "layer head d_model d_head"] = _factor("W_K", "Normed residual stream to keys, by query head.")
     W_V: Float[Tensor, "layer head d_model d_head"] = _factor("W_V", "Normed residual stream to values, by query head.")
-    W_O: Float[Tensor, "layer head d_head d_model"] = _factor("W_O", "A head's weighted values to what it writes.")
+    W_O: Float[Tensor, "layer head d_head d_model"] = _factor("W_O", "A head's weighted values to its output.")
     b_Q: Float[Tensor, "layer head d_head"] = _factor("b_Q", "Bias of queries; zeros without one.")
     b_K: Float[Tensor, "layer head d_head"] = _factor("b_K", "Bias of keys, by query head; zeros without one.")
     b_V: Float[Tensor, "layer head d_head"] = _factor("b_V", "Bias of values, by query head; zeros without one.")
-    b_O: Float[Tensor, "layer d_model"] = _factor("b_O", "Bias of what a layer's heads write; zeros without one.")
+    b_O: Float[Tensor, "layer d_model"] = _factor("b_O", "Bias of the output of a layer's heads; zeros without one.")
 
     def _of_heads(self, name: str) -> Tensor:
         shape = self.shape
@@ -342,11 +342,11 @@ class TransformerLensNames(Model):
     def _named(self, names: object) -> list[str]:
         known = self.raw.hook_dict
         if names is None or callable(names):
-            with failures_named("The filter of names failed"):
+            with failures_named("The filter for names failed"):
                 shown_names = [name for name in known if names is None or bool(names(name))]
             shown_names = [name for name in shown_names if self._is_shown(name)]
             if not shown_names:
-                raise InputError("The filter says True of no hook; model.raw.hook_dict has the names.")
+                raise InputError("The filter is True for no hook; model.raw.hook_dict has the names.")
             return shown_names
         listed = [] if has_no_order(names) else one_or_several(names)
         if not listed or not all(isinstance(name, str) for name in listed):

@@ -152,6 +152,6 @@ def refuse_other_logits(model: HookedModel, found: Tensor, expected: Tensor) -> 
     # `not ... <=`, so that NaN is refused too.
     if not error <= rounding(model.dtype):
         raise ModelError(
-            f"The logits of {model.name} are not its final norm, unembedding and soft cap alone: they differ by "
+            f"The logits of {model.name} are more than its final norm, unembedding and soft cap: they differ by "
             f"{error:.1%} of the largest. Likelihoods read from its residual stream would be wrong."
         )

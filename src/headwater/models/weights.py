@@ -129,11 +129,11 @@ class _Weights:
     def _check_heads(self, layer: int, config: object) -> None:
         """Refuse a nonexistent layer, and attention that clips its values, since a head is then not a linear map."""
         if not 0 <= layer < self.shape.n_layers:
-            raise InputError(f"Layer {layer} was asked for; the model has layers 0 to {self.shape.n_layers - 1}.")
+            raise InputError(f"Layer {layer} was requested; the model has layers 0 to {self.shape.n_layers - 1}.")
         if limit := clip_limit(config):
             raise ModelError(
-                f"{self.shape.architecture} clips queries, keys and values here (clip_qkv={limit}), so what a head "
-                "writes is not x W_V W_O; no OV map is read."
+                f"{self.shape.architecture} clips queries, keys and values here (clip_qkv={limit}), so the output of a "
+                "head is not x W_V W_O; no OV map is computed."
             )
 
 
@@ -150,8 +150,7 @@ def check_finite(named: Mapping[str, Tensor]) -> None:
     for name, tensor in named.items():
         if bad := int(torch.count_nonzero(~tensor.isfinite())):
             raise ModelError(
-                f"Tensor {name!r} holds {bad} values of {tensor.numel()} that are NaN or infinite; "
-                "fetch or save it again."
+                f"Tensor {name!r} has {bad} of {tensor.numel()} values NaN or infinite; fetch or save it again."
             )
 
 
@@ -258,7 +257,7 @@ class LoadedWeights(_Weights):
         factors = {name: None if factor is None else self._given(factor) for name, factor in stored.items()}
         factors["norm_gain"] = self._gain(norm)
         if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
-            raise self._no_factors(layer, f"TransformerLens shows no {missing}")
+            raise self._no_factors(layer, f"TransformerLens does not expose {missing}")
         # A HookedTransformer computes with these same tensors; in a bridge they are found in modules by name.
         if f"{at}: heads" not in self._sound and is_bridge(self.model.raw):
             self._heads_seen.check(layer, factors)

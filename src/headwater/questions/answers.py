@@ -217,7 +217,7 @@ def answer(
         raise InputError(f"questions must be what hw.load_questions returns, found a {type(questions).__name__}.")
     if model.tokenizer is None or not getattr(model.tokenizer, "is_fast", False):
         raise InputError(
-            f"{model.name} needs a tokenizer that gives character offsets (a fast one) to answer questions."
+            f"{model.name} needs a tokenizer that returns character offsets (a fast one) to answer questions."
         )
     checked_count("batch_size", batch_size)
     check_label(label)
@@ -281,11 +281,11 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
         if rows.any():
             continue
         first = int(rows.index[0])
-        others = "" if len(questions.datasets) == 1 else " Answer it apart from the others."
+        others = "" if len(questions.datasets) == 1 else " Answer it separately from the others."
         raise InputError(
-            f"None of the {len(rows):,} questions of {name!r} says where its subject and property are, beginning "
-            f"with row {first + 1} ({table['id'][first]}: {table['question'][first]!r}).{others} Give the columns "
-            "subject and property, or an extractor: extractor='rules' or another (headwater.questions.extract). "
+            f"None of the {len(rows):,} questions of {name!r} says where its subject and property are, for example row "
+            f"{first + 1} ({table['id'][first]}: {table['question'][first]!r}).{others} Give the columns subject and "
+            "property, or an extractor: extractor='rules' or another (headwater.questions.extract). "
             f"{columns_found({str(column): None for column in table}, *SPAN_COLUMNS)}"
         )
     prompts, records = {}, table.to_dict("records")
@@ -366,7 +366,7 @@ def _result(questions: Questions, rows: Sequence[dict[str, Any] | Dropped], run:
     if not used:
         listed = ", ".join(f"{count:,} {cause}" for cause, count in dropped["cause"].value_counts().items())
         hint = " Give a higher max_new_tokens." if CUT in dropped["cause"].tolist() else ""
-        raise InputError(f"No question is left of {len(questions):,}: {listed}.{hint}")
+        raise InputError(f"None of the {len(questions):,} questions is left: {listed}.{hint}")
     return AnsweredQuestions(pd.DataFrame(used), dropped, run)
 
 

@@ -62,12 +62,12 @@ class ChatEndpoint:
         if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
             raise InputError(f"url={shown(self.url)} is not an address: it must begin with http:// or https://.")
         if not isinstance(self.model, str) or not self.model:
-            raise InputError(f"model={shown(self.model)} must be the endpoint's name of a model: a text.")
+            raise InputError(f"model={shown(self.model)} must be the name of a model at the endpoint: a text.")
         checked_count("tries", self.tries)
         checked_count("workers", self.workers)
         checked_number("timeout", self.timeout, above=0.0)
         if self.key_from is not None and not os.environ.get(self.key_from):
-            raise InputError(f"The environment variable {shown(self.key_from)}, which is to hold the key, is not set.")
+            raise InputError(f"The environment variable {shown(self.key_from)}, which should hold the key, is not set.")
 
     @property
     def identity(self) -> str:
@@ -175,7 +175,7 @@ class FailureLimit:
             self._unheard = self._unheard + 1 if isinstance(reply, NoReplyError) else 0
         if self._unheard >= SILENT:
             raise InputError(
-                f"Nothing replied {self._unheard} times in a row: {replies[-1]} Earlier replies are kept where "
-                "out= names a folder: the same call goes on from there."
+                f"There was no reply {self._unheard} times in a row: {replies[-1]} With out=, earlier replies are "
+                "kept: the same call continues from there."
             )
         return [None if isinstance(reply, NoReplyError) else reply for reply in replies]

@@ -158,7 +158,7 @@ def _read(name: str, rows: Iterator[tuple[int, Row]], format: str | None) -> pd.
         checked.append(_checked(where, FORMATS[format](fields, where) | added, row, dataset, number))
         key = checked[-1]["dataset"], checked[-1]["id"]
         if key in row_of:
-            raise InputError(f"{where}: the id {key[1]!r} is that of row {row_of[key]} too; ids must differ.")
+            raise InputError(f"{where}: row {row_of[key]} has the same id, {key[1]!r}; ids must be unique.")
         row_of[key] = number
     table = _tidy(pd.DataFrame(checked))
     return table[[*FIRST_COLUMNS, *(column for column in table if column not in FIRST_COLUMNS)]]
@@ -473,7 +473,7 @@ def _answers(value: object, where: str, name: str) -> object:
     if not isinstance(value, str):
         return value
     is_json = value.lstrip().startswith("[")
-    return _parsed(value, where, name, ": json.dumps writes a list so") if is_json else value.split(" | ")
+    return _parsed(value, where, name, ": json.dumps writes a list in this form") if is_json else value.split(" | ")
 
 
 def _parsed(text: str, where: str, name: str, hint: str = "") -> Any:
@@ -496,6 +496,6 @@ def _require(row: Mapping[str, object], where: str, format_name: str, *names: st
     for name in names:
         if name not in row:
             raise InputError(
-                f"{where}: the field {name} is missing, which every row of format {format_name!r} has. "
+                f"{where}: the field {name} is missing; every row of format {format_name!r} has it. "
                 f"{columns_found(row, name)}"
             )

@@ -58,8 +58,8 @@ class RunFolder:
         self.path = checked_path("out", path)
         if run.unknown:
             raise InputError(
-                f"out={str(path)!r} cannot be used: what this run computes with cannot be named, {run.unknown}, "
-                "or omit out=."
+                f"out={str(path)!r} cannot be used: an input of this run cannot be identified, {run.unknown}, or omit "
+                "out=."
             )
         self._pieces = self.path / PIECES
         self._processes = processes()
@@ -70,8 +70,8 @@ class RunFolder:
             for number, other in enumerate(records):
                 if differences := records[0].differences(other):
                     raise HeadwaterError(
-                        f"The processes of one run must be given the same: of process {number} (there) and process 0 "
-                        f"(here) differ {'; '.join(differences[:4])}."
+                        f"The processes of one run must have the same inputs; process {number} (there) and process 0 "
+                        f"(here) differ in {'; '.join(differences[:4])}."
                     )
         # The identity of this call, not of the earlier record: a piece is identified by what would compute it now.
         self._identity, self._names = run.identity, (PIECES, *file_names(kind))
@@ -190,7 +190,7 @@ class RunFolder:
             return found
         if (file := self.piece_file(name)).exists():
             # Not an error: recomputing a piece costs only its own time, and the rest of the run is valid.
-            warnings.warn(f"{file} is not what this run wrote there: it is computed anew.", stacklevel=2)
+            warnings.warn(f"{file} is not the file that this run wrote: it is recomputed.", stacklevel=2)
         tensors = {key: value.contiguous() for key, value in compute().items()}
         write_tensors(file, tensors, self._sealed(name))
         return tensors
@@ -208,7 +208,7 @@ class RunFolder:
     def piece_file(self, name: str) -> Path:
         """Return the file of a piece, which exists until the result is complete."""
         if not re.fullmatch(r"[\w-][\w.-]*", name):
-            raise ValueError(f"A piece cannot be named {name!r}: the name is part of a file's.")
+            raise ValueError(f"A piece cannot be named {name!r}: it must be usable in a file name.")
         return self._pieces / f"{name}.safetensors"
 
 

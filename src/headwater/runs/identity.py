@@ -70,7 +70,7 @@ def describe(options: Any) -> Any:
     try:
         return _described(options)
     except RecursionError:
-        raise InputError("An option holds itself, or is nested too deep to be recorded.") from None
+        raise InputError("An option contains itself, or is nested too deep to be recorded.") from None
 
 
 def _described(options: Any) -> Any:
@@ -114,7 +114,7 @@ def digest(value: object) -> str:
     try:
         return _Digests().of(value).hex()[:DIGITS]
     except RecursionError:
-        raise UnknownIdentityError("nested too deeply to be gone through") from None
+        raise UnknownIdentityError("nested too deeply to be hashed") from None
 
 
 def digest_of_file(path: Path) -> str:
@@ -143,7 +143,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     agrees in all of these.
     """
     if not callable(getattr(tokenizer, "get_vocab", None)):
-        raise UnknownIdentityError(f"a {_name_of(tokenizer)}, no tokenizer of transformers")
+        raise UnknownIdentityError(f"a {_name_of(tokenizer)}, which is not a tokenizer of transformers")
     named = ("special_tokens_map", "chat_template", "add_bos_token", "add_eos_token", "split_special_tokens")
     settings, kind = [str(getattr(tokenizer, name, None)) for name in named], type(tokenizer)
     backend: Any = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
@@ -228,7 +228,7 @@ class _Digests:
             return self._array(value)
         if isinstance(value, types.ModuleType):
             if not is_library(value.__name__):
-                raise UnknownIdentityError(f"the whole of your module {value.__name__}")
+                raise UnknownIdentityError(f"your whole module {value.__name__}")
             return self._parts("library", value.__name__, version_of(value.__name__))
         if isinstance(value, types.CodeType):
             return self._code(value)
@@ -296,13 +296,13 @@ class _Digests:
             # Undefined names count too: a later definition would change what the function does.
             value = function.__globals__.get(name, vars(builtins).get(name, NotImplemented))
             if any(value is one for one in READ_BY_NAME):
-                raise UnknownIdentityError(f"a function that calls {name}(), by which it may read anything")
+                raise UnknownIdentityError(f"a function that calls {name}(), which may read anything")
             while isinstance(value, types.ModuleType) and not is_library(value.__name__) and attributes:
                 name, value = f"{value.__name__}.{attributes[0]}", getattr(value, attributes.pop(0), None)
             values[name] = value
         for name in sorted({str(step.argval) for step in _steps(function.__code__) if step.opname == "IMPORT_NAME"}):
             if not is_library(name):
-                raise UnknownIdentityError(f"your module {name}, imported when it is called: import it outside")
+                raise UnknownIdentityError(f"your module {name}, imported inside the function: import it outside")
         return values
 
     def _class(self, cls: type) -> bytes:

@@ -119,7 +119,7 @@ class RunRecord:
         for name, value in self.options.items():
             reason = unknown_in(value)
             if reason and name == PAST_HOOKS:
-                return f"{reason}, put into the model past model.hooks. Use `with model.hooks(...)` instead"
+                return f"{reason}, attached to the model without model.hooks. Use `with model.hooks(...)` instead"
             if reason:
                 return f"the option {name}: {reason}. {NAME_IT}"
         return None

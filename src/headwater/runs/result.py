@@ -188,7 +188,7 @@ class Result:
                 return object.__getattribute__(self, name)
             place = kind if kind in TABLES else "result"
             if place == "result" and hasattr(pd.DataFrame, name):
-                raise UnknownNameError(f"This {kind} has no {name!r}: its table has, result.table.{name}.")
+                raise UnknownNameError(f"This {kind} has no {name!r}: its table has it, result.table.{name}.")
             raise UnknownNameError(missing(f"This {kind}", place, name, dir(self)))
 
     def __getitem__(self, column: Any) -> Any:
@@ -239,7 +239,7 @@ def drawn_by(
     """Draw with the function registered for the class of a result or its nearest base class."""
     if ax is not None and not hasattr(ax, "get_subplotspec"):
         raise InputError(
-            f"ax={shown(ax)} is not a matplotlib axes: give one, as plt.subplots()[1] is, or leave it out for a new "
+            f"ax={shown(ax)} is not a matplotlib axes: give one, such as plt.subplots()[1], or leave it out for a new "
             "figure. result.plot().savefig(path) writes it."
         )
     size = checked_size(figsize, ax)
@@ -274,10 +274,10 @@ def bundle_of(shown: Any) -> dict[str, str | bytes]:
     try:
         view = shown.view()
         size = len(view.page)
-        large = f"Its view takes {size / 1000:,.0f} kB, so it is not shown unasked: call view(), or save_html()."
+        large = f"Its view takes {size / 1000:,.0f} kB, so it is not shown automatically: call view(), or save_html()."
         why = large if size > INLINE else ""
     except InputError as error:
-        why = f"There is no view of all of it: {error}"
+        why = f"The whole result cannot be viewed: {error}"
     if why:
         return bundle | {"text/html": f"{table}<p>{html.escape(why, quote=False)}</p>"}
     below = f"<details><summary>table</summary>{table}</details>"
@@ -360,7 +360,7 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
         raise RunFolderError(f"The result in {path} is damaged ({error}). Delete the folder and run again.") from None
     for name, kind in kinds.items():
         if name in values and not _is_of(values[name], kind):
-            raise _damaged(path, f"its {name} is a {type(values[name]).__name__} of another kind")
+            raise _damaged(path, f"its {name} is a {type(values[name]).__name__} of the wrong kind")
     return cls(**values)
 
 
@@ -388,7 +388,7 @@ def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[s
     """Return the seals of a result's files, after checking that none changed since the run wrote it."""
     allowed = file_names(cls)
     if not isinstance(manifest, dict):
-        why = "so it is not known whether its files are the ones the run wrote"
+        why = "so it is unknown whether its files are those of the run"
         raise _damaged(path, f"{RUN_FILE} has no manifest, {why}")
     # A table that is not in the manifest would be read as if the run had written it.
     unsealed = sorted(name for name in allowed - set(manifest) if (path / name).is_file())
@@ -403,7 +403,7 @@ def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[s
         if not file.is_file():
             raise _damaged(path, f"{name} is missing")
         if _seal(file) != seal:
-            raise _damaged(path, f"{name} is changed since the run wrote it")
+            raise _damaged(path, f"{name} was changed after the run wrote it")
     return manifest
 
 
@@ -469,7 +469,7 @@ def checked_size(figsize: object, ax: Axes | None) -> Size | None:
     if figsize is None:
         return None
     if ax is not None:
-        raise InputError("figsize= is of a new figure, and ax= is on one already: give one of the two.")
+        raise InputError("figsize= sizes a new figure, but ax= already belongs to one: give only one of them.")
     sides = checked_several("figsize", figsize, "(width, height) in inches, as figsize=(7, 3)")
     if len(sides) != 2:
         raise InputError(f"figsize={shown(figsize)} must be (width, height) in inches.")

@@ -111,7 +111,7 @@ def read_tensors(file: Path, about: str | None = None) -> dict[str, Tensor]:
     if content != _hash_of_tensors(tensors):
         raise RunFolderError(f"{file} was changed since headwater wrote it. Delete the folder and run again.")
     if about not in (None, written):
-        raise RunFolderError(f"{file} is of another run. Delete the folder and run again.")
+        raise RunFolderError(f"{file} belongs to another run. Delete the folder and run again.")
     return tensors
 
 
