@@ -163,6 +163,18 @@ def checked_layer(option: str, value: object, n_layers: int, most: int | None = 
     return number + n_layers if number < 0 else number
 
 
+def refuse_half_characters(text: str) -> None:
+    """Refuse a text that cannot be written as UTF-8, for which tokenizers raise errors of their own."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = text if len(text) <= 40 else text[:40] + "…"
+        raise InputError(
+            f"The text {shown!r} holds half a character, {text[error.start]!r} at {error.start} (a lone surrogate): it "
+            "cannot be tokenized. Fix it where it was read, for example with errors='replace'."
+        ) from None
+
+
 def checked_path(option: str, value: object) -> Path:
     """Return a path, with `~` expanded to the user's home. It need not exist."""
     if not isinstance(value, str | Path):

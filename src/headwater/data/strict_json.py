@@ -46,18 +46,6 @@ def is_unicode(value: object) -> bool:
     return True
 
 
-def refuse_half_characters(text: str) -> None:
-    """Refuse a text that cannot be written as UTF-8, for which tokenizers raise errors of their own."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        shown = text if len(text) <= 40 else text[:40] + "…"
-        raise InputError(
-            f"The text {shown!r} holds half a character, {text[error.start]!r} at {error.start} (a lone surrogate): it "
-            "cannot be tokenized. Fix it where it was read, for example with errors='replace'."
-        ) from None
-
-
 class JsonDocument:
     """A JSON file that can report the line of each of its parts."""
 

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from headwater.calls import checked_call, checked_calls
 from headwater.data.rows import SEPARATORS, read_rows, refuse_repeated
-from headwater.data.strict_json import JsonDocument, refuse_half_characters
+from headwater.data.strict_json import JsonDocument
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.heads.categories import CATEGORIES, PUBLISHED_CATEGORIES
 from headwater.models.tokens import panics_are_errors
-from headwater.options import checked_path, has_no_order, is_one, one_or_several, shown
+from headwater.options import checked_path, has_no_order, is_one, one_or_several, refuse_half_characters, shown
 from headwater.runs.result import records_of
 
 NumberedRows: TypeAlias = Iterable[tuple[int, Mapping[str, object]]]

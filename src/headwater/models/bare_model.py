@@ -33,11 +33,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.kernels.devices import to_device
-from headwater.models.bridge_check import few_tokens, finite_output, same_but_for_rounding
+from headwater.models.bridge_check import few_tokens, same_but_for_rounding
 from headwater.models.edits import Hook, points_of, read_hook
 from headwater.models.families import family_named
 from headwater.models.fingerprint import SameObjects, is_a, parameter_reader
-from headwater.models.forward import DoneError, angles_by_row, last_logits_only, name_of_cache, padding_option, reached
+from headwater.models.forward import (
+    DoneError,
+    angles_by_row,
+    finite_output,
+    last_logits_only,
+    name_of_cache,
+    padding_option,
+    reached,
+)
 from headwater.models.model import is_bridge, rotary_by_length
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch

@@ -33,7 +33,7 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
 from headwater.kernels.elementwise import softmax, tanh_gelu
-from headwater.models.bridge_check import difference, finite_output, rounding
+from headwater.models.bridge_check import difference, rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.families import FAMILIES, family_of
 from headwater.models.forward import (
@@ -43,6 +43,7 @@ from headwater.models.forward import (
     Tap,
     cache_options,
     common_start,
+    finite_output,
     forward,
     forward_replaced,
     goes_on,

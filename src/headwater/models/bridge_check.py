@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,17 +12,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.errors import InterventionError, ModelError, NumericsError, one_line
-from headwater.models.forward import padding_option
-from headwater.models.model import is_bridge
+from headwater.errors import InterventionError, ModelError, one_line
+from headwater.models.forward import raw_logits
 from headwater.models.sites import SITES, STATES, Site, hook_name
 from headwater.models.transformers_names import PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
-    from headwater.models.edits import Hook
     from headwater.models.families import ModelShape
     from headwater.models.model import Model
-    from headwater.models.tokens import Batch
 
 
 # Checks that a model with hooks computes the same as the model it wraps, and that its activations match their names.
@@ -123,7 +120,7 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
         )
     with watched(model.raw.original_model if reference else torch.nn.Module()) as calls:
         try:
-            logits = _logits(model, rows, [hook for hook in sites.hooks() if hook[0] in hook_dict])
+            logits = raw_logits(model, rows, [hook for hook in sites.hooks() if hook[0] in hook_dict])
         except FAULTS as error:
             raise ModelError(f"{model.name} cannot be run by TransformerLens: {one_line(error)}") from None
     sites.judge()
@@ -149,16 +146,6 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
         model.looks_ahead, model.takes_padding = True, _takes_padding(model, rows, n_first, logits[0])
 
 
-def _logits(
-    model: Model, rows: Int[Tensor, "row position"], hooks: Sequence[tuple[str, Any]] = (), **options: object
-) -> Float[Tensor, "row position d_vocab"]:
-    """Run rows of tokens through TransformerLens, without the other steps of `model.run`."""
-    options |= {"use_cache": False} if is_bridge(model.raw) else {}
-    with model.lock, model.raw.hooks(fwd_hooks=list(hooks)):
-        found: Tensor = model.raw(rows, **options)
-    return found
-
-
 def _has_slope(model: Model, tokens: Int[Tensor, "1 position"], n_first: int) -> bool:
     """Return whether the first logits have a gradient at the last tokens; it is exactly 0 where attention is masked.
 
@@ -172,7 +159,7 @@ def _has_slope(model: Model, tokens: Int[Tensor, "1 position"], n_first: int) ->
 
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            logits = _logits(model, tokens, [(hook_name("embed"), begin)])
+            logits = raw_logits(model, tokens, [(hook_name("embed"), begin)])
             (slope,) = torch.autograd.grad(logits[:, :n_first].float().square().sum(), last)
     except FAULTS:  # a model without gradients is judged by its logits alone
         return True
@@ -185,8 +172,8 @@ def _takes_padding(
     """Return whether a text padded to the length of another has the same logits as alone, if padding is masked."""
     real = torch.ones_like(rows)
     real[1, n_first:] = 0
-    whole, short = _logits(model, rows, attention_mask=real)
-    alone = _logits(model, rows[1:, :n_first])[0]
+    whole, short = raw_logits(model, rows, attention_mask=real)
+    alone = raw_logits(model, rows[1:, :n_first])[0]
     return same_but_for_rounding(whole, logits) and same_but_for_rounding(short[:n_first], alone)
 
 
@@ -318,14 +305,6 @@ def _first(values: object) -> Tensor | None:
 
 
 # Self-checks: each tests one way in which an experiment can be silently wrong, and raises an error if it is.
-#
-# float16 ends at 65,504 and some checkpoints exceed it: the output is NaN, and every score computed from it is silently
-# wrong. So `finite_output` checks each run of a model:
-#
-# 1. For logits, the first column of the vocabulary suffices: any non-finite value in a residual stream reaches every
-#    token's logit. A residual stream is checked whole. Padding and positions not requested do not count.
-# 2. Only if a value is not finite, the batch runs once more with a hook at each layer: the message names the first
-#    layer, the example and the token.
 
 
 def evaluation_mode(model: Model) -> None:
@@ -390,72 +369,3 @@ def difference(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference relative to the largest expected number; NaN, within no bound, if any is NaN."""
     found, expected = found.detach().float(), expected.detach().to(found.device).float()
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-
-
-def finite_output(
-    model: Model,
-    out: Float[Tensor, "batch position out"],
-    batch: Batch,
-    columns: Int[Tensor, " position"] | None,
-    *,
-    edited: bool = False,
-    cached: bool = False,
-) -> None:
-    """Refuse the output of a run, logits or a residual stream, if it is not finite at a real token.
-
-    Call it while the model is locked and its hooks attached: a second run, with the same edits, finds the layer. A run
-    that continued an earlier one (`cached`) cannot be repeated. `columns` are the positions of `out`; None for all.
-    """
-    seen = out if out.shape[-1] == model.shape.d_model else out[..., :1]
-    real = batch.mask if columns is None else batch.mask[:, columns.to(batch.mask.device)]
-    wrong = ~seen.detach().isfinite().all(-1).cpu() & real.cpu()
-    if not bool(wrong.any()):
-        return
-    found = None if cached else _first_place(model, batch)
-    where, (row, place) = found or ("the logits", wrong.nonzero()[0].tolist())
-    position = place if found or columns is None else int(columns[place])
-    share = f"{int(wrong.any(1).sum())} of {len(wrong)} examples of this batch have it"
-    token = int(batch.tokens[row, position])
-    raise NumericsError(not_finite(model, where, batch.name(row), position, token, share, edited))
-
-
-def not_finite(
-    model: Model, where: str, example: int | str, position: int, token: int, share: str = "", edited: bool = False
-) -> str:
-    """Return the message that names the first non-finite value and what to do."""
-    text = model.token_strings([token])[0]
-    kind = str(model.dtype).removeprefix("torch.")
-    if model.dtype == torch.float16:
-        advice = "float16 overflows above 65,504: load the model with dtype='bfloat16' or 'float32'"
-    elif edited:
-        advice = "Probably an edit caused it"
-    else:
-        advice = "Look at the weights" if model.dtype == torch.float32 else "Load the model with dtype='float32'"
-    return (
-        f"{model.name} ({kind}) computed NaN or infinity: first in {where}, example {example}, position {position} "
-        f"({text!r}){'; ' if share else ''}{share}. {advice}."
-    )
-
-
-def _first_place(model: Model, batch: Batch) -> tuple[str, list[int]] | None:
-    """Run once more and return where the first non-finite value is, and its (row, position).
-
-    Attention spreads NaN over all positions (0 · NaN is NaN), so each layer is also checked before it attends.
-    """
-    places: list[tuple[str, list[int]]] = []
-
-    def look(activation: Tensor, hook: object, where: str) -> None:
-        wrong = ~activation.detach().isfinite().flatten(2).all(-1).cpu() & batch.mask
-        if not places and bool(wrong.any()):
-            places.append((where, wrong.nonzero()[0].tolist()))
-
-    points = {hook_name("resid_pre"): "the embedding"}
-    for layer in range(model.shape.n_layers):
-        names = ("q", "k", "v", "resid_post")
-        points |= {hook_name(name, layer): f"the output of layer {layer}" for name in names}
-    watching: list[Hook] = [
-        (name, partial(look, where=where)) for name, where in points.items() if name in model.raw.hook_dict
-    ]
-    with torch.inference_mode():
-        _logits(model, batch.tokens.to(model.device), watching, **padding_option(model, batch))
-    return places[0] if places else None

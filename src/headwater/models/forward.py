@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.errors import InputError, ModelError
+from headwater.errors import InputError, ModelError, NumericsError
 from headwater.kernels.devices import to_device
 from headwater.models.model import is_bridge
 from headwater.models.sites import hook_name
@@ -447,3 +447,91 @@ def keys_values(model: Model, tokens: Int[Tensor, "row position"], before: KeysV
 def unpadded(tokens: Int[Tensor, "row position"]) -> Batch:
     """Make a batch in which every token counts as real; padding at the end, if any, affects no result that is used."""
     return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+# What a run returned must be finite: float16 ends at 65,504 and some checkpoints exceed it, so that the output is NaN
+# and every score computed from it silently wrong.
+#
+# 1. For logits, the first column of the vocabulary suffices: any non-finite value in a residual stream reaches every
+#    token's logit. A residual stream is checked whole. Padding and positions not requested do not count.
+# 2. Only if a value is not finite, the batch runs once more with a hook at each layer: the message names the first
+#    layer, the example and the token.
+
+
+def raw_logits(
+    model: Model, rows: Int[Tensor, "row position"], hooks: Sequence[tuple[str, Any]] = (), **options: object
+) -> Float[Tensor, "row position d_vocab"]:
+    """Run rows of tokens through TransformerLens, without the other steps of `model.run`."""
+    options |= {"use_cache": False} if is_bridge(model.raw) else {}
+    with model.lock, model.raw.hooks(fwd_hooks=list(hooks)):
+        found: Tensor = model.raw(rows, **options)
+    return found
+
+
+def finite_output(
+    model: Model,
+    out: Float[Tensor, "batch position out"],
+    batch: Batch,
+    columns: Int[Tensor, " position"] | None,
+    *,
+    edited: bool = False,
+    cached: bool = False,
+) -> None:
+    """Refuse the output of a run, logits or a residual stream, if it is not finite at a real token.
+
+    Call it while the model is locked and its hooks attached: a second run, with the same edits, finds the layer. A run
+    that continued an earlier one (`cached`) cannot be repeated. `columns` are the positions of `out`; None for all.
+    """
+    seen = out if out.shape[-1] == model.shape.d_model else out[..., :1]
+    real = batch.mask if columns is None else batch.mask[:, columns.to(batch.mask.device)]
+    wrong = ~seen.detach().isfinite().all(-1).cpu() & real.cpu()
+    if not bool(wrong.any()):
+        return
+    found = None if cached else _first_place(model, batch)
+    where, (row, place) = found or ("the logits", wrong.nonzero()[0].tolist())
+    position = place if found or columns is None else int(columns[place])
+    share = f"{int(wrong.any(1).sum())} of {len(wrong)} examples of this batch have it"
+    token = int(batch.tokens[row, position])
+    raise NumericsError(not_finite(model, where, batch.name(row), position, token, share, edited))
+
+
+def not_finite(
+    model: Model, where: str, example: int | str, position: int, token: int, share: str = "", edited: bool = False
+) -> str:
+    """Return the message that names the first non-finite value and what to do."""
+    text = model.token_strings([token])[0]
+    kind = str(model.dtype).removeprefix("torch.")
+    if model.dtype == torch.float16:
+        advice = "float16 overflows above 65,504: load the model with dtype='bfloat16' or 'float32'"
+    elif edited:
+        advice = "Probably an edit caused it"
+    else:
+        advice = "Look at the weights" if model.dtype == torch.float32 else "Load the model with dtype='float32'"
+    return (
+        f"{model.name} ({kind}) computed NaN or infinity: first in {where}, example {example}, position {position} "
+        f"({text!r}){'; ' if share else ''}{share}. {advice}."
+    )
+
+
+def _first_place(model: Model, batch: Batch) -> tuple[str, list[int]] | None:
+    """Run once more and return where the first non-finite value is, and its (row, position).
+
+    Attention spreads NaN over all positions (0 · NaN is NaN), so each layer is also checked before it attends.
+    """
+    places: list[tuple[str, list[int]]] = []
+
+    def look(activation: Tensor, hook: object, where: str) -> None:
+        wrong = ~activation.detach().isfinite().flatten(2).all(-1).cpu() & batch.mask
+        if not places and bool(wrong.any()):
+            places.append((where, wrong.nonzero()[0].tolist()))
+
+    points = {hook_name("resid_pre"): "the embedding"}
+    for layer in range(model.shape.n_layers):
+        names = ("q", "k", "v", "resid_post")
+        points |= {hook_name(name, layer): f"the output of layer {layer}" for name in names}
+    watching: list[Any] = [
+        (name, functools.partial(look, where=where)) for name, where in points.items() if name in model.raw.hook_dict
+    ]
+    with torch.inference_mode():
+        raw_logits(model, batch.tokens.to(model.device), watching, **padding_option(model, batch))
+    return places[0] if places else None

@@ -33,7 +33,6 @@ from torch.nn.utils.rnn import pad_sequence
 from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import failures_named, in_halves, to_device
 from headwater.models.bare_model import BareModel, bare_model
-from headwater.models.bridge_check import finite_output
 from headwater.models.edits import (
     Attached,
     Hook,
@@ -49,6 +48,7 @@ from headwater.models.forward import (
     Reading,
     angles_by_row,
     common_start,
+    finite_output,
     goes_on,
     now_reading,
     original_length,

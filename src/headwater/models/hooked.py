@@ -30,7 +30,6 @@ from headwater.errors import InputError, InterventionError, UnknownNameError, di
 from headwater.foreign_names import missing
 from headwater.kernels.devices import to_device
 from headwater.models import cache_collection, generation
-from headwater.models.bridge_check import finite_output
 from headwater.models.edits import (
     REPORT,
     Attached,
@@ -43,7 +42,17 @@ from headwater.models.edits import (
     read_hook,
     refuse_silent,
 )
-from headwater.models.forward import Keep, Reading, attentions_of, cache_options, columns_kept, forward, reached, reads
+from headwater.models.forward import (
+    Keep,
+    Reading,
+    attentions_of,
+    cache_options,
+    columns_kept,
+    finite_output,
+    forward,
+    reached,
+    reads,
+)
 from headwater.models.model import RULES, settings
 from headwater.models.packaged import is_packaged
 from headwater.models.sites import hook_name, place_named

@@ -23,10 +23,17 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from headwater.data.strict_json import refuse_half_characters
 from headwater.errors import InputError, first_line
 from headwater.models.transformers_names import PreTrainedTokenizerBase
-from headwater.options import has_no_order, is_one, one_or_several, shown, whole_number, whole_numbers
+from headwater.options import (
+    has_no_order,
+    is_one,
+    one_or_several,
+    refuse_half_characters,
+    shown,
+    whole_number,
+    whole_numbers,
+)
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Offsets: TypeAlias = tuple[tuple[int, int], ...]

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError, InterventionError, did_you_mean
-from headwater.models.bridge_check import finite_output
 from headwater.models.edits import Hook, read_hook
+from headwater.models.forward import finite_output
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, roles_of
 from headwater.models.sites import Site, Stage, main_site

@@ -25,8 +25,9 @@ from torch import Tensor
 from headwater.errors import InputError, InterventionError, NumericsError, first_line
 from headwater.kernels.devices import in_halves, is_out_of_memory, to_device, to_device_many
 from headwater.models.blocks import Blocks, Recording, cannot_step
-from headwater.models.bridge_check import edges_are_cut, not_finite, rounding
+from headwater.models.bridge_check import edges_are_cut, rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
+from headwater.models.forward import not_finite
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES, Site, Stage, hook_name, main_site, taken_as_recorded
