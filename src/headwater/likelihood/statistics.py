@@ -407,5 +407,6 @@ def _checked_span(span: Span, text: str, index: int) -> Span:
         return None
     is_pair = hasattr(span, "__len__") and len(span) == 2 and all(hasattr(place, "__index__") for place in span)
     if not is_pair or not 0 <= span[0] < span[1] <= len(text):
-        raise InputError(f"The span {shown(span)} of text {index} is not within its {len(text)} characters.")
+        within = f"a pair (start, end) within its {len(text)} characters, start before end"
+        raise InputError(f"The span {shown(span)} of text {index} is not {within}.")
     return int(span[0]), int(span[1])

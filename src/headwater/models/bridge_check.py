@@ -325,7 +325,7 @@ def finite_weights(model: Model) -> None:
             bad = int((~parameter.isfinite()).sum())
             raise ModelError(
                 f"{model.name}: {bad} of {parameter.numel()} numbers of {name.replace(WRAPPED, '')} are "
-                "NaN or infinite; the checkpoint is damaged."
+                "NaN or infinite: the weights are damaged."
             )
 
 

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,11 @@ def _from_memory(
         return model
     if isinstance(what, torch.nn.Module) and hasattr(what, "hook_dict") and hasattr(what, "cfg"):
         return _from_lens(what, tokenizer, device, kind)
+    if isinstance(what, Mapping):
+        raise InputError(
+            f"Cannot load a {type(what).__name__}, which says nothing of the architecture: load these weights into a "
+            "transformers model with its load_state_dict, and give that model."
+        )
     raise InputError(
         f"Cannot load a {type(what).__name__}: give a hub name, a folder, a transformers model, a TransformerBridge, "
         "or nothing for the embedded model."

@@ -63,8 +63,8 @@ class Batch:
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], pad: int) -> Batch:
         """Make a batch of lists of token ids, all of them real tokens."""
-        if not rows or not all(rows):
-            raise InputError("There is nothing to run: an input has no tokens.")
+        if empty := [number for number, row in enumerate(rows) if not len(row)] if len(rows) else [0]:
+            raise InputError(f"There is nothing to run: input {empty[0]} has no tokens.")
         lengths = torch.tensor([len(row) for row in rows])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         tokens = torch.full(mask.shape, pad)
