@@ -357,7 +357,7 @@ def test_attention_that_looks_ahead_is_found_by_what_changes_whatever_the_config
     hf = LOOK_AHEAD[name]()
     model = hw.load(hf, tokenizer=tiny_tokenizer())
     assert model.raw.cfg.attention_dir == "causal"
-    assert model.looks_ahead
+    assert model.is_bidirectional
     assert model.takes_padding
     short = IDS[:3]
     with torch.no_grad():
@@ -382,7 +382,7 @@ def test_what_only_looks_like_looking_ahead_is_none_where_the_first_logits_have_
     hf = small_gpt2()
     hf.lm_head.__class__ = Rounding
     model = hw.load(hf, tokenizer=tiny_tokenizer())
-    assert not model.looks_ahead
+    assert not model.is_bidirectional
 
 
 def test_a_model_that_reads_padding_whatever_the_mask_says_is_refused_texts_of_several_lengths():

@@ -17,7 +17,7 @@ from headwater.detection import methods
 from headwater.detection import reweighting as beginnings_module
 from headwater.detection.detection import NAMES, Detection, detect, evaluate
 from headwater.detection.methods import CLASSIFIERS, COUNTS, METHODS, AnswerSet, Detector, DetectorSetup, p_true
-from headwater.detection.reweighting import Beginnings, Reweighted, Reweighting, train_reweighting
+from headwater.detection.reweighting import Reweighted, Reweighting, SharedPrefixes, train_reweighting
 from headwater.errors import InputError, RunFolderError
 from headwater.patching.edge_knockout import Edges, knocked_out_states
 from headwater.probes.linear import Probe, fit_linear, grouped_folds
@@ -232,13 +232,13 @@ def test_a_model_that_gives_another_state_in_two_runs_is_run_whole(model, answer
         model, answered, Probe("mlp_out", "answer_last", 1, torch.zeros(WIDTH), 0.0), torch.rand(500)
     )
     assert len(inputs.begin(64).begun.places) == len(answered.table)
-    honest = Beginnings.of
+    honest = SharedPrefixes.of
 
     def wrong(self, rows):
         pairs, real = honest(self, rows)
         return {layer: (keys + 0.1, values) for layer, (keys, values) in pairs.items()}, real
 
-    monkeypatch.setattr(Beginnings, "of", wrong)
+    monkeypatch.setattr(SharedPrefixes, "of", wrong)
     assert inputs.begin(64).begun.places == {}
 
 

@@ -11,7 +11,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 import headwater as hw
 from headwater.errors import InputError, InterventionError
 from headwater.models.forward import now_reading
-from headwater.models.generation import ANCHOR, SETTLED, Sampling, Written, drawn_with, draws, generate_tokens
+from headwater.models.generation import ANCHOR, SETTLED, DecodedText, Sampling, drawn_with, draws, generate_tokens
 from headwater.models.sites import SITES
 from tests import chance
 from tests.plain_hooks import hooked_plainly
@@ -281,7 +281,7 @@ def test_a_stop_string_cuts_exactly_wherever_tokens_begin(seed):
         assert texts == told
         for text, new, full, ids in zip(texts, tokens, whole, whole.tokens, strict=True):
             assert new == ids[: len(new)]
-            written = [Written(model.tokenizer, (), []) for _ in range(2)]
+            written = [DecodedText(model.tokenizer, (), []) for _ in range(2)]
             for one, last in zip(written, (len(new), len(new) - 1), strict=True):
                 for token in new[:last]:
                     one.add(token)
@@ -291,7 +291,7 @@ def test_a_stop_string_cuts_exactly_wherever_tokens_begin(seed):
 
 
 def test_a_stream_is_told_each_piece_once_it_cannot_be_a_stop_string(llama):
-    told, texts = [], Written(llama.tokenizer, ["Rome Italy"], [])
+    told, texts = [], DecodedText(llama.tokenizer, ["Rome Italy"], [])
     for token in llama.tokenizer(" Paris Rome Rome Italy cat", add_special_tokens=False)["input_ids"]:
         ended = texts.add(token)
         told.append(texts.certain(whole=False))
@@ -304,7 +304,7 @@ def test_a_stream_is_told_each_piece_once_it_cannot_be_a_stop_string(llama):
 def test_the_text_of_many_tokens_is_that_of_the_tokenizer(llama):
     ids = llama.tokenizer(" Rome é – 日本 cat 🙂 the" * 12, add_special_tokens=False)["input_ids"]
     assert len(ids) > 4 * SETTLED
-    text, told = Written(llama.tokenizer, ["never"], ids[-ANCHOR:]), ""
+    text, told = DecodedText(llama.tokenizer, ["never"], ids[-ANCHOR:]), ""
     for token in ids:
         text.add(token)
         told += text.certain(whole=False)

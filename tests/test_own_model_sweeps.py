@@ -86,7 +86,7 @@ def test_sweeps_of_own_models_equal_a_loop_over_the_hooks_of_transformer_lens(na
 @pytest.mark.parametrize("name", OWN)
 def test_padded_batches_windows_and_several_metrics_of_own_models_equal_whole_runs(name):
     model = own_model(name)
-    unpadded = model.looks_ahead and not HAS_BRIDGE_ONLY
+    unpadded = model.is_bidirectional and not HAS_BRIDGE_ONLY
     clean, corrupted = pairs([5, 5] if unpadded else [6, 4])
     options = {
         "sites": ["resid_pre", "z", "v"],
@@ -113,7 +113,7 @@ def test_knocking_out_edges_of_own_models_is_cutting_them_out_of_the_pattern_and
         pattern = pattern.clone()
         queries = torch.arange(6)
         for key in (1, 3):
-            pattern[:, :, queries if model.looks_ahead else queries[key:], key] = 0
+            pattern[:, :, queries if model.is_bidirectional else queries[key:], key] = 0
         return pattern / pattern.sum(-1, keepdim=True)
 
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_the_edges_of_a_model_that_looks_ahead_are_refused_in_one_line():
 @pytest.mark.parametrize("name", OWN)
 def test_a_recorded_run_whose_attention_goes_in_steps_keeps_what_the_models_own_keeps(name, monkeypatch):
     model, steps = own_model(name), []
-    lengths = (7, 7) if model.looks_ahead else (7, 4)
+    lengths = (7, 7) if model.is_bidirectional else (7, 4)
     batch = model.tokenize([torch.randint(D_VOCAB, (length,)).tolist() for length in lengths])
     names = [SITES[site].hook_name(layer) for site in sites_of(model) for layer in range(model.shape.n_layers)]
     plainly = blocks.softmax
@@ -203,7 +203,7 @@ def test_a_recorded_run_whose_attention_goes_in_steps_keeps_what_the_models_own_
         with torch.inference_mode(), model.lock:
             recorded.append(Blocks(model).record(batch, names))
         taken.append(len(steps))
-    assert taken == [0, 0 if model.looks_ahead else model.shape.n_layers]
+    assert taken == [0, 0 if model.is_bidirectional else model.shape.n_layers]
     assert not any("forward" in vars(module) for module in model.raw.modules())
     for hook in names:
         kept, found = (recording.activations[hook] for recording in recorded)

@@ -14,7 +14,7 @@ from headwater.colors import BLUE, GREEN, ORANGE
 from headwater.errors import InputError
 from headwater.figures.head_map import rule_note
 from headwater.figures.likelihood import depth_profiles
-from headwater.figures.published import lettered, set_name, set_names
+from headwater.figures.published import set_name, set_names, with_letter
 from tests import chance
 from tests.commands import run
 from tests.made_up import made_up_profile, made_up_saliency, random_map
@@ -161,7 +161,7 @@ def test_question_sets_are_named_as_the_literature_does_and_others_as_they_are()
     assert [set_name(name) for name in ("popqa", "HotpotQA", "nq-open", "natural")] == [
         "PopQA", "HotpotQA", "NQ", "natural",
     ]  # fmt: skip
-    assert [lettered(number, "x") for number in (0, 25, 26)] == ["(a) x", "(z) x", "(aa) x"]
+    assert [with_letter(number, "x") for number in (0, 25, 26)] == ["(a) x", "(z) x", "(aa) x"]
 
 
 def test_an_unknown_style_is_an_error_that_names_those_there_are():

@@ -275,7 +275,7 @@ def blows_up(activation, other, place):
     return activation / 0
 
 
-def looks_ahead(activation, other, place):
+def is_bidirectional(activation, other, place):
     return torch.ones_like(activation)
 
 
@@ -289,7 +289,7 @@ def looks_ahead(activation, other, place):
         ("resid_pre", lambda a, o, p: a.double(), InterventionError, "in torch.float64"),
         ("resid_pre", lambda a, o, p: None, InterventionError, "returned a NoneType"),
         ("resid_pre", lambda a: a, InputError, r"called as function\(activation, other, place\), failed: TypeError"),
-        ("pattern", looks_ahead, InterventionError, "later key"),
+        ("pattern", is_bidirectional, InterventionError, "later key"),
         ("pattern", hw.noise(0.1), InputError, "cannot be added to attention patterns"),
         ("resid_pre", torch.ones(5), InputError, r"tensor given as values is \(5,\); for resid_pre here it must be"),
         ("resid_pre", torch.full((32,), torch.nan), InputError, "NaN or infinity in it"),

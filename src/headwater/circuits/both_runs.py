@@ -233,7 +233,7 @@ class BothRuns:
         self.exchanged, self.graph = exchanged, graph
         self.plan, self.example, self.model, self.weights = plan, example, plan.model, weights
         # If attention reads later tokens, every position changes and no prefix can be kept.
-        if self.model.looks_ahead:
+        if self.model.is_bidirectional:
             raise ModelError(f"The edges of {self.model.name} cannot be computed: its attention reads later tokens.")
         if sloped:
             refuse_without_gradients(self.model)

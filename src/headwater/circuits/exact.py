@@ -254,7 +254,7 @@ class Exact:
     def effects(self, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
         """Return the effects of edges, all to receivers of one layer (or to the logits: stage `n_layers`)."""
         effects = torch.zeros(len(edges), len(self.runs.plan.metrics), dtype=torch.float64)
-        felt = np.flatnonzero(self.changed[self.graph.sender[edges]])
+        live = np.flatnonzero(self.changed[self.graph.sender[edges]])
         rows = self.rows
 
         def measure(some: Sequence[int], enter: Enter) -> None:
@@ -269,7 +269,7 @@ class Exact:
             effects[part] = rows.measure(going, named) - rows.unedited
 
         with rows.blocks.fused():
-            for mine, enter in self._entering(stage, edges, torch.from_numpy(felt)):
+            for mine, enter in self._entering(stage, edges, torch.from_numpy(live)):
                 for part in mine.split(rows.at_once):
                     halves = in_halves(part.tolist(), partial(measure, enter=enter))
                     # If memory ran out, the next tiles start with the size that fitted.
@@ -287,7 +287,7 @@ class Exact:
         assert going is not None
         return (self.rows.measure(going) - self.rows.unedited).abs().amax(0)
 
-    def _entering(self, stage: int, edges: Indices, felt: Int[Tensor, " edge"]) -> Iterator[tuple[Tensor, Enter]]:
+    def _entering(self, stage: int, edges: Indices, live: Int[Tensor, " edge"]) -> Iterator[tuple[Tensor, Enter]]:
         """Yield edges, each batch with a function that computes their residual streams after the receivers' layer."""
         nodes, receiver = self.graph.receivers, self.graph.receiver[edges]
         sender, kind, head = map(
@@ -295,14 +295,14 @@ class Exact:
         )
         if stage == self.rows.n_layers:
             final, kept = self.rows.left("resid_post", stage - 1), self.rows.kept
-            yield felt, lambda rows: final + self._of(self.reaching(stage)[0], sender[rows])[:, kept]
+            yield live, lambda rows: final + self._of(self.reaching(stage)[0], sender[rows])[:, kept]
             return
-        within = felt[kind[felt] < len(KINDS)]
+        within = live[kind[live] < len(KINDS)]
         receivers = Receivers(self.rows, stage)
         for some in sender[within].unique().split(self.rows.at_once) if len(within) else ():
             mine = within[torch.isin(sender[within], some)]
             yield from self._through_heads(receivers, some, mine, (sender, kind, head))
-        if len(mlp := felt[kind[felt] == len(KINDS)]):
+        if len(mlp := live[kind[live] == len(KINDS)]):
             yield mlp, lambda rows: self._through_mlp(stage, sender[rows])
 
     @staticmethod

@@ -408,6 +408,6 @@ def _compared(ours: Numbers, theirs: Numbers) -> list[object]:
     ours, theirs = ours[both], theirs[both]
     if not len(ours):
         return [0, np.nan, np.nan, np.nan, np.nan]
-    felt = np.abs(theirs) > 0.01 * np.abs(theirs).max()
-    same = float((np.sign(ours) == np.sign(theirs))[felt].mean()) if felt.any() else np.nan
+    sizeable = np.abs(theirs) > 0.01 * np.abs(theirs).max()
+    same = float((np.sign(ours) == np.sign(theirs))[sizeable].mean()) if sizeable.any() else np.nan
     return [len(ours), float(pearson(ours, theirs)), float(spearman(ours, theirs)), same, _overlap(ours, theirs, TOP)]

@@ -305,8 +305,8 @@ def _report(sweep: hw.Sweep, run: RunOptions) -> None:
     from headwater.runs.result import records_of, whole_summary
 
     summary = whole_summary(sweep)
-    felt = summary["mean"].abs().sort_values(ascending=False)
-    rows = records_of(summary.loc[felt[felt > 0].index].head(SHOWN))
+    sizes = summary["mean"].abs().sort_values(ascending=False)
+    rows = records_of(summary.loc[sizes[sizes > 0].index].head(SHOWN))
     output = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows}
     output["files"] = run.write(sweep, "sweep")
     text = [] if run.as_json else sweep.report()

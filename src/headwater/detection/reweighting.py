@@ -14,7 +14,7 @@ probe is trained on states standardized as for the fitted probe, under the same 
 the answer cannot see edges into E_A: there the edges into the token that is read are reweighted.
 
 Positions before a row's first reweighted query do not depend on α: training runs them once, and in every epoch only the
-remaining positions, on top of their keys and values (`Beginnings`). For an answer of one token that is one position.
+remaining positions, on top of their keys and values (`SharedPrefixes`); one position for an answer of one token.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions
 
-# Beginnings: the keys and values of the first tokens of rows that are run many times and change only later.
+# SharedPrefixes: the keys and values of the first tokens of rows that are run many times and change only later.
 #
 # A causal model's activations at a position do not depend on later positions. Rows that are edited from some position
-# on are run up to it once, and from there on as often as needed. Beginnings of different lengths run together,
+# on are run up to it once, and from there on as often as needed. SharedPrefixes of different lengths run together,
 # left-padded to the longest; the attention mask marks the padding before a shorter one.
 
 
@@ -55,7 +55,7 @@ KEPT_SHARE = 1 / 4
 
 
 @dataclass(frozen=True, eq=False)
-class Beginnings:
+class SharedPrefixes:
     """The keys and values of the first tokens of some rows; the prefix shared by all rows is stored once."""
 
     places: Mapping[int, Int[Tensor, " position"]] = field(default_factory=dict)
@@ -92,9 +92,9 @@ class Beginnings:
         return {layer: (gathered(keys), gathered(values)) for layer, (keys, values) in pairs}, real
 
 
-def beginnings(
+def shared_prefixes(
     model: HookedModel, tokens: Sequence[Sequence[int]], lengths: Sequence[int], n_layers: int, batch_size: int
-) -> Beginnings:
+) -> SharedPrefixes:
     """Run the first tokens of rows through the first layers, longest rows first, while memory for them lasts.
 
     The prefix shared by all rows, such as a prompt's examples, is run once.
@@ -122,7 +122,7 @@ def beginnings(
     for layer in list(parts[0]) if parts else []:
         keys, values = zip(*(part.pop(layer) for part in parts), strict=True)
         joined[layer] = torch.cat(keys), torch.cat(values)
-    return Beginnings(places, joined)
+    return SharedPrefixes(places, joined)
 
 
 def _by_token(made: KeysValues, first: int) -> dict[int, tuple[Tensor, Tensor]]:
@@ -179,7 +179,7 @@ class Reweighted:
     layer: int
     gate: Float[Tensor, " example"]
     """π_Q."""
-    begun: Beginnings = field(default_factory=Beginnings)
+    begun: SharedPrefixes = field(default_factory=SharedPrefixes)
     """The positions of each row that were already run."""
 
     @classmethod
@@ -246,7 +246,7 @@ class Reweighted:
             return self
         firsts = [min(queries) for queries in self.queries]
         try:
-            begun = replace(self, begun=beginnings(model, self.tokens, firsts, self.layer + 1, batch_size))
+            begun = replace(self, begun=shared_prefixes(model, self.tokens, firsts, self.layer + 1, batch_size))
             # Rows of all lengths, with α = 0.5.
             ordered = sorted(range(len(self.tokens)), key=lambda row: firsts[row])
             rows = ordered[:: -(-len(ordered) // CHECKED)]

@@ -27,11 +27,11 @@ from headwater.figures.style import (
     DASHED,
     cell_ticks,
     color_bar,
-    entitle,
     label,
     model_title,
     new_figure,
     panel_grid,
+    set_figure_title,
     style,
     whole_numbers,
 )
@@ -128,7 +128,7 @@ def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] 
     if len(named) == 1:
         panels[0].set_title(f"{title}, {'head ' if chosen else ''}{named[0][0]}")
         return panels[0]
-    entitle(figure, title)
+    set_figure_title(figure, title)
     return figure
 
 

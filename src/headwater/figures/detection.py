@@ -15,13 +15,13 @@ from headwater.figures.style import (
     DASHED,
     LINES_ARE,
     MARKS_ONLY,
-    entitle,
     figure_of,
     label,
     legend_above,
     model_title,
     new_figure,
     one_panel,
+    set_figure_title,
     style,
     ticks,
     whole_numbers,
@@ -133,7 +133,9 @@ def plot_probe_map(result: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
         for spare in axes[len(sets) :]:
             spare.set_axis_off()
         figure.colorbar(image, ax=axes, label="AUC")
-        entitle(figure, model_title(result.run, f"wrong answers detected by probes of {result.run.options['site']}"))
+        set_figure_title(
+            figure, model_title(result.run, f"wrong answers detected by probes of {result.run.options['site']}")
+        )
     return figure
 
 

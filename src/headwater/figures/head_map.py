@@ -23,7 +23,7 @@ from headwater.calls import checked_call
 from headwater.colors import FAINT, INK, PURPLE
 from headwater.errors import InputError
 from headwater.figures.published import StyleName, is_published, model_name
-from headwater.figures.style import checked_place, entitle, legend_beside, new_figure, whole_numbers
+from headwater.figures.style import checked_place, legend_beside, new_figure, set_figure_title, whole_numbers
 from headwater.figures.style import label as drawn_label
 from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
@@ -149,7 +149,7 @@ def head_maps(
         else:
             _legend_table(figure, maps, names, table_width, below)
             if len(maps) > 1:
-                entitle(figure, title_of(maps))
+                set_figure_title(figure, title_of(maps))
     return apply_title_and_size(figure, title, size)
 
 

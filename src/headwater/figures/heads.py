@@ -38,7 +38,6 @@ from headwater.figures.style import (
     cell_ticks,
     color_bar,
     columns,
-    entitle,
     figure_of,
     inches,
     label,
@@ -50,6 +49,7 @@ from headwater.figures.style import (
     one_panel,
     others,
     panel_grid,
+    set_figure_title,
     style,
     ticks,
     whole_numbers,
@@ -108,7 +108,7 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
         if labelled:
             _legend(labelled, axes, ax is None)
         if len(shown) > 1:
-            entitle(figure_of(axes[0]), model_title(result.run, "what heads attend to"))
+            set_figure_title(figure_of(axes[0]), model_title(result.run, "what heads attend to"))
     return axes[0] if len(shown) == 1 else figure_of(axes[0])
 
 
@@ -201,7 +201,7 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
         axes[0].set_ylabel("Earlier head, by layer")
         color_bar(mesh, axes, f"Score above chance ({result.table['expected'].iloc[0]:.2f})", fraction=0.04)
         if n > 1:
-            entitle(figure_of(axes[0]), model_title(result.run, "composition of heads, by parameters"))
+            set_figure_title(figure_of(axes[0]), model_title(result.run, "composition of heads, by parameters"))
     return axes[0] if n == 1 else figure_of(axes[0])
 
 
@@ -398,7 +398,7 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
             whole_numbers(last.xaxis)
         columns = max(2, int(figure.bbox_inches.width))
         figure.legend(handles, names, loc="outside lower center", ncols=columns, title="dashed: the map's")
-        entitle(figure, model_title(sensitivity.run, "heads classified, by threshold"))
+        set_figure_title(figure, model_title(sensitivity.run, "heads classified, by threshold"))
     return figure
 
 
@@ -560,7 +560,7 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
         cost.axvline(0, color=FAINT, lw=0.6)
         cell_ticks(cost.yaxis, y, ticks(names))
         cost.set(xlabel="Logits lost", title="cost of ablation")
-        entitle(figure, evidence_title(result))
+        set_figure_title(figure, evidence_title(result))
     return figure
 
 

@@ -27,7 +27,7 @@ from scipy.stats import gaussian_kde
 from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError, did_you_mean
-from headwater.figures.published import StyleName, is_published, lettered, model_name
+from headwater.figures.published import StyleName, is_published, model_name, with_letter
 from headwater.figures.style import (
     BANDS_ARE,
     DASHED,
@@ -35,7 +35,6 @@ from headwater.figures.style import (
     checked_place,
     columns,
     drawable,
-    entitle,
     figure_of,
     label,
     legend_above,
@@ -44,6 +43,7 @@ from headwater.figures.style import (
     one_panel,
     others,
     plain_title,
+    set_figure_title,
     short_name,
     whole_numbers,
 )
@@ -155,7 +155,7 @@ def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
     ends = np.array([boxes.get_ylim() for boxes, _ in pairs])
     for boxes, _ in pairs:
         boxes.set_ylim(ends.min(), ends.max())
-    entitle(figure, BOTH if len(profiles) > 1 else f"{labels[0]}: {BOTH}")
+    set_figure_title(figure, BOTH if len(profiles) > 1 else f"{labels[0]}: {BOTH}")
     return figure
 
 
@@ -168,7 +168,7 @@ def _published_panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -
     first_gap = len(named) if is_alone else across * math.ceil(len(named) / across)
     places = [*range(len(named)), *range(first_gap, first_gap + len(scored))]
     rows = places[-1] // across + 1
-    titles = [lettered(number, name) for number, (_, name) in enumerate([*named, *scored])]
+    titles = [with_letter(number, name) for number, (_, name) in enumerate([*named, *scored])]
     figure = new_figure(*(ALONE if is_alone else (PANEL_WIDTH * across + 0.4, PANEL_HEIGHT * rows)))
     grid = figure.add_gridspec(rows, across)
     axes = [figure.add_subplot(grid[divmod(place, across)]) for place in places]

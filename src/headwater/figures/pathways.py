@@ -33,7 +33,6 @@ from headwater.figures.style import (
     DASHED,
     LINES_ARE,
     checked_place,
-    entitle,
     label,
     legend_above,
     model_title,
@@ -41,6 +40,7 @@ from headwater.figures.style import (
     one_panel,
     panel_grid,
     plain_title,
+    set_figure_title,
     short_name,
     ticks,
     whole_numbers,
@@ -146,7 +146,7 @@ def delta_p(
         if as_published:
             legend.text(0.5, 0.0, _counts_note(shown), ha="center", va="bottom", fontsize=6)
         elif len(shown) > 1:
-            entitle(figure, f"{SHORT[value]} without the question's exact words")
+            set_figure_title(figure, f"{SHORT[value]} without the question's exact words")
     return apply_title_and_size(figure, title, size)
 
 
@@ -334,7 +334,7 @@ def flip_rates(
             whole_numbers(ax.xaxis)
         shared_label(axes, "Predictions that flip (%)")
         _legend_below(figure, axes, f"{BANDS_ARE}; dotted: l*, the probe's best layer\n{RANDOM_ARE}")
-        return entitled(figure, axes, pathways, "predictions that flip", title)
+        return with_title(figure, axes, pathways, "predictions that flip", title)
 
 
 @checked_call
@@ -371,7 +371,7 @@ def controls(
             ax.set(yticks=range(len(shown)), yticklabels=shown, ylim=(len(shown) - 0.5, -0.5))
             ax.xaxis.set_major_locator(MaxNLocator(4))
         _legend_below(figure, axes, f"{LINES_ARE}; l*: the probe's best layer\n{RANDOM_ARE}")
-        return entitled(figure, axes, pathways, "ΔP and controls", title)
+        return with_title(figure, axes, pathways, "ΔP and controls", title)
 
 
 def panels(
@@ -388,14 +388,14 @@ def panels(
     return figure, panel_grid(figure, n, across, sharey=sharey)
 
 
-def entitled(
+def with_title(
     figure: Figure | None, axes: list[Axes], pathways: Pathways, subject: str, title: str | None
 ) -> Axes | Figure:
     """Put the model and the subject above the panels; for a single panel, above its title."""
     if len(axes) == 1:
         axes[0].set_title(f"{model_title(pathways.run, subject)}\n{axes[0].get_title(loc='left')}")
     elif figure is not None:
-        entitle(figure, model_title(pathways.run, subject))
+        set_figure_title(figure, model_title(pathways.run, subject))
     return apply_title_and_size(axes[0] if figure is None else figure, title, None)
 
 
@@ -492,7 +492,7 @@ def baselines(
             ax.set_xlabel("AUC")
         axes[0][0].set_ylabel("wrong answers")
         axes[1][0].set_ylabel("Q-anchored")
-        entitle(figure, f"{model_title(pathways.run, 'probes and baselines')} ({LINES_ARE})")
+        set_figure_title(figure, f"{model_title(pathways.run, 'probes and baselines')} ({LINES_ARE})")
     return apply_title_and_size(figure, title, size)
 
 
@@ -561,7 +561,7 @@ def logit_changes(
             ax.set_ylim(0, ax.get_ylim()[1] * 1.95)
             ax.legend(loc="upper left", fontsize=6.2, handlelength=1.6, borderaxespad=0.2, labelspacing=0.3)
         shared_label(axes, "Density")
-        return entitled(figure, axes, pathways, "modes of the logit changes", title)
+        return with_title(figure, axes, pathways, "modes of the logit changes", title)
 
 
 @checked_call

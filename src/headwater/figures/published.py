@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from headwater.colors import FAINT, INK, places_of_sets
 from headwater.errors import InputError
-from headwater.figures.style import entitle, label, model_title, new_figure, panel_grid, style
+from headwater.figures.style import label, model_title, new_figure, panel_grid, set_figure_title, style
 from headwater.options import checked_name
 from headwater.reference.published import Reproduction
 from headwater.runs.result import DRAWINGS
@@ -74,7 +74,7 @@ def model_name(shown: str) -> str:
     return MODEL_NAMES.get(shown.lower().removeprefix("meta-"), shown)
 
 
-def lettered(number: int, name: str) -> str:
+def with_letter(number: int, name: str) -> str:
     """Return the title of a panel as papers count them: (a), (b), ..., (z), (aa), ..."""
     repeated, letter = divmod(number, 26)
     return f"({chr(ord('a') + letter) * (repeated + 1)}) {name}"
@@ -99,7 +99,7 @@ def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Fig
         figure = new_figure(2.3 * columns, 2.4 * rows)
         for panel, (quantity, numbers) in zip(panel_grid(figure, len(panels), columns), panels, strict=True):
             _panel(panel, quantity, numbers)
-        entitle(figure, model_title(reproduction.run, "measured and published"))
+        set_figure_title(figure, model_title(reproduction.run, "measured and published"))
     return figure
 
 

@@ -32,10 +32,10 @@ from headwater.figures.style import (
     DAGGER_IS,
     DASHED,
     checked_place,
-    entitle,
     label,
     model_title,
     new_figure,
+    set_figure_title,
     short_name,
 )
 from headwater.figures.style import style as shared_look
@@ -132,7 +132,7 @@ def saliency(
         drawn = [entry[:2] for entry in entries.values()]
         figure.legend(drawn, entries, loc="outside lower center", ncols=ncols, handlelength=2.4, **look)
         if len(tables) > 1 and not as_published:
-            entitle(figure, SEEN.capitalize())
+            set_figure_title(figure, SEEN.capitalize())
     return apply_title_and_size(figure, title, size)
 
 

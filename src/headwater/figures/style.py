@@ -241,7 +241,7 @@ def plain_title(model: str, seen: str) -> str:
     return f"{_last(model)}: {seen}"
 
 
-def entitle(figure: Figure, title: str, **place: Any) -> None:
+def set_figure_title(figure: Figure, title: str, **place: Any) -> None:
     """Put a title above all panels of a figure, in the place of a single panel's title."""
     figure.suptitle(title, x=0.01, ha="left", size=mpl.rcParams["axes.titlesize"], weight="bold", **place)
 

@@ -26,7 +26,6 @@ from headwater.figures.style import (
     checked_place,
     color_bar,
     drawable,
-    entitle,
     figure_of,
     inches,
     legend_above,
@@ -35,6 +34,7 @@ from headwater.figures.style import (
     one_panel,
     panel_grid,
     plain_title,
+    set_figure_title,
     style,
     ticks,
     whole_numbers,
@@ -105,7 +105,7 @@ def plot_sweep(
             return axes[0]
         _share_scales(axes, [name for name, _ in panels])
         figure = figure_of(axes[0])
-        entitle(figure, model_title(sweep.run, _of_what(sweep)))
+        set_figure_title(figure, model_title(sweep.run, _of_what(sweep)))
     return figure
 
 

@@ -132,7 +132,7 @@ def pattern_sums(
 
 
 def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range | None) -> dict[str, Tensor]:
-    keys, visible = attended_keys(batch.tokens, batch.mask, kinds, looks_ahead=model.looks_ahead)
+    keys, visible = attended_keys(batch.tokens, batch.mask, kinds, is_bidirectional=model.is_bidirectional)
     collected: dict[str, list[Tensor]] = {}
     on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -321,14 +321,14 @@ BEHAVIOURS.add("successor", Behaviour("earlier tokens that come next in a series
 
 
 def attended_keys(
-    tokens: Tokens, mask: Bool[Tensor, "batch position"], kinds: TokenKinds, *, looks_ahead: bool = False
+    tokens: Tokens, mask: Bool[Tensor, "batch position"], kinds: TokenKinds, *, is_bidirectional: bool = False
 ) -> tuple[Bool[Tensor, "class batch query key"], Bool[Tensor, "batch query key"]]:
     """Return each behaviour's keys for each query, and all keys that the query can see; none at padding.
 
-    Tokens are right-padded. With `looks_ahead` a query sees later keys too, but a behaviour's keys stay the same.
+    Tokens are right-padded. With `is_bidirectional` a query sees later keys too, but a behaviour's keys stay the same.
     """
     real = mask[:, :, None] & mask[:, None]
-    visible = real if looks_ahead else real.tril()
+    visible = real if is_bidirectional else real.tril()
     return torch.stack([row.keys(tokens, kinds) & visible for row in BEHAVIOURS.values()]), visible
 
 

@@ -210,7 +210,7 @@ def _targets(
         return [one.repeat(len(places)) for one, places in zip(ids, where, strict=True)]
     following = [(*prompt.ids[1:], NONE) for prompt in prompts]
     targets = [torch.tensor([after[place] for place in places]) for after, places in zip(following, where, strict=True)]
-    if model.looks_ahead and any(bool((ids != NONE).any()) for ids in targets):
+    if model.is_bidirectional and any(bool((ids != NONE).any()) for ids in targets):
         warnings.warn(
             f"The attention of {model.name} reads later tokens: at all positions but the last it has already seen the "
             "token whose rank is given. Give answer= or positions='last'.",

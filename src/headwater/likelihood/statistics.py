@@ -217,7 +217,7 @@ def token_statistics(
 
 def check_texts(model: HookedModel, texts: Sequence[Any]) -> None:
     """Refuse unscorable inputs: no texts, non-strings, a model without a tokenizer or without causal attention."""
-    if model.looks_ahead:
+    if model.is_bidirectional:
         raise InputError(
             f"{model.name} has no next-token likelihoods: its attention reads later tokens, so each token is "
             "seen before it is predicted. Score texts with a causal model."

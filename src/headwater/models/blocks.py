@@ -42,11 +42,11 @@ from headwater.models.forward import (
     Reading,
     Tap,
     cache_options,
+    can_continue,
     common_start,
     finite_output,
     forward,
     forward_replaced,
-    goes_on,
     has_hooks,
     keeps_an_index,
     last_logits_only,
@@ -317,7 +317,7 @@ class Blocks:
             stack.enter_context(reads(Reading.of(batch)))
             stack.enter_context(self.fused())
             stack.enter_context(torch.enable_grad() if gradients_at else contextlib.nullcontext())
-            if self._own is not None and self.model.steps_checked and not (gradients_at or self.model.looks_ahead):
+            if self._own is not None and self.model.steps_checked and not (gradients_at or self.model.is_bidirectional):
                 # whole prompts, right-padded and with causal attention, go through the same steps as rows
                 stack.enter_context(forward_replaced((own.module, own.forward) for own in self._own))
             if skipped := not (unembed or has_hooks(self.model.raw.unembed)):
@@ -353,7 +353,7 @@ class Blocks:
     def common_start(self, batch: Batch, names: Iterable[str]) -> int:
         """Return the number of first tokens, common to all rows, that `record_in_two` runs in one row only."""
         keyed = any(place is not None and place[0].has_keys for place in map(place_named, names))
-        if self.model.start_checked is False or self._own or keyed or not goes_on(self.model):
+        if self.model.start_checked is False or self._own or keyed or not can_continue(self.model):
             return 0
         return common_start(batch.tokens[:, : int(batch.lengths.min()) - 1])
 

@@ -143,7 +143,7 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
         )
     # A tighter tolerance than above: both rows come from one run, not from two implementations.
     if not same_but_for_rounding(logits[0, :n_first], logits[1, :n_first], 0.75) and _has_slope(model, tokens, n_first):
-        model.looks_ahead, model.takes_padding = True, _takes_padding(model, rows, n_first, logits[0])
+        model.is_bidirectional, model.takes_padding = True, _takes_padding(model, rows, n_first, logits[0])
 
 
 def _has_slope(model: Model, tokens: Int[Tensor, "1 position"], n_first: int) -> bool:

@@ -60,18 +60,18 @@ class PromptHook(ABC):
     """A hook that is built once the prompts of a run are known, because its positions or values depend on them."""
 
     @abstractmethod
-    def hook_for(self, model: Any, batch: Batch | None, goes_on: bool = False) -> Hook:
+    def hook_for(self, model: Any, batch: Batch | None, continues: bool = False) -> Hook:
         """Return the hook for these prompts (None: for any input), at an activation that does not depend on them.
 
-        With `goes_on`, the hook is for tokens that follow the prompts.
+        With `continues`, the hook is for tokens that follow the prompts.
         """
 
 
 def hooks_for(
-    model: Any, listed: Sequence[Hook | PromptHook], batch: Batch | None, goes_on: bool = False
+    model: Any, listed: Sequence[Hook | PromptHook], batch: Batch | None, continues: bool = False
 ) -> list[Hook]:
     """Return the hooks from `listed_hooks`, with each `PromptHook` built for a batch; arguments as in `hook_for`."""
-    return [hook.hook_for(model, batch, goes_on) if isinstance(hook, PromptHook) else hook for hook in listed]
+    return [hook.hook_for(model, batch, continues) if isinstance(hook, PromptHook) else hook for hook in listed]
 
 
 def read_hook(function: HookFunction, may_be_silent: bool = False) -> TrustedHook:

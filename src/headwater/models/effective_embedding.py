@@ -109,7 +109,7 @@ def first_mlp(
     return output
 
 
-class HeadsOfLoneTokens:
+class SingleTokenHeads:
     """Activations of every layer's heads for a few tokens, from one run; `check` compares factors with them."""
 
     def __init__(self, model: Model):

@@ -116,7 +116,7 @@ def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
             f"{model.name} computes other values for a padded text than for the text alone, since it reads the "
             "padding: give texts of one length, or one at a time."
         )
-    return {"attention_mask": to_device(batch.mask.long(), model.device)} if model.looks_ahead else {}
+    return {"attention_mask": to_device(batch.mask.long(), model.device)} if model.is_bidirectional else {}
 
 
 def leaves_logits_out(raw: Any) -> bool:
@@ -385,9 +385,9 @@ def common_start(tokens: Int[Tensor, "row position"]) -> int:
     return shared if shared >= WORTH_A_RUN and shared * (len(tokens) - 1) >= SAVED else 0
 
 
-def goes_on(model: Model) -> bool:
+def can_continue(model: Model) -> bool:
     """Return whether a model is known to compute the same at a position if the earlier positions run separately."""
-    return takes_cache(model.raw) and not model.looks_ahead and not model.rotary_by_length
+    return takes_cache(model.raw) and not model.is_bidirectional and not model.rotary_by_length
 
 
 class FixedPrefix(DynamicCache):  # type: ignore[misc]

@@ -47,9 +47,9 @@ from headwater.models.edits import (
 from headwater.models.forward import (
     Reading,
     angles_by_row,
+    can_continue,
     common_start,
     finite_output,
-    goes_on,
     now_reading,
     original_length,
     reads,
@@ -87,7 +87,7 @@ class Texts(list[str]):
         self.run = run
 
 
-class Written:
+class DecodedText:
     """The growing text of one prompt's new tokens; `prompt` holds the last tokens before them.
 
     Attributes:
@@ -205,7 +205,7 @@ def generate(
         raise InputError(f"stream={shown(stream)} must be a function of (number of a prompt, piece of its text).")
     checked_count("max_new_tokens", max_new_tokens)
     listed, batch = listed_hooks(hooks), model.tokenize(prompts)
-    check_room(model, batch, max_new_tokens)
+    check_context_length(model, batch, max_new_tokens)
     stops, ends = _stops(stop, model)
     rows = batch.ids
     # Drawn before splitting into batches, so that the batch size changes no sample.
@@ -225,7 +225,7 @@ def generate(
         },
         seed,
     )
-    tokens, texts = list[list[int]](), [Written(model.tokenizer, stops, row[-ANCHOR:]) for row in rows]
+    tokens, texts = list[list[int]](), [DecodedText(model.tokenizer, stops, row[-ANCHOR:]) for row in rows]
 
     def tell(number: int, whole: bool) -> None:
         if stream is not None and (piece := texts[number].certain(whole)):
@@ -340,7 +340,7 @@ def generate_tokens(
         InputError: a prompt and its new tokens exceed the model's context, or hooks cannot be used.
     """
     max_new_tokens, hooks = checked_count("max_new_tokens", max_new_tokens), listed_hooks(hooks)
-    check_room(model, prompts, max_new_tokens)
+    check_context_length(model, prompts, max_new_tokens)
     if not steps_with_hooks(model, prompts, max_new_tokens) and HOOKS in model.interventions:
         raise InputError(
             f"{model.name} ({model.shape.architecture}) runs the whole text again for every token here, and hooks that "
@@ -391,7 +391,7 @@ def generate_tokens(
     )
 
 
-def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
+def check_context_length(model: Model, prompts: Batch, max_new_tokens: int) -> None:
     """Raise InputError if prompts and their new tokens exceed the model's context."""
     longest = int(prompts.lengths.max()) + max_new_tokens
     if longest > model.shape.n_ctx:
@@ -569,17 +569,17 @@ def processors_of(model: Model, prompts: Batch, max_new_tokens: int) -> list[Any
 @contextlib.contextmanager
 def steps_of(
     model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], max_new_tokens: int
-) -> Iterator[_Cached | _Rerun]:
+) -> Iterator[_CachedSteps | _UncachedSteps]:
     """Yield the object that runs the steps for these prompts; the caller holds the model's lock until the last step."""
     with contextlib.ExitStack() as stack:
         if not (steps_with_hooks(model, prompts, max_new_tokens) if hooks else keeps_keys(model)):
-            yield _Rerun(model, prompts, hooks)
+            yield _UncachedSteps(model, prompts, hooks)
         elif not hooks and (bare := bare_model(model)) is not None:
-            yield _Cached(model, prompts, bare, _common_start(model, prompts, max_new_tokens))
+            yield _CachedSteps(model, prompts, bare, _common_start(model, prompts, max_new_tokens))
         elif hooks or HOOKS in model.interventions:
-            yield _Watched(model, prompts, hooks, stack)
+            yield _HookedSteps(model, prompts, hooks, stack)
         else:
-            yield _Cached(model, prompts)
+            yield _CachedSteps(model, prompts)
 
 
 def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
@@ -614,13 +614,13 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
     widths = (width for name, width in config.to_dict().items() if "window" in name or "chunk" in name)
     # `> 1` leaves out flags such as use_sliding_window, since True is the int 1.
     window = min((width for width in widths if isinstance(width, int) and width > 1), default=math.inf)
-    if not goes_on(model) or window < prompts.tokens.shape[1] + max_new_tokens:
+    if not can_continue(model) or window < prompts.tokens.shape[1] + max_new_tokens:
         return 0
     # Each prompt keeps at least its last token, which produces its first logits.
     return common_start(prompts.tokens[:, : int(prompts.lengths.min()) - 1])
 
 
-class _Cached:
+class _CachedSteps:
     """The unfinished rows, their cached keys and values, and the next token of each.
 
     With `bare` (the model without wrappers, if it can be used for all steps), the first `shared` tokens, a prefix of
@@ -692,7 +692,7 @@ class _Cached:
             self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
 
 
-class _Watched(_Cached):
+class _HookedSteps(_CachedSteps):
     """Cached generation with hooks: the first step is a run of the prompts.
 
     Every row keeps its place; finished rows read padding, and their logits are left out. In later steps, layers
@@ -729,7 +729,7 @@ class _Watched(_Cached):
 
     def _next(self) -> Float[Tensor, "row d_vocab"]:
         """Run one new column, with hooks created for it."""
-        listed = hooks_for(self._model, self._hooks, self._reads, goes_on=True)
+        listed = hooks_for(self._model, self._hooks, self._reads, continues=True)
         if self._step == 1 and listed:
             self._bare = bare_model(self._model, [name for name, _ in listed])
             if self._bare is not None:
@@ -757,7 +757,7 @@ class _Watched(_Cached):
         return name, TrustedHook(act, edits, may_be_silent=True, is_idle=lambda: self._acting is None)
 
 
-class _Rerun:
+class _UncachedSteps:
     """Generation by rerunning whole texts, without a cache. With hooks, finished rows stay and read padding."""
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
@@ -765,7 +765,7 @@ class _Rerun:
         self._rows = prompts.ids
         self._live, self._first = list(range(len(prompts))), Reading.of(prompts)
         self._original = original_length(model.rotary_by_length)
-        self._in_parts = [_InParts(name, [(act, self._first)]) for name, act in hooks_for(model, hooks, prompts)]
+        self._in_parts = [_StepwiseHook(name, [(act, self._first)]) for name, act in hooks_for(model, hooks, prompts)]
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         texts = Batch.of(self._rows, pad_id(self._model.tokenizer))
@@ -779,15 +779,15 @@ class _Rerun:
         self._rows = [[*row, token] for row, token in zip(self._rows, new, strict=True)]
         lengths = torch.tensor([len(row) for row in self._rows])
         reading = Reading(lengths[:, None] - 1, self._first.prompts, self._first.rows)
-        listed = hooks_for(self._model, self._hooks, Batch.of([[token] for token in new], 0), goes_on=True)
+        listed = hooks_for(self._model, self._hooks, Batch.of([[token] for token in new], 0), continues=True)
         for part, (_, function) in zip(self._in_parts, listed, strict=True):
             part.reads.append((function, reading))
-            if self._model.looks_ahead or bool((lengths == self._original + 1).any()):
+            if self._model.is_bidirectional or bool((lengths == self._original + 1).any()):
                 part.wrote.clear()
 
 
 @dataclass
-class _InParts:
+class _StepwiseHook:
     """A hook in runs of whole texts, called separately with the prompts and with each new token."""
 
     name: str

@@ -68,7 +68,7 @@ def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> N
             f"{what} runs texts up to the token that is read, but past {original} tokens the rotary embeddings of "
             f"{model.name} depend on the length: the longest text has {longest} tokens. Give shorter ones."
         )
-    if model.looks_ahead:
+    if model.is_bidirectional:
         raise InputError(f"{what} runs texts up to the token that is read, but {model.name} also reads later tokens.")
 
 

@@ -95,7 +95,7 @@ class Model:
         hinted: the names of one-time hints that were already given.
         misfits: by site and layer, why the activation is missing or is not what its name says; using it is an error.
         read_only: by site and layer, why it can be read but not edited.
-        looks_ahead: whether its attention also reads later positions; tested at load.
+        is_bidirectional: whether its attention also reads later positions; tested at load.
         takes_padding: whether a text padded next to a longer one has the same logits as alone; tested at load.
         steps_checked: whether its blocks, called one by one, were found to reproduce the whole model.
         start_checked: whether rows run after a shared prefix were found to reproduce whole rows; None before the test.
@@ -127,7 +127,7 @@ class Model:
         self.hinted = set[str]()
         self.misfits: Mapping[tuple[str, int], str] = {}
         self.read_only: Mapping[tuple[str, int], str] = {}
-        self.looks_ahead = False
+        self.is_bidirectional = False
         self.takes_padding = True
         self.steps_checked = False
         self.start_checked: bool | None = None

@@ -22,7 +22,7 @@ from headwater.models.bridge_check import is_finite, tokenizer_fits
 from headwater.models.checkpoint import Checkpoint, checkpoint_folder, load_tokenizer, open_checkpoint, revision_of
 from headwater.models.conversion import UNEMBEDDING, expected_tensors, split_heads
 from headwater.models.effective_embedding import (
-    HeadsOfLoneTokens,
+    SingleTokenHeads,
     adds_positions,
     bos_token,
     check_request,
@@ -265,8 +265,8 @@ class LoadedWeights(_Weights):
         return factors
 
     @cached_property
-    def _heads_seen(self) -> HeadsOfLoneTokens:
-        return HeadsOfLoneTokens(self.model)
+    def _heads_seen(self) -> SingleTokenHeads:
+        return SingleTokenHeads(self.model)
 
     def _factor(self, layer: int, name: str) -> Tensor | None:
         """Return one factor; a HookedTransformer's W_K, W_V repeat grouped heads, and _W_K, _W_V are the parameters."""

@@ -152,7 +152,7 @@ def knockout(
     windows = windows_of(window, axes)
     named = edges_by_role(named_edges(block))
     matrices = [
-        [edges.matrix(prompt, i, len(base), ahead=model.looks_ahead) for _, edges in named]
+        [edges.matrix(prompt, i, len(base), ahead=model.is_bidirectional) for _, edges in named]
         for i, prompt in enumerate(base)
     ]
     cells = CellTable.of(
@@ -297,7 +297,9 @@ def knocked_out_states(
     shape, names, chosen = model.shape, _states_named(sites, model), _layers_with_attention(layers, model)
     cells = CellTable.of(
         (i, _templates(model, EDGES, edges, matrix, (), {}, chosen, variant))
-        for i, matrix in enumerate(edges.matrix(p, i, len(base), ahead=model.looks_ahead) for i, p in enumerate(base))
+        for i, matrix in enumerate(
+            edges.matrix(p, i, len(base), ahead=model.is_bidirectional) for i, p in enumerate(base)
+        )
     )
     readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
     plan = Plan(model, PromptPair(base), cells, (), batch_size=batch_size, states=readings, states_at=at)
@@ -343,7 +345,7 @@ def windowed_states(
     (edges,) = named_edges(block).values()
     windows, deepest, rows = {"layer": window}, max(read), []
     for i, prompt in enumerate(base):
-        matrix = edges.matrix(prompt, i, len(base), ahead=model.looks_ahead)
+        matrix = edges.matrix(prompt, i, len(base), ahead=model.is_bidirectional)
         templates = _templates(model, EDGES, edges, matrix, ("layer",), windows, layers, variant)
         # A window that begins after every layer that is read changes nothing there.
         rows.append((i, [one for one in templates if min(edit.layers.start for edit in one.edits) <= deepest]))

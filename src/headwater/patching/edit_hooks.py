@@ -64,21 +64,21 @@ class EditHook(PromptHook):
         described += [self.heads] if is_all(self.keys) else [self.heads, self.keys]
         return f"{self.site.name} {self.layer} {digest(described)}"
 
-    def hook_for(self, model: HookedModel, batch: Batch | None, goes_on: bool = False) -> Hook:
+    def hook_for(self, model: HookedModel, batch: Batch | None, continues: bool = False) -> Hook:
         """Return the hook for these prompts; without prompts, for any input of the model.
 
-        If `goes_on`, for new tokens in generation: an edit of all positions changes each; other edits do nothing.
+        If `continues`, for new tokens in generation: an edit of all positions changes each; other edits do nothing.
         """
         site = self.site.fitted(model)
         (layer,) = site.among([checked_layer("layer", self.layer, model.shape.n_layers)], model, edited=True)
         everywhere = is_all(self.positions) and is_all(self.keys)
-        if goes_on and not everywhere:
+        if continues and not everywhere:
             return site.hook_name(layer), read_hook(lambda activation, hook: None)
         if batch is not None:
             rows = zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
             # For new tokens no positions are resolved: they need no strings.
             new = (Prompt(tuple(ids[:length]), ()) for ids, length in rows)
-            prompts = tuple(new) if goes_on else read_prompts(model, batch)
+            prompts = tuple(new) if continues else read_prompts(model, batch)
             return site.hook_name(layer), replace_hook(_Writes(self, self._writer(model, site, layer, prompts)))
         if not everywhere or VALUES[self.spec.kind].of_prompts or site.leaves_out:
             raise InputError(

@@ -235,7 +235,7 @@ class Group:
         """Turn cells into variants of the examples' runs: one for each template and each set of positions read."""
         example = cells.example - self.examples.start
         # With non-causal attention every position depends on every edit: rows are whole prompts.
-        whole = self.lengths if self.plan.model.looks_ahead else [None] * len(self.lengths)
+        whole = self.lengths if self.plan.model.is_bidirectional else [None] * len(self.lengths)
         reads = list(zip(self.kept, whole, strict=True))
         number = {one: i for i, one in enumerate(dict.fromkeys(reads))}
         read = np.array([number[one] for one in reads])[example]
@@ -255,7 +255,7 @@ def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
 
 def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     """Cut a sweep into groups of examples and waves of cells: (examples of the group, cells of the wave)."""
-    pair, shape, ahead = plan.pair, plan.model.shape, plan.model.looks_ahead
+    pair, shape, ahead = plan.pair, plan.model.shape, plan.model.is_bidirectional
     stop = np.array([len(p) if ahead else at[-1] + 1 for p, at in zip(pair.base, plan.positions, strict=True)])
     of_cell = stop[plan.cells.example]
     # A cell whose first change is after every position read has no tokens, and no run.

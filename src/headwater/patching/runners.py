@@ -228,7 +228,7 @@ class WalkRunner(Runner):
             expected = expected[answers[0]]
         read_logits: list[Tensor] = []
         # From the middle on, to test recorded keys before a row too; with non-causal attention there are none.
-        middle, whole = (0, last + 1) if self.plan.model.looks_ahead else ((last + 1) // 2, None)
+        middle, whole = (0, last + 1) if self.plan.model.is_bidirectional else ((last + 1) // 2, None)
         unedited = Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole)
         variants = Variants((unedited,), np.array([0]), np.array([0]), np.array([-1]))
         tile = self._tile or tile_tokens(self.plan.model, last + 1)

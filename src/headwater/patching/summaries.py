@@ -81,8 +81,9 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
             by_prompt = part.groupby("example", sort=False).mean(numeric_only=True).reset_index()
         column = "effect" if of_means else measure
         effects = by_prompt[column].to_numpy()
-        felt = ~np.isnan(effects)
-        effects, gaps = effects[felt], by_prompt["gap"].to_numpy()[felt] if of_means else np.ones(int(felt.sum()))
+        present = ~np.isnan(effects)
+        gaps = by_prompt["gap"].to_numpy()[present] if of_means else np.ones(int(present.sum()))
+        effects = effects[present]
         with_interval = interval(draws_of(len(effects)).ratio(effects, gaps), level)
         # With draws of one prompt the interval is over draws, but the count is still of prompts.
         counted = part.dropna(subset=["effect"])["example"].nunique() if "sample" in part else len(effects)
@@ -113,8 +114,8 @@ def grid_of(table: pd.DataFrame, rows: str, columns: str, measure: str) -> pd.Da
     if measure != "ratio of means":
         means = table.groupby([rows, columns], dropna=False)[measure].mean().unstack(columns)
     else:
-        felt = table.assign(gap=gaps_of(table)).dropna(subset=["effect"])
-        sums = felt.groupby([rows, columns], dropna=False)[["effect", "gap"]].sum()
+        present = table.assign(gap=gaps_of(table)).dropna(subset=["effect"])
+        sums = present.groupby([rows, columns], dropna=False)[["effect", "gap"]].sum()
         # If clean and corrupted do not differ there is nothing to divide by: NaN, not a large number.
         means = (sums["effect"] / sums["gap"]).where(sums["gap"].abs() > NOTHING_LEFT).unstack(columns)
     seen = [table[name].dropna().drop_duplicates() for name in (rows, columns)]
@@ -253,8 +254,8 @@ def agreement(approximate: pd.DataFrame, exact: pd.DataFrame, coordinates: Seque
     for (site, metric), part in both.groupby(["site", "metric"], sort=False):
         x, y = part["effect"].to_numpy(), part["effect_exact"].to_numpy()
         # The sign of an effect within rounding says nothing.
-        felt = np.abs(y) > 1e-6 * np.abs(y).max()
-        same_sign = float((np.sign(x) == np.sign(y))[felt].mean()) if felt.any() else np.nan
+        sizeable = np.abs(y) > 1e-6 * np.abs(y).max()
+        same_sign = float((np.sign(x) == np.sign(y))[sizeable].mean()) if sizeable.any() else np.nan
         rows.append([site, metric, len(part), float(pearson(x, y)), float(spearman(x, y)), same_sign])
     return pd.DataFrame(rows, columns=["site", "metric", "cells", "pearson", "spearman", "sign_agreement"])
 

@@ -340,8 +340,8 @@ class Sweep(Result):
         )
         notes = self.warn_of_averages(table, measure)
         grid = summaries.grid_of(table, down, across, measure)
-        felt = table.dropna(subset=["effect"]).groupby([down, across])["example"].nunique().unstack(across)
-        grid.attrs["examples"] = felt.reindex_like(grid).fillna(0).astype(int).to_dict()
+        counts = table.dropna(subset=["effect"]).groupby([down, across])["example"].nunique().unstack(across)
+        grid.attrs["examples"] = counts.reindex_like(grid).fillna(0).astype(int).to_dict()
         grid.attrs["notes"] = notes
         return grid
 

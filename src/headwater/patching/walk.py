@@ -253,7 +253,7 @@ class FoldedRows:
 
 def rows_of(variants: Variants) -> RowTable:
     """Return the rows of a walk in the order in which they join; a nested variant has a row if it leaves its parent."""
-    followed, felt = variants.nested_in, variants.can_change_output
+    followed, is_live = variants.nested_in, variants.can_change_output
     numbers = []
     for change in variants.changes:
         joins = (change.first_layer, int(change.stage)) if change.can_change_output else (0, 0)
@@ -265,7 +265,7 @@ def rows_of(variants: Variants) -> RowTable:
     layer, stage, leave, read, start, end = np.array(numbers, dtype=np.int64).reshape(-1, 6)[variants.which].T
     # A variant that reads nothing after its last edit never needs a row: its parent's row has what it reads.
     leaves = (followed >= 0) & (leave < leave[followed]) & (read >= leave)
-    index = np.flatnonzero(felt & ((followed < 0) | leaves))
+    index = np.flatnonzero(is_live & ((followed < 0) | leaves))
     alone = followed[index] < 0
     layer = np.where(alone, layer[index], leave[index])
     stage = np.where(alone, stage[index], int(Stage.BLOCK_INPUT))

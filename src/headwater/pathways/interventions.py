@@ -120,7 +120,8 @@ def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -
         return states_at(model, tokens, positions, setup.site, setup.batch_size, progress=False)
     edges, site, variant, batch_size = intervention.edges, setup.site, setup.variant, setup.batch_size
     cuts = [
-        edges.matrix(Prompt(tuple(row), ()), i, len(tokens), ahead=model.looks_ahead) for i, row in enumerate(tokens)
+        edges.matrix(Prompt(tuple(row), ()), i, len(tokens), ahead=model.is_bidirectional)
+        for i, row in enumerate(tokens)
     ]
 
     def cutting(rows: Sequence[int], first: int) -> Iterator[Hook]:

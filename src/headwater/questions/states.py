@@ -21,7 +21,7 @@ from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import rounding
 from headwater.models.edits import Hook, read_hook
-from headwater.models.forward import FixedPrefix, KeysValues, common_start, goes_on, keys_values, unpadded
+from headwater.models.forward import FixedPrefix, KeysValues, can_continue, common_start, keys_values, unpadded
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, by_length
@@ -137,7 +137,7 @@ def states_at(
         return torch.stack(by_layer).cpu().float()  # one copy, so that each run waits for the device once
 
     shared, start = 0, KeysValues()
-    if tokens and goes_on(model):
+    if tokens and can_continue(model):
         shared = common_start(torch.tensor([row[:first] for row in tokens], dtype=torch.long))
     if shared:
         start = keys_values(model, torch.tensor([tokens[0][:shared]]), {}, n_layers)

@@ -226,7 +226,7 @@ def board_page(clicks: Clicks, hows: Sequence[str], *, live: bool = False) -> Vi
         "sites": list(clicks.sites),
         "first": clicks.how if clicks.how in hows else hows[0],
         "live": live,
-        "causal": not clicks.model.looks_ahead,
+        "causal": not clicks.model.is_bidirectional,
         "hows": {how: about(clicks, how) for how in (HOWS if live else hows)},
         "known": {how: stored(clicks, found) for how, found in sweeps.items()},
         "pattern": patterns(clicks),

@@ -272,7 +272,7 @@ class Clicks:
         (node,) = nodes
         if node.site == HEADS and node.head is not None:
             query = bench.kept[-1] if node.position is None else node.position
-            last = len(bench.pair.prompts[0]) if self.model.looks_ahead else query + 1
+            last = len(bench.pair.prompts[0]) if self.model.is_bidirectional else query + 1
             return [ActivationNode(EDGES, node.layer, query, node.head, key) for key in range(last)]
         if node.site in self.sites and node.position is not None:
             return [ActivationNode(HEADS, node.layer, node.position, head) for head in range(self.model.shape.n_heads)]
