@@ -130,7 +130,7 @@ CHOICES = {
     "span": "headwater.likelihood.framed:SPANS",
     "aggregate": "headwater.likelihood.profile:AGGREGATES",
     "answers": "headwater.likelihood.framed:SOURCES",
-    "kind": "headwater.cli.figures:KINDS",
+    "kind": "headwater.cli.reproduce:KINDS",
 }
 """Where the words are that an option takes."""
 WORDS = {"edges over": {"position"}, "by": {"size", "signed"}, "long": {"error", "window"}}

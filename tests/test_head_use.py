@@ -13,7 +13,7 @@ from headwater.errors import InputError, ModelError
 from headwater.heads import causal
 from headwater.heads.causal import COLUMNS, head_use, other_heads
 from headwater.heads.head_map import relations_of
-from headwater.heads.prompts import TaskPrompts, task_prompts
+from headwater.heads.relations import TaskPrompts, task_prompts
 from headwater.stats.resample import Bootstrap
 from headwater.stats.significance import sign_flip_p
 from tests import chance

@@ -13,7 +13,7 @@ from headwater.heads.ablation import HeadAblation, ablate_heads
 from headwater.heads.causal import layer_matched, whole, without
 from headwater.heads.dynamic import DynamicScores, correlate, dynamic_scores, last_values
 from headwater.heads.head_map import relations_of
-from headwater.heads.prompts import TaskPrompts, source_prompts, task_prompts
+from headwater.heads.relations import TaskPrompts, source_prompts, task_prompts
 from tests import chance
 from tests.planted_heads import implements, plant_relations, suppresses
 from tests.planted_relations import TEMPLATES, random_words, relation

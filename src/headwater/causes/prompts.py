@@ -27,8 +27,15 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.heads.prompts import SourcePrompts, checked_templates, source_prompts
-from headwater.heads.relations import Relation, TokenRelation, load_relations, tokenize_relations
+from headwater.heads.relations import (
+    Relation,
+    SourcePrompts,
+    TokenRelation,
+    checked_templates,
+    load_relations,
+    source_prompts,
+    tokenize_relations,
+)
 from headwater.models.generation import next_logits
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import ChatText, chat_text

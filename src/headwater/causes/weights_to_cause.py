@@ -57,8 +57,7 @@ from headwater.causes.results import FEW, Evidence, EvidenceSuite
 from headwater.errors import InputError, ModelError
 from headwater.heads.causal import Head, matched_sets
 from headwater.heads.classify import classify_heads, layer_margins
-from headwater.heads.prompts import checked_templates
-from headwater.heads.relations import Relations, TokenRelation, load_relations, tokenize_relations
+from headwater.heads.relations import Relations, TokenRelation, checked_templates, load_relations, tokenize_relations
 from headwater.heads.scoring import checked_scoring, chosen_embedding, relations_digest
 from headwater.lenses.direct_attribution import direct_logit_attribution
 from headwater.models.effective_embedding import EmbeddingName

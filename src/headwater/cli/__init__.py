@@ -16,7 +16,7 @@ from typing import Literal
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 from rich.text import Text
 
-from headwater.cli import figures, heads, likelihood, patching, pathways, reproduce
+from headwater.cli import heads, likelihood, patching, pathways, reproduce
 from headwater.cli.options import RunOptions, screen
 from headwater.errors import HeadwaterError
 from headwater.version import __version__
@@ -52,7 +52,7 @@ COMMANDS: tuple[Callable[..., int | None], ...] = (
     heads.heads, heads.compare, heads.behaviour, heads.evidence, heads.relations,
     pathways.pathways, pathways.saliency, pathways.detect,
     patching.patch, patching.knockout, patching.edges, patching.circuit,
-    likelihood.memorization, likelihood.score, figures.figure, figures.demo,
+    likelihood.memorization, likelihood.score, reproduce.figure, reproduce.demo,
 )  # fmt: skip
 for place, command in enumerate(COMMANDS):
     app.command(command, sort_key=place)

@@ -446,11 +446,7 @@ STEPS = {
         lambda demo, options: hw.memorization(demo.model, hw.load_depth_graph(), layers="all", **options),
         number=memorization,
         companions=(
-            (
-                "layers",
-                lambda result: hw.figures.layer_curves(result),
-                "The same at every layer, by the logit lens.",
-            ),
+            ("layers", lambda result: hw.figures.layer_curves(result), "The same at every layer, by the logit lens."),
         ),
         leads=("Median Min-K%", "The medians", "From depth 1 to 3", "Among answers", "The mean score gap", "Over all"),
         table=depth_table,

@@ -30,15 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.detection.methods import (
-    COUNTS,
-    METHODS,
-    AnswerSet,
-    Detector,
-    DetectorSetup,
-    check_methods,
-    relations_of,
-)
+from headwater.detection.methods import COUNTS, METHODS, AnswerSet, Detector, DetectorSetup, check_methods, relations_of
 from headwater.detection.reweighting import Reweighting
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel

@@ -125,7 +125,9 @@ def head_maps(
     titles = [title_of(maps)] if len(maps) == 1 and not as_published else names
     note = rule_note(maps) if as_published else ""
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 + bool(note) if as_published else len(_lines(maps)) + 2) * LINE
-    widths = [_panel_width(one) for one in maps]
+    # Layers and heads are equally spaced, within limits.
+    sizes = [extent(one.categories) for one in maps]
+    widths = [PANEL_HEIGHT * min(max(n_layers / n_heads, 0.4), 2.5) for n_layers, n_heads in sizes]
     widths = [max(widths)] * len(maps) if as_published else widths
     pitches = [LEFT + max(wide, LETTER * len(name)) + GAP for wide, name in zip(widths, titles, strict=True)]
     pitches = [max(pitches)] * len(maps) if as_published else pitches
@@ -171,12 +173,6 @@ def _axes(figure: Figure, left: float, bottom: float, width: float, height: floa
     """Add axes at a place and of a size in inches."""
     x, y = figure.get_size_inches()
     return figure.add_axes((left / x, bottom / y, width / x, height / y))
-
-
-def _panel_width(head_map: HeadMap) -> float:
-    """Return the panel width with equal spacing of layers and heads, within limits."""
-    n_layers, n_heads = extent(head_map.categories)
-    return PANEL_HEIGHT * min(max(n_layers / n_heads, 0.4), 2.5)
 
 
 def _count_column(name: str) -> float:

@@ -20,17 +20,7 @@ from headwater.causes.naming import BASELINES, NAMED, WAYS
 from headwater.causes.results import Evidence, EvidenceSuite
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE, PINK, PURPLE
 from headwater.errors import InputError
-from headwater.figures.head_map import (
-    AREAS,
-    CELL,
-    LARGEST,
-    NONE,
-    extent,
-    frame,
-    legend_mark,
-    mark_area,
-    mark_heads,
-)
+from headwater.figures.head_map import AREAS, CELL, LARGEST, NONE, extent, frame, legend_mark, mark_area, mark_heads
 from headwater.figures.style import (
     DASHED,
     LINES_ARE,

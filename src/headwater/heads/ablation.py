@@ -31,8 +31,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.causal import Heads, layer_matched, whole, without
 from headwater.heads.head_map import HeadMap, relations_of
-from headwater.heads.prompts import TEMPLATE, task_prompts
-from headwater.heads.relations import Relations
+from headwater.heads.relations import TEMPLATE, Relations, task_prompts
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name, checked_repeats, one_or_several
 from headwater.runs.analysis import Run, run_or_resume
@@ -75,7 +74,7 @@ class HeadAblation(Result):
         sentences = [
             f"{self.relation}: ablating its {n_heads} head{'s' * (n_heads != 1)} changes the accuracy from "
             f"{untouched['accuracy']:.0%} to {without['accuracy']:.0%} and the logit difference from "
-            f"{untouched['logit_difference']:.2f} to {without['logit_difference']:.2f}.",
+            f"{untouched['logit_difference']:.2f} to {without['logit_difference']:.2f}."
         ]
         if (random := rows.get(("relation", "random heads", n_heads))) is None:
             sentences.append("There is no random control, because these layers have no other heads to ablate.")

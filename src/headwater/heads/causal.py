@@ -43,8 +43,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
-from headwater.heads.prompts import TaskPrompts, task_prompts
-from headwater.heads.relations import TokenRelation
+from headwater.heads.relations import TaskPrompts, TokenRelation, task_prompts
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.part_names import parts_of_kind
 from headwater.options import checked_count, checked_number, checked_seed

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.heads.head_map import HeadMap, relations_of
-from headwater.heads.prompts import SourcePrompts, checked_templates, source_prompts
-from headwater.heads.relations import Relations, TokenRelation
+from headwater.heads.relations import Relations, SourcePrompts, TokenRelation, checked_templates, source_prompts
 from headwater.heads.scores import any_accepted
 from headwater.kernels import ov_blocked
 from headwater.kernels.devices import to_device

@@ -21,8 +21,14 @@ from headwater.heads.card import (
 )
 from headwater.heads.categories import CATEGORIES, SAYS, UNCLASSIFIED, by_sign, label_counts
 from headwater.heads.causal import COLUMNS, head_use, sentences_of_use, use_counts
-from headwater.heads.prompts import TEMPLATE
-from headwater.heads.relations import MultiTokenName, Relations, TokenRelation, load_relations, tokenize_relations
+from headwater.heads.relations import (
+    TEMPLATE,
+    MultiTokenName,
+    Relations,
+    TokenRelation,
+    load_relations,
+    tokenize_relations,
+)
 from headwater.heads.scores import score_table
 from headwater.heads.scoring import (
     AS_MAPPED,

@@ -244,7 +244,11 @@ def _settle(
         tile = (maps.W_U[:, start:stop] if order is None else columns_of(maps, order[start:stop])).float()
         # For a few rows the transposed product is faster, because W_U is stored token after token.
         logits = (tile.T @ y[live].T).T.contiguous() if len(live) < FEW_ROWS else y[live] @ tile
-        above, below = _count_rows(logits, of_live, target_logits[alive], margin[alive])
+        limits = target_logits[alive], margin[alive]
+        if logits.is_cuda:
+            above, below = count_beyond(logits[of_live], *limits)
+        else:
+            above, below = _count_in_parts(logits.__getitem__, logits.shape[1], of_live, *limits)
         # A token that is neither, and is not the target, is too near to call: it may be above as well as below.
         inside = (place[alive] >= start) & (place[alive] < stop)
         near = stop - start - inside.float() - above - below
@@ -383,18 +387,6 @@ def count_products(
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
     """Count the logits z W as `count_beyond` does."""
     return _count_in_parts(lambda rows: rows @ W, W.shape[1], z, target_logits, margin)
-
-
-def _count_rows(
-    logits: Float[Tensor, "row token"],
-    row: Int[Tensor, " triple"],
-    target_logits: Float[Tensor, " triple"],
-    margin: Float[Tensor, " triple"],
-) -> tuple[Float[Tensor, " triple"], Float[Tensor, " triple"]]:
-    """Count as `count_beyond` does for triples, several of which may share a row."""
-    if logits.is_cuda:
-        return count_beyond(logits[row], target_logits, margin)
-    return _count_in_parts(logits.__getitem__, logits.shape[1], row, target_logits, margin)
 
 
 def _count_in_parts(

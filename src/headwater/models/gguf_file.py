@@ -117,9 +117,7 @@ KINDS = {
     "qwen3": Kind("qwen3"),
     "gemma": Kind("gemma"),
     "gemma2": Kind(
-        "gemma2",
-        entries=(WINDOW, SCORE_CAP, LOGIT_CAP),
-        finish=lambda file, config: _scale(config, layers_of_27b=46),
+        "gemma2", entries=(WINDOW, SCORE_CAP, LOGIT_CAP), finish=lambda file, config: _scale(config, layers_of_27b=46)
     ),
     "gemma3": Kind(
         "gemma3_text",

@@ -150,8 +150,9 @@ def _chat(model: HookedModel, messages: str | Messages | None) -> Frame:
             "A text as prompt= belongs to context='raw'; with context='chat' the tokenizer writes the prompt: give "
             "messages, a list of {'role': ..., 'content': ...}."
         )
-    is_list = isinstance(messages, list | tuple) and len(messages) > 0
-    if messages is not None and not (is_list and all(_is_message(one) for one in messages)):
+    listed = messages if isinstance(messages, list | tuple) else []
+    texts = [isinstance(one, Mapping) and isinstance(one.get(k), str) for one in listed for k in ("role", "content")]
+    if messages is not None and not (texts and all(texts)):
         raise InputError(f"prompt={shown(messages)} must be messages, a list of {{'role': ..., 'content': ...}}.")
     written = _written_chat(model.tokenizer, messages) if model.tokenizer is not None else None
     if written is None:
@@ -177,10 +178,6 @@ def _written_chat(tokenizer: Any, messages: Messages | None) -> str | None:
             return written
     system, first, *others = messages
     return chat_text(tokenizer, [{**first, "content": f"{system['content']}\n{first['content']}"}, *others])
-
-
-def _is_message(one: object) -> bool:
-    return isinstance(one, Mapping) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
 
 
 def _opens_with_system(messages: Messages) -> bool:

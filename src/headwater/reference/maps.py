@@ -42,8 +42,7 @@ from headwater.heads.ablation import HeadAblation, ablate_heads
 from headwater.heads.classify import classify_heads
 from headwater.heads.dynamic import TEMPLATES, DynamicScores, dynamic_scores, scored_prompts
 from headwater.heads.head_map import HeadMap, relations_of
-from headwater.heads.prompts import SourcePrompts
-from headwater.heads.relations import Relation, Relations, TokenRelation, load_relations, word_tokens
+from headwater.heads.relations import Relation, Relations, SourcePrompts, TokenRelation, load_relations, word_tokens
 from headwater.heads.scoring import relations_digest
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load

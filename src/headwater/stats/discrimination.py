@@ -25,11 +25,7 @@ Counts = Shaped[ndarray, "*draw example"]
 
 
 def auc(
-    values: Values,
-    positive: Values,
-    *,
-    counts: Counts | None = None,
-    strata: Int[ndarray, " example"] | None = None,
+    values: Values, positive: Values, *, counts: Counts | None = None, strata: Int[ndarray, " example"] | None = None
 ) -> Float[ndarray, "*draw"]:
     """Return the area under the ROC curve of values that should be high for positive examples.
 

@@ -56,12 +56,7 @@ class Bootstrap:
 
     @classmethod
     def of(
-        cls,
-        units: Iterable[Hashable],
-        *,
-        draws: int = DRAWS,
-        seed: int = 0,
-        within: Iterable[Hashable] | None = None,
+        cls, units: Iterable[Hashable], *, draws: int = DRAWS, seed: int = 0, within: Iterable[Hashable] | None = None
     ) -> Bootstrap:
         """Number the units (one per example, such as its question) in the order of their first example.
 

@@ -33,13 +33,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.packaged import world_folder
 from headwater.models.positions import Characters, characters
-from headwater.options import (
-    checked_count,
-    checked_flag,
-    checked_name,
-    checked_path,
-    checked_seed,
-)
+from headwater.options import checked_count, checked_flag, checked_name, checked_path, checked_seed
 from headwater.patching.metrics import Metric, logit_difference
 from headwater.runs.storage import read_json
 
