@@ -273,3 +273,18 @@ def test_the_figure_of_a_claim_shows_its_row_on_the_side_of_its_effect():
         assert of_set == pytest.approx([row["low"], row["high"]])
         assert of_random == pytest.approx([0, sign * row["placebo_high"]])
         assert "holds" in ax.get_title("left")
+
+
+def test_a_sweep_of_other_prompts_or_of_the_other_run_of_each_pair_is_no_other_ablation():
+    model = tiny_hooked("llama")
+    clean, corrupted = [[5, 6, 7, 8], [6, 5, 8, 7]], [[5, 9, 7, 8], [6, 9, 8, 7]]
+    options = {"sites": "z", "metric": hw.logit_difference(3, 4), "progress": False}
+    denoised, noised = (hw.patch(model, clean, corrupted, direction=d, **options) for d in ("denoise", "noise"))
+    cell = {"layer": 1, "head": 0}
+    with pytest.raises(InputError, match="opposite signs"):
+        denoised.claim(cell, other=noised)
+    assert denoised.claim(cell, other=noised, value="normalized_effect").table["other_ablation"].notna().all()
+    zeroed = hw.patch(model, clean, values="zero", **options)
+    assert noised.claim(cell, other=zeroed).table["other_ablation"].notna().all()
+    with pytest.raises(InputError, match="other prompts"):
+        noised.claim(cell, other=hw.patch(model, corrupted, values="zero", **options))

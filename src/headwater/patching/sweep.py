@@ -366,7 +366,8 @@ class Sweep(Result):
                 mappings, or rows of `summary()`. Their effect is the mean of the cells', each edited by itself.
             metric: the metric of the claim, if there are several.
             value: `effect` or `normalized_effect`.
-            other: the same sweep with another kind of values (zero, mean, resample).
+            other: the same sweep with another kind of values (zero, mean, resample); of normalized effects, also in the
+                other direction.
             held_out: the same sweep on other prompts. Prompts that this sweep has too are left out, as the claim says.
             match: random sets have as many cells of each site and `layer`, or of each `site` in any layer. With fewer
                 than 19 such sets p cannot reach 0.05, and the claim says so.
@@ -403,9 +404,12 @@ class Sweep(Result):
             if measure not in sweep.table.columns:
                 raise InputError(f"{option}= has no column {measure}: give a sweep of pairs, or value='effect'.")
             (side, prompts), (other_side, other_prompts) = map(summaries.edited_prompts, (self.run, sweep.run))
-            if side != other_side:
-                raise InputError(f"{option}= edited the {other_side} run, this sweep the {side} one: see direction=.")
-            if option == "other" and prompts != other_prompts:
+            if side != other_side and measure == "effect":
+                raise InputError(
+                    f"{option}= edited the {other_side} run, this sweep the {side} one, so that effects have opposite "
+                    "signs: give value='normalized_effect', or the same direction=."
+                )
+            if option == "other" and side == other_side and prompts != other_prompts:
                 raise InputError("other= has other prompts: give the same sweep with another kind of values.")
             other_scores = CellEffects(sweep.table, sweep.coordinates, measure, scores.metric)
             same[option] = other_scores.of(other_scores.same(scores, chosen))
