@@ -382,7 +382,7 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
             rows, last = sensitivity.at_own_threshold, panels[-1]
             handles.append(last.barh(range(len(rows)), rows["heads"], color=FAINT, height=0.7))
             handles.append(last.scatter(rows["kept"], range(len(rows)), color=INK, s=12, zorder=2))
-            names += ["classified", "of these, in the map"]
+            names += ["heads", "of these, in the map"]
             last.set(yticks=[*range(len(rows))], yticklabels=rows["setting"], ylim=(len(rows) - 0.5, -0.5))
             last.set(xlabel="Heads", title="other settings")
             whole_numbers(last.xaxis)
