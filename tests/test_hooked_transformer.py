@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.heads.relations import Relation
+from headwater.models.checkpoint import hub_name
 from headwater.models.weights import open_weights
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
@@ -467,3 +468,8 @@ def test_without_a_tokenizer_the_checkpoint_takes_ids_only(folder):
     assert model.run([[5, 6]]).shape == (1, 2, len(tiny_tokenizer()))
     with pytest.raises(InputError, match="tokenizer"):
         model.run("Paris")
+
+
+def test_short_names_mean_models_of_the_hub_in_both_generations():
+    assert hub_name("pythia-1.4b") == "EleutherAI/pythia-1.4b"
+    assert [hub_name(name) for name in ("nobody", "nobody/nothing")] == ["nobody", "nobody/nothing"]

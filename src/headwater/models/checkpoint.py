@@ -124,6 +124,10 @@ def hub_name(name: str) -> str:
         return name
     from transformer_lens.tools.model_registry import registry_io
 
+    if not hasattr(registry_io, "resolve_model_alias"):  # transformer-lens 3.9
+        from transformer_lens.supported_models import MODEL_ALIASES
+
+        return next((full for full, aliases in MODEL_ALIASES.items() if name in aliases), name)
     return registry_io.resolve_model_alias(name) or name
 
 
