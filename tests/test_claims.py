@@ -281,10 +281,16 @@ def test_a_sweep_of_other_prompts_or_of_the_other_run_of_each_pair_is_no_other_a
     options = {"sites": "z", "metric": hw.logit_difference(3, 4), "progress": False}
     denoised, noised = (hw.patch(model, clean, corrupted, direction=d, **options) for d in ("denoise", "noise"))
     cell = {"layer": 1, "head": 0}
-    with pytest.raises(InputError, match="opposite signs"):
+    with pytest.raises(InputError, match="opposite sign"):
         denoised.claim(cell, other=noised)
     assert denoised.claim(cell, other=noised, value="normalized_effect").table["other_ablation"].notna().all()
     zeroed = hw.patch(model, clean, values="zero", **options)
     assert noised.claim(cell, other=zeroed).table["other_ablation"].notna().all()
-    with pytest.raises(InputError, match="other prompts"):
-        noised.claim(cell, other=hw.patch(model, corrupted, values="zero", **options))
+    # Whichever is called clean: the runs that were edited count.
+    assert (
+        denoised.claim(cell, other=hw.patch(model, corrupted, values="zero", **options)).table["p_value"].notna().all()
+    )
+    others = [[7, 8, 6, 5], [8, 7, 5, 6]]
+    for wrong in ({"clean": others, "values": "zero"}, {"clean": others, "corrupted": corrupted, "direction": "noise"}):
+        with pytest.raises(InputError, match="other prompts"):
+            noised.claim(cell, other=hw.patch(model, **wrong, **options))

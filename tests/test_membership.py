@@ -123,7 +123,7 @@ def test_classes_too_small_to_tell_anything_are_reported_as_such():
     alone = membership(scores_of([3.0, 2.0, 1.0]), [1, 0, 0], baseline=False, resamples=50).report()
     assert alone[1].endswith("chance alone separates them completely with probability 0.67.")
     unscored = membership(scores_of([np.nan, 2.0, 1.0]), [1, 0, 0], baseline=False, resamples=50).report()
-    assert unscored[1].endswith("AUC not measured: a class has no text with a score.")
+    assert unscored[1].endswith("AUC not measured: no member and non-member with a score can be compared.")
 
 
 def test_more_than_a_million_resamples_are_refused():

@@ -388,3 +388,12 @@ def test_a_folder_tells_the_seeds_of_resampling_apart(model, tmp_path):
     hw.patch(model, CLEAN, values=hw.resample(DONORS, seed=1), **options)
     with pytest.raises(hw.HeadwaterError, match="another run"):
         hw.patch(model, CLEAN, values=hw.resample(DONORS, seed=2), **options)
+
+
+def test_an_occurrence_that_one_prompt_alone_has_names_its_tokens_in_both(model):
+    clean, corrupted = " the cat and the dog see the cat", " the cat and the dog see the dog"
+    options = {"sites": "resid_pre", "layers": [0], "metric": METRIC, "progress": False}
+    sweep = hw.patch(model, clean, corrupted, positions=hw.occurrence(" cat", 2), **options)
+    assert sweep.table["position"].tolist() == [len(model.tokenize(clean).tokens[0]) - 1]
+    with pytest.raises(InputError, match="occurs 2 times"):
+        hw.patch(model, clean, corrupted, positions=" cat", **options)

@@ -171,6 +171,15 @@ def test_layers_that_values_come_from_are_an_axis_and_any_column_can_be_fixed():
     assert "source layer 1" in ax.get_title(loc="left").replace("\n", " ")
     means = by_source.table.query("from_layer == 1").groupby(["layer", "position"])["effect"].mean()
     assert np.allclose(ax.collections[0].get_array().compressed(), means.to_numpy())
+    one_source = made()
+    one_source.table["from_layer"] = 2
+    assert one_source.plot().collections
+    by_role = made(axes=("role", "position"))
+    by_role.table["role"] = by_role.table["role"].map("role {}".format)
+    for column in ("head", "key", "from_layer"):
+        by_role.table[column] = by_role.table["position"] % 2
+    with pytest.raises(InputError, match="runs over 4 axes"):
+        by_role.plot()
     assert "example 1" in made(n_examples=2).plot(example=1).get_title(loc="left")
 
 

@@ -10,7 +10,7 @@ For each relation, on items split once by source (`prompts`):
 4. effect      the exact effect of each head's z at the last position, on both halves; for a suite, on the second half
                only for the strongest heads of the first half and all heads that step 5 names.
 5. test        margin × attention names one head. Is it the head with the largest effect, and what share of the largest
-               effect does it have, beside three baselines, shuffled targets and a ceiling (`naming`)?
+               effect does it have, compared with three baselines, shuffled targets and a ceiling (`naming`)?
 
 For a single relation also: when the answer passes to the last position, who writes it, what ablation costs.
 """

@@ -131,6 +131,8 @@ class CircuitRuns(ByMetric, Result):
             InputError: the circuit or metric is unknown, or there are neither placebos nor a margin.
         """
         other = None if other is None else checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
+        if other is not None and other.run.options["prompts"][0] != self.run.options["prompts"][0]:
+            raise InputError("other= has other prompts: run the same circuits on the same prompts with other values.")
         table, name = self.table, _chosen(self.table, "circuit", circuit)
         # Indices of the run's prompts on which this circuit was chosen; None if these prompts are unknown.
         chosen_on = self.run.options["discovery"].get(name)

@@ -1,7 +1,7 @@
-"""Measures circuits on pairs of prompts: the part that every analysis that runs circuits shares.
+"""Run circuits on pairs of prompts, as every analysis of circuits does.
 
 The edited prompt is the clean one. The edges outside a circuit carry the other prompt of the pair, or `values=`. For
-each example and metric, three baselines go with the values of the circuits:
+each example and metric, three references go with the metrics of the circuits:
 
     clean       the metric of the clean run, which equals the run of the full circuit
     corrupted   the metric of the empty circuit: the other prompt's run, or the values alone

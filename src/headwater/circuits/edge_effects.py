@@ -116,7 +116,7 @@ def edges(
         positions: where senders' outputs are replaced: one of the names of `headwater.models.positions`, or a mapping
             from roles to these, such as `{"subject": [" France", " Spain"], "end": "last"}`, each role separately.
         through: `direct`: a sender's output reaches the receiver unchanged; `mlps`: also through the MLPs between them,
-            which are recomputed, with all heads frozen (as in `hw.path_patch`).
+            which are recomputed; all other heads keep their outputs (as in `hw.path_patch`).
         method: `exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates
             all (as `sublayer` does), and recomputes exactly the `verify` strongest edges, by that estimate or by `eap`,
             and 50 random ones of the rest; `sublayer`, `eap` and `eap-ig` only estimate (see

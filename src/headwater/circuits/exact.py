@@ -13,7 +13,7 @@ many senders at once:
    make them interact).
 3. Per edge: z of its head (of the query heads that share its key-value head), with the recorded z of the others,
    through W_O and what follows it in the layer; for an MLP, its output for x + Δ_s.
-4. All rows are now whole residual streams, and go through the layers above together, one tile at a time. The keys and
+4. All rows are now whole residual streams, and go through the later layers together, one tile at a time. The keys and
    values before the first change come from the recorded run.
 """
 
@@ -237,7 +237,10 @@ def are_near(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 
 class Exact:
-    """Exact effects of the edges of one example, at one place; `through` as in `ResidualChange`."""
+    """Exact effects of the edges of one example, at one place.
+
+    With through="mlps", a sender's change also passes through the MLPs between it and the receiver.
+    """
 
     def __init__(self, runs: BothRuns, place: Place, through: str = "direct"):
         self.runs, self.place, self.graph = runs, place, runs.graph

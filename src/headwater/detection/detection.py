@@ -197,9 +197,9 @@ def detect(
         ['dataset', 'example', 'logit_min', 'probe']
     """
     methods, reweighting = check_methods(methods), Reweighting() if reweighting is None else reweighting
+    check_answered(model, answered)
     layer = None if layer is None else checked_layer("layer", layer, model.shape.n_layers)
     recipe = DetectorSetup(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
-    check_answered(model, answered)
     check_probe_options(site, token, batch_size)
     if not isinstance(reweighting, Reweighting):
         raise InputError(f"reweighting must be a Reweighting, found a {type(reweighting).__name__}.")

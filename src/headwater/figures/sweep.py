@@ -199,6 +199,8 @@ def panel_axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
     columns = [name for name in columns if part[name].notna().any()]
     if {"feature", "layer"} <= {*columns} and part["layer"].nunique() == 1:  # a dictionary belongs to one layer
         columns.remove("layer")
+    if "from_layer" in columns and part["from_layer"].nunique() == 1:
+        columns.remove("from_layer")
     return columns
 
 
@@ -207,7 +209,7 @@ def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, 
     label = metric_label(str(name[1]), measure)
     if len(axes) == 2:
         _heat_map(ax, part, axes, measure, label, sweep)
-    elif not axes or axes[0] in NAMED:  # without an axis, the one mean of the site
+    elif not axes or (len(axes) == 1 and axes[0] in NAMED):  # without an axis, the one mean of the site
         _dots(ax, part, axes[0] if axes else "site", measure, label)
     elif len(axes) == 1:
         _curve(ax, part, axes[0], measure, label, sweep)

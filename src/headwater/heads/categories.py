@@ -4,11 +4,12 @@ A head belongs to a category when it implements, or suppresses, at least one rel
 
 - `rule="published"` (Elhelo & Geva, ACL 2025): a relation counts when its score reaches the threshold.
 - `rule="controlled"`: a relation counts when three conditions hold. (1) The chance-corrected score, `excess`, reaches
-  the threshold (`chance_corrected`: 0 is the score from the head's habits alone, 1 a perfect score). (2) The null of
-  shuffled targets (`stats.significance`) is rejected at a false-discovery rate of 5 % over all heads, relations and
-  both signs. (3) The excess still reaches the threshold when an item is a hit only if its target beats the source
-  itself. If only (3) fails, the head is copying, and `copying` is set. A head without habits has excess = score, so the
-  threshold means the same as in the publication.
+  the threshold (`chance_corrected`: 0 is the score expected with shuffled targets, which a head reaches by favouring
+  the same tokens for every source, 1 a perfect score). (2) The null of shuffled targets (`stats.significance`) is
+  rejected at a false-discovery rate of 5 % over all heads, relations and both signs. (3) The excess still reaches the
+  threshold when an item is a hit only if its target beats the source itself. If only (3) fails, the head is copying,
+  and `copying` is set. If the expected score is 0, excess = score, so the threshold means the same as in the
+  publication.
 """
 
 from dataclasses import dataclass

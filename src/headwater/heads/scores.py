@@ -5,10 +5,11 @@
    suppression)? An item with several accepted targets hits if one of them does.
 3. The score is the share of a relation's items that hit. `beyond_copying` counts only hits whose target beats the
    source token itself, which a head that merely copies cannot do (a target that is the source counts as beating it).
-4. For the null model, every source is paired with every item's targets: `permutation_moments` of those hits. Items of
-   one source are shuffled together, since a head reads them alike. This is computed only for the few scores of at least
-   `null_from`, which can pass the rule. For lower scores all derived numbers are NaN, and count as p = 1 in the
-   false-discovery control. If a head hits nothing, p is 1 by definition: P(at least 0 hits).
+4. The null distribution shuffles targets among sources; its moments come from the hits of every source with every
+   item's targets (`permutation_moments`). Items of one source are shuffled together, because the head's output for them
+   is the same. It is computed only for scores of at least `null_from`, because lower ones cannot pass the rule: there
+   all derived numbers are NaN, and count as p = 1 in the false-discovery control. If a head hits nothing, p is 1 by
+   definition: P(at least 0 hits).
 5. The margin, in logits: how far a head puts an item's target above the other items' targets when it reads the source
    scaled to a mean square of 1, as by a norm without gain,
 

@@ -17,9 +17,9 @@ on a CUDA device, z = x W_V is computed in float64, so that the margin is narrow
 the target is too near to call. So results equal those of `ov`, ties included, for weights of any dtype. `ov_sweep` and
 `count_ranks` below go through the whole vocabulary in the same way.
 
-On a CUDA device the first screened at all heads is one launch of the kernel in `ov_triton`, over a wider sample, and
+On a CUDA device the first screening of all heads is one launch of the kernel in `ov_triton`, over a wider sample, and
 bfloat16 factors are multiplied by tensor cores; a workspace some 16 times as large keeps launches few. The host knows
-the pairs, and waits only to learn which remain after a screened or a tile, and for the results.
+the pairs, and waits only to learn which remain after the screening or a tile, and for the results.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ class Triples:
 
 @dataclass(frozen=True)
 class ScreenedPairs:
-    """The result of a first screened at pairs, on the device of the maps."""
+    """The result of screening pairs, on the device of the maps."""
 
     left: Bool[Tensor, "sign head pair"]
     """Pairs for which the sample does not have k tokens above the target; then the same for below. The others are
@@ -97,7 +97,7 @@ def topk_membership(
 def settle_remaining(
     maps: OVMaps, unsettled: Bool[Tensor, "sign head pair"], pairs: tuple[Int[Tensor, " pair"], ...]
 ) -> Bool[Tensor, "sign head pair"]:
-    """Decide the pairs that a first screened left unsettled, all on the CPU; the others are not hits."""
+    """Decide the pairs that the screening left unsettled, all on the CPU; the others are not hits."""
     source, target, k = pairs
     head, pair = unsettled.any(0).nonzero(as_tuple=True)
     hits = torch.zeros_like(unsettled)

@@ -113,7 +113,8 @@ class LayerPredictions(Result):
             ranked = int(self.table.query("top == 1").groupby("layer")["rank"].count().iloc[-1])
             sentences.append(
                 f"At the last layer, the ranked token (answer=, or else the text's next token) is the top token at "
-                f"{row['first']:.0%} of {ranked} positions, and its median rank is {row['rank']:.0f}."
+                f"{row['first']:.0%} of {ranked} position{'s' * (ranked != 1)}, and its median rank is "
+                f"{row['rank']:.0f}."
             )
         sentences.append(
             "A lens shows what the final norm and the unembedding decode from a layer, not what the model does with it."

@@ -20,9 +20,10 @@ tokens, t = 1 ... T, μ_t = -entropy and σ_t² = the variance of log p under p:
     recall       mean l_t after a given prefix / mean l_t                        ReCaLL, Xie et al. 2024
     grad_norm    -mean over parameters of the norm of the gradient of -mean l_t   MIMIR, Duan et al. 2024
 
-The last four need extra inputs: a maximum entropy (no published default is known); counts of tokens in a corpus;
-statistics of the same texts after texts that are known not to have been seen; gradients (`files`). A text without a
-surprising token has no `surp`.
+Six scores need an extra input: `lowercase` and `reference`, the statistics that they compare with; `surp`, a maximum
+entropy (no published default is known); `dc_pdd`, counts of tokens in a corpus; `recall`, statistics of the same texts
+after texts that are known not to have been seen; `grad_norm`, gradients (`files`). A text without a surprising token
+has no `surp`.
 
 k = max(1, floor(K · T)), where T is the number of sorted values: tokens, or averages of three (a text of fewer than
 three tokens is not averaged). Published code agrees, except for texts so short that K · T < 1, where Shi's and Zhang's

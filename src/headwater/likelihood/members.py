@@ -95,7 +95,8 @@ class Membership(Result):
         ]
         for row in rows:
             if row["score"] != BASELINE:
-                sentences.append(f"{column(row['score'], row['k'])}: AUC {_auc(row)}{_verdict(row, baseline)}.")
+                few = None if self.run.options.get("strata") else (int(row["members"]), int(row["nonmembers"]))
+                sentences.append(f"{column(row['score'], row['k'])}: AUC {_auc(row)}{_verdict(row, baseline, few)}.")
         return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
@@ -107,12 +108,12 @@ def _auc(row: Mapping[str, Any]) -> str:
     return with_interval(row["auc"], row["auc_low"], row["auc_high"], places=3)
 
 
-def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
-    """Return the reason why an AUC is no evidence of memorization, or an empty text."""
+def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None, few: tuple[int, int] | None) -> str:
+    """Return the reason why an AUC is no evidence of memorization, or an empty text; `few` are the sizes of classes."""
     if not math.isfinite(row["auc"]):
-        return ": a class has no text with a score"
-    # Of all ways to order the texts two separate the classes completely, in one direction or the other.
-    if (chance := 2 / math.comb(int(row["members"] + row["nonmembers"]), int(row["members"]))) > 0.05:
+        return ": no member and non-member with a score can be compared"
+    # Of all ways to order the texts, two separate the classes completely, in one direction or the other.
+    if few and min(few) < 6 and (chance := 2 / math.comb(sum(few), few[0])) > 0.05:
         return f", of too few texts: chance alone separates them completely with probability {chance:.2g}"
     if not row["auc_low"] > 0.5:
         return (

@@ -515,6 +515,8 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 """Optional files next to these, which are read if they exist."""
+FILES_OF_TOKENIZERS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.vocab")
+"""What may belong to a tokenizer on the hub."""
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -531,8 +533,8 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
             return load_gguf_tokenizer(folder)
     if not folder.is_dir():
         # One request for all files: without a network, transformers would retry each of them for a minute.
-        folder = from_hub(str(source), (*TOKENIZER_FILES, *TOKENIZER_EXTRAS, "config.json", "*.jinja", "*.model"))
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        folder = from_hub(str(source), (*FILES_OF_TOKENIZERS, *["*.py"] * trust_remote_code))
+    elif not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
             f"The folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES[:4])}). Pass tokenizer=, "
             "or copy the tokenizer files into the folder."

@@ -120,6 +120,10 @@ def listed_hooks(hooks: Any) -> list[Any]:
     return listed
 
 
+DEEPEST = 8
+"""More calls of one hook within one another have no end."""
+
+
 @dataclass(eq=False)
 class Attached:
     """An attached hook."""
@@ -131,7 +135,8 @@ class Attached:
     read_only: str | None = None
     """Why the activation can only be read; None if it can be edited."""
     fired: bool = False
-    is_acting: bool = False
+    depth: int = 0
+    """How many calls of the hook are in progress: more than one if it runs the model."""
 
     def act(self, activation: Any, point: Any) -> Tensor | None:
         """Call the hook; return the activation with which the model continues, or None if it is unchanged."""
@@ -151,17 +156,17 @@ class Attached:
             if self.read_only and result is not None and result is not activation:
                 raise InterventionError(self.read_only)
             return result
-        if self.is_acting:
+        if self.depth == DEEPEST:
             raise InterventionError(
                 f"A hook at {self.name} runs the model up to the activation that it acts on, without end: run the "
                 "model before, and let the hook use the result."
             )
         copy = activation.clone()
-        self.is_acting = True
+        self.depth += 1
         try:
             result = self.function(copy, hook=point)
         finally:
-            self.is_acting = False
+            self.depth -= 1
         if result is None:
             if not _same(copy, activation):
                 raise InterventionError(

@@ -72,7 +72,7 @@ class Family:
         context: the config entry for the longest sequence the model was made for.
         parallel: whether attention and MLP of a block both read the block's input, or the config option that specifies
             it.
-        positions_by_place: whether attention takes positions from columns (ALiBi), not from position ids.
+        positions_by_place: whether attention takes positions from the batch's columns (ALiBi), not from position ids.
         rotates_in_float32: whether queries and keys are rotated in float32, then cast to the dtype of the weights.
         not_in_one_pass: config options with which transformers' one-pass attention computes something else.
         cannot: by kind of effective embedding ("raw", "mlp0", "embed+mlp0", "layer0"), why it cannot be read from a

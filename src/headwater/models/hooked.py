@@ -5,7 +5,8 @@ Hooks are attached by one context manager, `model.hooks`, which guarantees four 
 
 1. every hook names an existing activation and fired whenever the model ran: a dead hook is an error, because an
    experiment whose edit never happened looks like an experiment without effect;
-2. an edit reaches everything the model computes from the activation, and no other hook (`headwater.models.edits`);
+2. an edit reaches everything the model computes from the activation; each hook gets a copy, and the tensor that it
+   returns is the edit (`headwater.models.edits`);
 3. nothing stays attached, whatever exception is raised inside, KeyboardInterrupt included;
 4. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits
    (`headwater.models.model` describes the behaviour in a forked process).
@@ -75,7 +76,7 @@ class _WithAdvice(type):
 
 @checked_calls
 class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
-    """A transformer with hooks, in evaluation mode, with weights exactly as the checkpoint stores them.
+    """A transformer with hooks, in evaluation mode, with the checkpoint's weights: no folded norms, no centring.
 
     `headwater.models.model.Model` lists its attributes.
     """

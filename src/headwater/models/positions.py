@@ -45,7 +45,7 @@ ALIASES = {
 
 
 class AbsentError(InputError):
-    """A requested word does not occur in a prompt."""
+    """A requested word, or occurrence of a word, is not in a prompt."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Occurrence:
         text, offsets = _text_of(prompt, f"The text {self.word!r}")
         occurrences = _occurrences(self.word, text)
         if not -len(occurrences) <= self.n <= len(occurrences):
-            raise (InputError if occurrences else AbsentError)(
+            raise AbsentError(
                 f"The text {self.word!r} occurs {_times(len(occurrences))} in the prompt {shown(text)}, so it has no "
                 f"occurrence {self.n}."
             )

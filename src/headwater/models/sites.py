@@ -1,4 +1,4 @@
-"""Sites of interventions: the named activations of a block, one row each, in the order the block computes them.
+"""Sites of interventions: the named activations of a block, one entry each, in the order the block computes them.
 
     serial     resid_pre -> q k v -> pattern -> z -> attn_out -> resid_mid -> mlp_post -> mlp_out -> resid_post
     parallel   resid_pre -> q k v -> pattern -> z -> attn_out              -> mlp_post -> mlp_out -> resid_post
@@ -8,11 +8,11 @@
 `attn_out` and `mlp_out` are the terms added to the residual stream, after a post-norm (if any).
 
 An edit at a site reaches everything that the model computes from it. If TransformerLens's hook of that name would not
-achieve this, the site has a carrier: the edit is made through another activation. On a bridge, the hook of `resid_mid`
-is at the MLP's norm, and its return value does not reach the skip connection around the MLP, so the edit is applied to
+achieve this, another activation is edited instead (`EditVia`). In a TransformerLens bridge, the hook of `resid_mid` is
+at the MLP's norm, and its return value does not reach the skip connection around the MLP, so the edit is applied to
 `attn_out`.
 
-To add your own site, register one more row:
+To add your own site, register one more entry:
 
     register_site(Site("mlp_pre", "blocks.{layer}.mlp.hook_pre", ("position", "d_mlp"), Stage.NEURONS, within="mlp"))
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Stage(enum.IntEnum):
-    """How far into its block an edit acts; everything before is unchanged."""
+    """The point in a block at which an edit first acts; everything computed before it is as in the unedited run."""
 
     BLOCK_INPUT = 0
     ATTENTION = 1
@@ -143,7 +143,7 @@ class Site:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether it is not edited or read at some tokens or positions."""
+        """Whether some tokens or positions are skipped: neither edited nor read."""
         return False
 
     def left_out(self, ids: Sequence[int]) -> frozenset[int]:

@@ -63,8 +63,10 @@ class Batch:
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], pad: int) -> Batch:
         """Make a batch of lists of token ids, all of them real tokens."""
-        if empty := [number for number, row in enumerate(rows) if not len(row)] if len(rows) else [0]:
-            raise InputError(f"There is nothing to run: input {empty[0]} has no tokens.")
+        if empty := [f"input {number} has no tokens" for number, row in enumerate(rows) if not len(row)]:
+            raise InputError(f"There is nothing to run: {empty[0]}.")
+        if not len(rows):
+            raise InputError("There is nothing to run: there are no inputs.")
         lengths = torch.tensor([len(row) for row in rows])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         tokens = torch.full(mask.shape, pad)

@@ -12,8 +12,8 @@ Meng et al. 2022; Heimersheim and Nanda 2024).
 so that 0 means no effect and 1 means the metric of the other run.
 
 A sweep runs over axes (layers, positions, heads, keys, features), one by one or in windows; each cell covers all other
-axes whole. If positions (or keys) are named by role, a step on their axis is a role, whose tokens are all edited
-together, or one of its tokens. A window of size w around i covers i - w//2 ... i - w//2 + w - 1, cut at the ends; a
+axes whole. If positions (or keys) are named by role, a step on that axis is a whole role (all its tokens edited
+together) or one of its tokens. A window of size w around i covers i - w//2 ... i - w//2 + w - 1, cut at the ends; a
 cumulative window covers everything up to i.
 """
 
@@ -111,7 +111,7 @@ def patch(
     1. Resolve sites, axes, layers, positions and heads, and align the two prompts of each pair.
     2. Choose the values to write: the other run's activation, or `values`.
     3. List the cells: for each prompt, every step on every axis, as an `Edit`.
-    4. Measure the cells, many at once in one walk down the layers, and return a row per cell.
+    4. Measure the cells, many at once in one pass through the layers, and return a row per cell.
 
     effect = metric of the edited run - metric of the run that was edited, in units of the metric;
     `normalized_effect` is its fraction of the gap between the two runs (Vig et al. 2020; Meng et al. 2022; Heimersheim
@@ -135,7 +135,7 @@ def patch(
             `feature`. Default: layer and head for a site with heads, layer and feature for a dictionary, layer and
             position otherwise. The axes that are not swept over are patched whole.
         direction: `denoise` edits the corrupted run, `noise` (the default of `hw.edges` and `hw.path_patch`) the clean
-            one.
+            one; neither adds random noise, which `hw.noise(...)` does.
         values: `other run`, `zero`, `mean` (over `dataset`: at each position if all prompts have the same length, else
             over all tokens except the first, as the column `values` says) or `resample` (another prompt of `dataset`);
             `hw.mean(prompts)`, `hw.resample(prompts)`; `hw.add(direction)`, `hw.scale(factor)`, `hw.noise(...)`; a
@@ -161,7 +161,7 @@ def patch(
         method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
         seed: of `resample`.
         batch_size: rows per call of a sublayer; by default as many as suit the device. Halved when memory runs out.
-        engine: `auto` walks down the layers with all cells at once; `whole runs` runs whole prompts through the model
+        engine: `auto` takes all cells through the layers at once; `whole runs` runs whole prompts through the model
             with its ordinary hooks: simpler, and slower. The numbers are the same.
         progress: show a progress bar.
         out: a folder: finished cells are saved as they come, and an interrupted sweep resumes where it stopped.

@@ -3,14 +3,14 @@
     Edit          writes an activation at a site, over layers, positions, heads; or severs attention edges
     CellTemplate  the edits of a cell with its labels, shared by all examples that have the same
     CellTable     the example and template of each cell: a sweep of 24 places over 500 prompts is 24 templates
-    Variant       the run for a cell: its edits, from where on it is recomputed, and what is read afterwards
-    Variants      the variants of one walk down the layers
+    Variant       what some cells share: the edits of a run, from where it is recomputed, what is read afterwards
+    Variants      the edited runs of one walk through the layers: each has an example and a variant
 
 Both engines, whole runs and the walk, take the same variants and apply them by `write_tokens` and `write_patterns`.
 
-A row is the vector of one token or, at a site with heads, of one head at one token; in a pattern, the weights of one
-query of one head. Values are either fixed (another run's activations, a mean, zero) or computed from the activation by
-a function of rows, which is called once for all rows that are written together.
+A row of an activation is the vector of one token or, at a site with heads, of one head at one token; in a pattern, the
+weights of one query of one head. Values are either fixed (another run's activations, a mean, zero) or computed from the
+activation by a function of rows, which is called once for all rows that are written together.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class CellTable:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A set of edits to a run, for any number of examples."""
+    """The edits and readings that the same cell of several examples shares."""
 
     edits: tuple[Edit, ...]
     kept: tuple[int, ...]
@@ -240,7 +240,7 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Variants:
-    """The runs of a walk: each has an example and one of a few changes."""
+    """The edited runs of one walk: each has an example and one of a few variants (`changes`)."""
 
     changes: tuple[Variant, ...]
     which: Indices
@@ -431,9 +431,9 @@ def write_patterns(
 ) -> None:
     """Apply edits in place to patterns of padded rows, whose key axes hold the positions `columns`.
 
-    The offset of a stretch is the index of its row. `columns` is -1 where a key has no position in its row. A change
-    receives the weights of all keys of the prompt in order, 0 where a key is missing. Rows are written together; edits
-    of one row act in turn, each on the result of the one before.
+    The offset of a span edit is the index of its sequence. `columns` is -1 where a key has no position in its row. A
+    change receives the weights of all keys of the prompt in order, 0 where a key is missing. Rows are written together;
+    edits of one row act in turn, each on the result of the one before.
     """
     turns: Counter[int] = Counter()
     together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}

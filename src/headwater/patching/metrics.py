@@ -37,8 +37,8 @@ Answer: TypeAlias = str | int | Sequence[str] | Sequence[int]
 class Metric:
     """A number for each run, computed from its logits or states at the positions `at`.
 
-    `function` takes the values read, `row kept width` in float32, then the token ids of each of `answers`, `row`, then
-    (when `against_clean`) the clean run's values, `row kept width`; it returns one number per row.
+    `function` takes the values read, `row kept width` in float32 (run, position read, width), then the token ids of
+    each of `answers`, `row`, then (when `against_clean`) the clean run's values; it returns one number per row.
     """
 
     name: str

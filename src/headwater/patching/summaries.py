@@ -374,13 +374,24 @@ def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> 
         yield [int(number) for pool, count in pools for number in rng.choice(pool, count, replace=False)]
 
 
-def edited_prompts(run: RunRecord) -> tuple[str, object]:
-    """Return which run of each pair a sweep edited, with the token ids of its prompts."""
-    clean, corrupted = (run.options.get("prompts") or [None, None])[:2]
-    noise = run.options.get("corruption")
-    if run.options.get("direction") == "noise" or not (corrupted or noise):
-        return "clean", clean
-    return "corrupted", corrupted or [clean, noise]
+def refuse_other_ablation(other: RunRecord, run: RunRecord, measure: str) -> None:
+    """Refuse a sweep of other prompts, or of the other run of each pair if its effects have the opposite sign."""
+    edited, pairs = [], []
+    for record in (other, run):
+        clean, corrupted = (*(record.options.get("prompts") or ()), None, None)[:2]
+        noise = record.options.get("corruption")
+        is_clean = record.options.get("direction") == "noise" or not (corrupted or noise)
+        edited.append([clean, None] if is_clean else [corrupted or clean, noise])
+        pairs.append([clean, corrupted, noise])
+    if edited[0] == edited[1]:
+        return
+    if pairs[0] != pairs[1]:
+        raise InputError("other= has other prompts: give the same sweep with another kind of values.")
+    if measure == "effect":
+        raise InputError(
+            "other= edited the other run of each pair, so that its effects have the opposite sign: give "
+            "value='normalized_effect', or the same direction=."
+        )
 
 
 def shared_prompts(first: RunRecord, second: RunRecord) -> list[int]:

@@ -403,14 +403,8 @@ class Sweep(Result):
         for option, sweep in others.items():
             if measure not in sweep.table.columns:
                 raise InputError(f"{option}= has no column {measure}: give a sweep of pairs, or value='effect'.")
-            (side, prompts), (other_side, other_prompts) = map(summaries.edited_prompts, (self.run, sweep.run))
-            if side != other_side and measure == "effect":
-                raise InputError(
-                    f"{option}= edited the {other_side} run, this sweep the {side} one, so that effects have opposite "
-                    "signs: give value='normalized_effect', or the same direction=."
-                )
-            if option == "other" and side == other_side and prompts != other_prompts:
-                raise InputError("other= has other prompts: give the same sweep with another kind of values.")
+            if option == "other":
+                summaries.refuse_other_ablation(sweep.run, self.run, measure)
             other_scores = CellEffects(sweep.table, sweep.coordinates, measure, scores.metric)
             same[option] = other_scores.of(other_scores.same(scores, chosen))
             if option == "held_out" and (shared := summaries.shared_prompts(self.run, sweep.run)):

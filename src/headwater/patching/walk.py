@@ -1,14 +1,16 @@
-"""Run many variants of a few examples in one walk down the layers, each from its own first layer and position.
+"""Run many variants of a few examples in one pass through the layers, each from its own first layer and position.
 
-The variants whose first edit is in layer l join there: their residual stream is the unedited run's, from their first
-position on. From then on all of them go through the layers together.
+A *variant* is one edited run, a *wave* the variants of one pass, a *tile* the sequences that go through a block in one
+call, one row each. The variants whose first edit is in layer l join there: their residual stream is the unedited run's,
+from their first position on. From then on all of them go through the layers together.
 
 1. Each row holds the tokens from its first changed position to the last position read. A tile of rows of similar
    length goes through a whole block and back into the wave's residual stream before the next tile does: so its
    intermediate results stay in the processor's cache, and a tile that runs out of memory can be restarted.
 2. A row that joins after attention (because a head output is edited, for example) takes the recorded attention output,
    and a row that joins after the MLP also takes the recorded MLP output.
-3. A variant nested in another (cumulative windows) follows it, its parent, and leaves it where its own edits end.
+3. With cumulative windows, a variant whose edits are the first of another's (its parent) uses the parent's residual
+   stream up to the layer where its own edits end, and continues separately from there.
 4. In the last layer only the positions that are read act as queries, receive head outputs, and go through the MLP.
 
 `Stage` enumerates the tensors that pass through a block, and each `Site` names the stage at which it lies. Between
@@ -403,7 +405,7 @@ class NotFiniteError(Exception):
 
 
 class Walk:
-    """One walk down the layers. Use inside `torch.inference_mode()` and the model's lock."""
+    """One walk through the layers. Use inside `torch.inference_mode()` and the model's lock."""
 
     def __init__(
         self,

@@ -3,8 +3,9 @@
 Luo et al., "Two Pathways to Truthfulness", ACL 2026, with added controls.
 
 1. Cross-fitted probes per layer: every example is measured by probes fitted on others (`effects`, `headwater.probes`).
-2. Knockout: no later position attends to a token of E_Q in layers up to k; ΔP(k), flips, modes (`modes`), for all
-   k in one pass.
+2. Knockout: no later position attends to E_Q, the question's exact words, in layers 0 to k, for all k in one pass.
+   ΔP(k) is the change of the probability that the probe gives its original prediction. An example is Q-anchored if the
+   prediction flips, else A-anchored (`modes`), at l*, the layer of the best probe.
 3. Controls: as many random question tokens, token swap, answer only; the test of one mode or two within each relation;
    the margin, the relation and the answer's words as baselines (`tables`, `interventions`, `stats.significance`).
 4. A report of what holds on this model, as sentences computed from the numbers (`report`).
@@ -236,8 +237,8 @@ def trace_pathways(
         edges: positions that may no longer attend to E_Q: all `after` it, or the exact tokens of the `answer` alone.
         window: sever in this many layers around each layer instead of in all layers up to it, and read the probe of
             l*; 1 is each layer alone. One walk serves all windows; each window costs what it changes.
-        seeds: how many times, at most 1,000, the examples are split and probes fitted; with two or more, modes are
-            cross-fitted.
+        seeds: how many times, at most 1,000, the examples are split and probes fitted; with two or more, the
+            modes of each seed are also compared with those of the next seed's probe.
         controls: run the controls too (about eight more passes) and compare with baselines.
         batch_size: rows in one run.
         progress: show bars.

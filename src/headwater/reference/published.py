@@ -121,7 +121,7 @@ class Reproduction(Result):
     def report(self) -> list[str]:
         """Return how far measured numbers are from published ones, and the notes on the comparison."""
         beside = f"the published {self.published_model}" if self.published_model else "no published model"
-        sentences = [f"{self.run.model} compared with {beside}: {self.table['difference'].count():,} numbers."]
+        sentences = [f"{self.run.model} and {beside}; numbers compared: {self.table['difference'].count():,}."]
         sentences += [
             f"{row['quantity']}: {row['compared']} of {row['numbers']} numbers compared; the largest difference is "
             f"{row['largest_difference']:.4g}, and {row['outside']} published lie outside the measured interval."

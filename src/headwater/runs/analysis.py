@@ -1,9 +1,9 @@
-"""The steps common to all analyses: record the run, resume or load an earlier one, save the result.
+"""The steps common to all analyses: record the call, resume or load an earlier identical call, save the result.
 
 1. The record describes the computation: weights, tokenizer, edits, options (`runs.record`).
 2. With `out=`, the folder is opened: a folder with another run is refused; a finished result is loaded and returned.
-3. The work runs, in named pieces if it is long: each piece is saved in the folder as soon as it is computed, is read
-   from there when the run is repeated, and is computed by one of several processes (`runs.folder`).
+3. The work runs, in named pieces if it is long: each piece is saved in the folder as soon as it is computed and read
+   from there when the call is repeated. Several processes with the same folder share the pieces (`runs.folder`).
 4. The result is written and returned.
 """
 
