@@ -1,8 +1,8 @@
-"""Progress: one way to show it, so that `progress=` means the same everywhere.
+"""Progress bars, so that `progress=` means the same everywhere.
 
-A bar needs a terminal, or a notebook that draws it: written into a file or a pipe it would be hundreds of lines that
-overwrite nothing. There, work of more than ten seconds writes lines into the log `headwater` of the standard library.
-In a notebook a bar goes when the work is done, so that a saved notebook holds results alone. First calls load several
+A bar needs a terminal or a notebook: in a file or a pipe it would be hundreds of lines, since nothing is overwritten.
+There, work of more than ten seconds writes lines to the logger `headwater` of the standard library. In a notebook a bar
+disappears when the work is done, so that a saved notebook contains only results. The first call loads several
 libraries: on a terminal a line says so after two seconds.
 """
 
@@ -22,17 +22,16 @@ LOG = logging.getLogger("headwater")
 # The root logger's default would drop what `progress=True` asks for; a level that the caller has set remains.
 LOG.setLevel(LOG.level or logging.INFO)
 SOON, SELDOM = 10.0, 60.0
-"""Seconds between two lines: at least so many, at most so many."""
+"""Shortest and longest time between two lines, in seconds."""
 PATIENCE = 2.0
-"""After so many seconds somebody who sees nothing wonders whether anything happens."""
+"""Seconds without output after which a user may wonder whether anything happens."""
 LIBRARIES = "Loading PyTorch, transformers and TransformerLens, once in a process ..."
 
 
 class Lines:
-    """What a bar is where none can be drawn: a line after each piece of work, with what is left.
+    """Lines in place of a bar that cannot be drawn: one after each piece of work, with the remaining time.
 
-    Lines are at least ten seconds apart, farther in work that has taken longer; after a minute without one a thread
-    writes it.
+    Lines are at least ten seconds apart, further in longer work; after a minute without a line a thread writes one.
     """
 
     def __init__(self, total: int | None, desc: str, unit: str):
@@ -79,7 +78,7 @@ else:
 
 
 def progress_bar(progress: bool, total: int | None, desc: str, unit: str, **options: Any) -> Bar:
-    """Open a bar of tqdm's with these options, or lines where none can be drawn; nothing where progress is False."""
+    """Open a bar of tqdm with these options, or lines if no bar can be drawn; neither if progress is False."""
     from tqdm.auto import tqdm  # here, since announce_if_slow is needed before any library is loaded
 
     shown = checked_flag("progress", progress)
@@ -90,7 +89,7 @@ def progress_bar(progress: bool, total: int | None, desc: str, unit: str, **opti
 
 
 def say(progress: bool, text: str) -> None:
-    """Write a line where a bar would be shown, or into the log."""
+    """Write a line where a bar would be shown, or to the log."""
     if checked_flag("progress", progress):
         if is_seen():
             print(f"headwater: {text}", file=sys.stderr, flush=True)  # noqa: T201
@@ -99,7 +98,7 @@ def say(progress: bool, text: str) -> None:
 
 
 def log(text: str) -> None:
-    """Write a line into the log; to stderr where the caller has not said where logs go."""
+    """Write a line to the log; to stderr if the caller has not configured logging."""
     if LOG.hasHandlers():
         LOG.info(text)
     elif LOG.isEnabledFor(logging.INFO):
@@ -115,7 +114,7 @@ def spelled_time(seconds: float) -> str:
 
 @contextmanager
 def announce_if_slow(doing: str, *, after: float = PATIENCE) -> Iterator[None]:
-    """Say on stderr what is being done, if it is not done after some seconds; only where stderr is a terminal."""
+    """Report on stderr what is being done if it takes longer than some seconds; only if stderr is a terminal."""
     if not on_terminal():
         yield
         return

@@ -240,11 +240,11 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Variants:
-    """The edited runs of one walk: each has an example and one of a few variants (`changes`)."""
+    """The edited runs of one walk: each has an example and one of a few variants (`distinct`)."""
 
-    changes: tuple[Variant, ...]
+    distinct: tuple[Variant, ...]
     which: Indices
-    """By run: the index of its change."""
+    """By run: the index of its variant."""
     example: Indices
     """By run: the index of its example in the group."""
     nested_in: Indices
@@ -256,12 +256,12 @@ class Variants:
         return len(self.which)
 
     def __getitem__(self, index: int) -> Variant:
-        return self.changes[self.which[index]]
+        return self.distinct[self.which[index]]
 
     @property
     def can_change_output(self) -> Bool[np.ndarray, " _"]:
         """By run: whether a reading can differ from the reading without the edits."""
-        can = np.array([change.can_change_output for change in self.changes], dtype=bool)[self.which]
+        can = np.array([variant.can_change_output for variant in self.distinct], dtype=bool)[self.which]
         return can if self.noop is None else can & ~self.noop
 
 
@@ -351,7 +351,7 @@ class TokenSpanEdit:
 
 def write_tokens(
     activation: Shaped[Tensor, "token ..."],
-    stretches: Sequence[TokenSpanEdit],
+    span_edits: Sequence[TokenSpanEdit],
     values: ReplacementValues,
     site: Site,
     layer: int,
@@ -362,10 +362,10 @@ def write_tokens(
     """
     # One gather and one scatter per kind of edit: a launch for each edit would cost more than its rows.
     groups: dict[tuple[int, bool, bool], list[TokenSpanEdit]] = {}
-    for stretch in stretches:
-        edit = stretch.edit
+    for span_edit in span_edits:
+        edit = span_edit.edit
         # An index of edits of all heads has no head axis: it cannot share a scatter with one that has.
-        groups.setdefault((edit.source_layer_of(layer), edit.heads is None, edit.units is None), []).append(stretch)
+        groups.setdefault((edit.source_layer_of(layer), edit.heads is None, edit.units is None), []).append(span_edit)
     for (source, _, whole), group in groups.items():
         tokens, *at = _indices(group, activation.device)
         if not len(tokens):
@@ -423,7 +423,7 @@ def _edited(
 
 def write_patterns(
     activation: Float[Tensor, "row head position key"],
-    stretches: Sequence[TokenSpanEdit],
+    span_edits: Sequence[TokenSpanEdit],
     columns: Int[Tensor, "row key"],
     values: ReplacementValues,
     site: Site,
@@ -437,14 +437,14 @@ def write_patterns(
     """
     turns: Counter[int] = Counter()
     together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}
-    for stretch in stretches:
-        source, row = stretch.edit.source_layer_of(layer), int(stretch.offset[0])
+    for span_edit in span_edits:
+        source, row = span_edit.edit.source_layer_of(layer), int(span_edit.offset[0])
         # A change receives rows with one number of keys, that of the prompt, without padding.
-        for example in np.unique(stretch.example).tolist() if values.change is not None else [None]:
-            part = stretch
+        for example in np.unique(span_edit.example).tolist() if values.change is not None else [None]:
+            part = span_edit
             if example is not None:
-                mine = stretch.example == example
-                part = replace(stretch, example=stretch.example[mine], offset=stretch.offset[mine])
+                mine = span_edit.example == example
+                part = replace(span_edit, example=span_edit.example[mine], offset=span_edit.offset[mine])
             length = 0 if example is None else values.lengths[example]
             together.setdefault((turns[row], source, length), []).append(part)
         turns[row] += 1
@@ -454,7 +454,7 @@ def write_patterns(
         keys = _chosen_keys(group, activation.shape[-1])
         most = max(1, PATTERNS_AT_ONCE // activation.shape[-1])
         for start in range(0, index.shape[1], most):
-            of_stretch, row, head, query, *at = to_device(index[:, start : start + most], activation.device)
+            of_span_edit, row, head, query, *at = to_device(index[:, start : start + most], activation.device)
             named = columns[row]
             example, sample, position = at
             replacement = values.taken(site, source, example, sample, head, position)
@@ -470,56 +470,56 @@ def write_patterns(
             # Values are in the order of the prompt's positions; the pattern has the recorded keys first.
             written = replacement.gather(1, named.clamp_min(0)).masked_fill(named < 0, 0.0)
             if keys is not None:
-                chosen = to_device(keys, activation.device)[of_stretch[:, None], named]
+                chosen = to_device(keys, activation.device)[of_span_edit[:, None], named]
                 written = torch.where(chosen, written, current)
             activation[row, head, query] = written
 
 
-def _pattern_rows(stretches: Sequence[TokenSpanEdit], n_heads: int) -> Int[np.ndarray, "7 row"]:
-    """Return stretch, row, head, query, example, sample and position of each written row (a query of a head)."""
+def _pattern_rows(span_edits: Sequence[TokenSpanEdit], n_heads: int) -> Int[np.ndarray, "7 row"]:
+    """Return span edit, row, head, query, example, sample and position of each written row (a query of a head)."""
     parts = []
-    for number, stretch in enumerate(stretches):
-        positions, heads = stretch.positions, stretch.edit.heads
+    for number, span_edit in enumerate(span_edits):
+        positions, heads = span_edit.positions, span_edit.edit.heads
         listed = np.arange(n_heads) if heads is None else np.array(heads, dtype=np.int64)
-        shape = (len(stretch.example), len(listed), len(positions))
-        row, example = (one[:, None, None] for one in (stretch.offset, stretch.example))
-        at = (number, row, listed[:, None], positions - stretch.start, example, stretch.edit.sample, positions)
+        shape = (len(span_edit.example), len(listed), len(positions))
+        row, example = (one[:, None, None] for one in (span_edit.offset, span_edit.example))
+        at = (number, row, listed[:, None], positions - span_edit.start, example, span_edit.edit.sample, positions)
         parts.append(np.stack([np.broadcast_to(one, shape).reshape(-1) for one in at]))
     return np.concatenate(parts, 1)
 
 
-def _chosen_keys(stretches: Sequence[TokenSpanEdit], n_keys: int) -> Bool[np.ndarray, "_ key"] | None:
-    """Return by stretch which keys are written, and last whether keys outside the row are; None if all are."""
-    if all(stretch.edit.keys is None for stretch in stretches):
+def _chosen_keys(span_edits: Sequence[TokenSpanEdit], n_keys: int) -> Bool[np.ndarray, "_ key"] | None:
+    """Return by span edit which keys are written, and last whether keys outside the row are; None if all are."""
+    if all(span_edit.edit.keys is None for span_edit in span_edits):
         return None
-    chosen = np.zeros((len(stretches), n_keys + 1), dtype=bool)
-    for of_stretch, stretch in zip(chosen, stretches, strict=True):
-        keys = stretch.edit.keys
-        of_stretch[slice(None) if keys is None else [key for key in keys if key < n_keys]] = True
+    chosen = np.zeros((len(span_edits), n_keys + 1), dtype=bool)
+    for of_span_edit, span_edit in zip(chosen, span_edits, strict=True):
+        keys = span_edit.edit.keys
+        of_span_edit[slice(None) if keys is None else [key for key in keys if key < n_keys]] = True
     return chosen
 
 
-def _indices(stretches: Sequence[TokenSpanEdit], device: torch.device) -> list[Tensor]:
+def _indices(span_edits: Sequence[TokenSpanEdit], device: torch.device) -> list[Tensor]:
     """Return token, example, position, sample and, where heads are chosen, head of each row."""
     parts = []
-    for stretch in stretches:
-        positions, heads = stretch.positions, stretch.edit.heads
+    for span_edit in span_edits:
+        positions, heads = span_edit.positions, span_edit.edit.heads
         # Offset minus start: added to a position it gives the token's index in the activation.
-        of_example = np.stack([stretch.offset - stretch.start, stretch.example])[:, :, None, None]
-        shape = (len(stretch.example), len(positions), 1 if heads is None else len(heads))
+        of_example = np.stack([span_edit.offset - span_edit.start, span_edit.example])[:, :, None, None]
+        shape = (len(span_edit.example), len(positions), 1 if heads is None else len(heads))
         shift, example = np.broadcast_to(of_example, (2, *shape))
         position = np.broadcast_to(positions[:, None], shape)
-        index = [position + shift, example, position, np.full(shape, stretch.edit.sample)]
+        index = [position + shift, example, position, np.full(shape, span_edit.edit.sample)]
         index += [] if heads is None else [np.broadcast_to(np.array(heads, dtype=np.int64), shape)]
         parts.append(np.stack(index).reshape(len(index), -1))
     return list(to_device(parts[0] if len(parts) == 1 else np.concatenate(parts, 1), device))
 
 
-def _units(stretches: Sequence[TokenSpanEdit], device: torch.device) -> tuple[Tensor, Tensor]:
+def _units(span_edits: Sequence[TokenSpanEdit], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return, for each written entry, the index of its row among the rows of `_indices`, and the index of its unit."""
     rows, units, before = [], [], 0
-    for stretch in stretches:
-        length, chosen = len(stretch.example) * len(stretch.positions), np.array(stretch.edit.units)
+    for span_edit in span_edits:
+        length, chosen = len(span_edit.example) * len(span_edit.positions), np.array(span_edit.edit.units)
         rows.append(np.repeat(np.arange(before, before + length), len(chosen)))
         units.append(np.tile(chosen, length))
         before += length

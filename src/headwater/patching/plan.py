@@ -241,11 +241,11 @@ class Group:
         read = np.array([number[one] for one in reads])[example]
         # Examples that read the same positions share a variant: its properties are computed once for all of them.
         pairs, which = np.unique(np.stack([cells.template, read]), axis=1, return_inverse=True)
-        listed, changes = list(number), []
+        listed, distinct = list(number), []
         for template, i in pairs.T:
             edits, (kept, length) = cells.templates[template].edits, listed[i]
-            changes.append(Variant(edits, kept, tuple(sorted(self.plan.readings(edits))), whole=length))
-        return Variants(tuple(changes), which.reshape(-1), example, cells.longest_of_nested())
+            distinct.append(Variant(edits, kept, tuple(sorted(self.plan.readings(edits))), whole=length))
+        return Variants(tuple(distinct), which.reshape(-1), example, cells.longest_of_nested())
 
 
 def columns_of(kept: Kept) -> Int[Tensor, " kept"]:

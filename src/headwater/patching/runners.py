@@ -298,9 +298,9 @@ def noop_runs(
     if not same:
         return is_noop
     order = np.argsort(variants.which, kind="stable")
-    ends = np.searchsorted(variants.which[order], np.arange(len(variants.changes)), side="right")
-    for runs, change in zip(np.split(order, ends[:-1]), variants.changes, strict=True):
-        places = [(edit, layer) for edit in change.edits for layer in edit.layers]
+    ends = np.searchsorted(variants.which[order], np.arange(len(variants.distinct)), side="right")
+    for runs, variant in zip(np.split(order, ends[:-1]), variants.distinct, strict=True):
+        places = [(edit, layer) for edit in variant.edits for layer in edit.layers]
         # Every edit must write its own layer's values, at places where some values are the same.
         if places and all(
             edit.writes
@@ -351,13 +351,15 @@ class WholeRuns(Runner):
         """
 
         def forward(rows: Indices) -> None:
-            examples, changes = variants.example[rows].tolist(), [variants[index] for index in rows.tolist()]
+            examples, distinct = variants.example[rows].tolist(), [variants[index] for index in rows.tolist()]
             before, prompts = self.group.corrupting("base", rows=examples), self._prompts.take(examples)
-            for reading, read in run_variants(self.plan.model, prompts, changes, examples, self.values, before).items():
+            for reading, read in run_variants(
+                self.plan.model, prompts, distinct, examples, self.values, before
+            ).items():
                 deliver(reading, rows[list(read)], torch.stack(list(read.values())))
 
         groups: dict[tuple[object, ...], list[int]] = {}
-        keys = [(change.kept, deepest(change), change.whole) for change in variants.changes]
+        keys = [(variant.kept, deepest(variant), variant.whole) for variant in variants.distinct]
         for index in np.flatnonzero(variants.can_change_output).tolist():
             groups.setdefault(keys[variants.which[index]], []).append(index)
         for indices in groups.values():
@@ -502,20 +504,20 @@ def written_into(
     # A copy, as TransformerLens's cache may hold this tensor; contiguous, so that flatten returns a writable view.
     edited = activation.clone(memory_format=torch.contiguous_format)
     site, length = edits[0][0].site, edited.shape[2 if edits[0][0].site.has_keys else 1]
-    # Padding is not edited: a change would receive rows that no prompt has.
+    # Padding is not edited: a function of rows would receive rows that no prompt has.
     lengths = [values.lengths[example] if values.lengths else length for _, example in edits]
     rows, apart = range(len(edits)) if rows is None else rows, 1 if site.has_keys else length
-    stretches = [
+    span_edits = [
         TokenSpanEdit(edit, np.array([example]), 0, held, np.array([row * apart]))
         for (edit, example), held, row in zip(edits, lengths, rows, strict=True)
     ]
     if not site.has_keys:
-        write_tokens(edited.flatten(0, 1), stretches, values, site, layer)
+        write_tokens(edited.flatten(0, 1), span_edits, values, site, layer)
         return edited
     of_row, keys = np.zeros(len(edited), dtype=np.int64), np.arange(edited.shape[-1])
     of_row[list(rows)] = lengths
     columns = to_device(np.where(keys < of_row[:, None], keys, -1), edited.device)
-    write_patterns(edited, stretches, columns, values, site, layer)
+    write_patterns(edited, span_edits, columns, values, site, layer)
     return edited
 
 

@@ -77,7 +77,7 @@ class RowTable:
 
     variant: Indices
     which: Indices
-    """The index of its variant's change."""
+    """The index of its variant among the distinct ones."""
     example: Indices
     start: Indices
     """Its first position."""
@@ -257,13 +257,13 @@ def rows_of(variants: Variants) -> RowTable:
     """Return the rows of a walk in the order in which they join; a nested variant has a row if it leaves its parent."""
     followed, is_live = variants.nested_in, variants.can_change_output
     numbers = []
-    for change in variants.changes:
-        joins = (change.first_layer, int(change.stage)) if change.can_change_output else (0, 0)
-        after_last_edit = max((edit.layers.stop for edit in change.edits), default=0)
-        deepest_read = max((layer for _, layer in change.readings), default=-1)
+    for variant in variants.distinct:
+        joins = (variant.first_layer, int(variant.stage)) if variant.can_change_output else (0, 0)
+        after_last_edit = max((edit.layers.stop for edit in variant.edits), default=0)
+        deepest_read = max((layer for _, layer in variant.readings), default=-1)
         # Recomputed up to the last position read; with non-causal attention that position reads the whole prompt.
-        stop_position = change.kept[-1] + 1 if change.whole is None else change.whole
-        numbers.append((*joins, after_last_edit, deepest_read, change.first_position, stop_position))
+        stop_position = variant.kept[-1] + 1 if variant.whole is None else variant.whole
+        numbers.append((*joins, after_last_edit, deepest_read, variant.first_position, stop_position))
     layer, stage, leave, read, start, end = np.array(numbers, dtype=np.int64).reshape(-1, 6)[variants.which].T
     # A variant that reads nothing after its last edit never needs a row: its parent's row has what it reads.
     leaves = (followed >= 0) & (leave < leave[followed]) & (read >= leave)
@@ -319,7 +319,7 @@ class Masks:
         self._like = recording.activations[main_site(Stage.BLOCK_INPUT).hook_name(0)]
         self._added: dict[int, Tensor] = {}
         """By visibility matrix: the additive mask computed from it."""
-        cuts = (edit for change in variants.changes for edit in change.edits if not edit.writes)
+        cuts = (edit for variant in variants.distinct for edit in variant.edits if not edit.writes)
         self.severed_layers = {layer for cut in cuts if not cut.after_softmax for layer in cut.layers}
         """The layers where edges of some row are severed before the softmax."""
         self._keyless: list[tuple[int, Tile, Bool[Tensor, "row head_or_one position"]]] = []
@@ -336,11 +336,11 @@ class Masks:
 
     def severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
         """Return which edges of a tile's rows are severed, before or after (`zero`) the softmax; None if none are."""
-        rows, changes = tile.rows, self.variants.changes
+        rows, distinct = tile.rows, self.variants.distinct
         cutting: dict[int, list[Edit]] = {}
         for number in np.unique(rows.which):
-            cuts_of_change = (edit for edit in changes[number].edits if not edit.writes and layer in edit.layers)
-            cutting[number] = [edit for edit in cuts_of_change if edit.after_softmax == zero]
+            cuts_of_variant = (edit for edit in distinct[number].edits if not edit.writes and layer in edit.layers)
+            cutting[number] = [edit for edit in cuts_of_variant if edit.after_softmax == zero]
         severed: Tensor | None = None
         # The n-th cuts of all rows at once: one by one, a severed head took 18 to 20 launches.
         for turn in range(max(map(len, cutting.values()))):
@@ -386,7 +386,7 @@ class Masks:
     @cached_property
     def _edges_cut(self) -> tuple[Bool[Tensor, "_ query key"], dict[int, int]]:
         """The severed edges: an empty matrix, then each distinct matrix once; and the number of each matrix."""
-        edits = [edit for change in self.variants.changes for edit in change.edits if not edit.writes]
+        edits = [edit for variant in self.variants.distinct for edit in variant.edits if not edit.writes]
         matrices = {id(edit.edges): edit.edges for edit in edits}
         longest = max(len(matrix) for matrix in matrices.values())
         # Number 0 severs nothing: it is for rows without a cut in this turn of `severed`.
@@ -420,31 +420,36 @@ class Walk:
         self.blocks, self.recording, self.variants, self.values = blocks, recording, variants, values
         self.deliver, self.tile_tokens, self.answers = deliver, tile_tokens, answers
         self.layers = sorted(recording.calls)
-        changes = variants.changes
+        distinct = variants.distinct
         # Layers after the last one that anything reads are not walked; logits need all layers.
-        needed = [layer if site != LOGITS else self.layers[-1] for change in changes for site, layer in change.readings]
+        needed = [
+            layer if site != LOGITS else self.layers[-1] for variant in distinct for site, layer in variant.readings
+        ]
         self.last_layer = max(needed, default=-1)
         self.writers: dict[tuple[str, int], set[int]] = {}
         self.readers: dict[Reading, set[int]] = {}
-        for number, change in enumerate(changes):
-            for edit in (edit for edit in change.edits if edit.writes):
+        for number, variant in enumerate(distinct):
+            for edit in (edit for edit in variant.edits if edit.writes):
                 for layer in edit.layers:
                     self.writers.setdefault((edit.site.name, layer), set()).add(number)
             # A reading that no edit can affect keeps the value of the unedited run, and is not read again.
-            for reading in change.readings if change.can_change_output else ():
+            for reading in variant.readings if variant.can_change_output else ():
                 self.readers.setdefault(reading, set()).add(number)
         # A feature dictionary brings a site of its own, which is in no registry.
-        edited = (edit.site for change in changes for edit in change.edits if edit.writes)
+        edited = (edit.site for variant in distinct for edit in variant.edits if edit.writes)
         self.sites: dict[str, Site] = dict(SITES) | {site.name: site for site in edited}
         self.joining = rows_of(variants)
         self.rows = self.joining[:0]
         self._row = np.full(len(variants), -1)
         """By variant: its row, once it has joined; -1 before, and if it has none."""
-        most, counts = max((len(one.kept) for one in changes), default=0), np.array([len(one.kept) for one in changes])
+        most, counts = (
+            max((len(one.kept) for one in distinct), default=0),
+            np.array([len(one.kept) for one in distinct]),
+        )
         # Padded by repetition, so that indices of padding are valid.
-        positions = np.array([(*one.kept, *one.kept[-1:] * (most - len(one.kept))) for one in changes])
+        positions = np.array([(*one.kept, *one.kept[-1:] * (most - len(one.kept))) for one in distinct])
         self._kept = positions, np.arange(most) < counts[:, None]
-        """By change: the positions read, padded by repeating the last one; and a mask of the real entries."""
+        """By variant: the positions read, padded by repeating the last one; and a mask of the real entries."""
         self._busy: dict[tuple[Stage, int], list[Site]] = {}
         """By stage and layer: the sites outside attention and MLP that are edited or read."""
         places = {*self.writers, *self.readers}
@@ -582,7 +587,7 @@ class Walk:
         if layer < self.last_layer or layer in self._hooked[sublayer]:
             return True
         after = Stage.HEAD_OUTPUT if sublayer == "attention" else Stage.NEURONS
-        # A change (noise, a factor) reads the sublayer's output at its own positions, even if no metric does.
+        # A function of rows (noise, a factor) reads the sublayer's output at its own positions, even if no metric does.
         later = [site for site, at in self.writers if at == layer and (self.sites[site].stage or 0) > after]
         written = {number for site in later for number in self.writers[site, layer]}
         return not written.isdisjoint(tile.rows.which.tolist())
@@ -592,9 +597,9 @@ class Walk:
         sites: dict[Place, Site] = {}
         # The edits of a nested variant are also edits of its parent, which has them in more layers.
         for number in np.unique(self.variants.which[self.variants.nested_in < 0]):
-            change = self.variants.changes[number]
-            recorded = self._taken(change.stage) if change.can_change_output else ()
-            for edit in change.edits if change.can_change_output else ():
+            variant = self.variants.distinct[number]
+            recorded = self._taken(variant.stage) if variant.can_change_output else ()
+            for edit in variant.edits if variant.can_change_output else ():
                 # Severing after the softmax sets zeros in the pattern; severing before it changes the mask, not a hook.
                 site = edit.site if edit.writes else main_site(Stage.PATTERN) if edit.after_softmax else None
                 if site is None or site.within is None:
@@ -602,7 +607,7 @@ class Walk:
                 # In the layer where it joins, a row skips the parts before its first edit: no hook would see it.
                 passed = Stage.MLP_OUTPUT in recorded if site.within == "mlp" else bool(recorded)
                 for layer in edit.layers:
-                    if layer <= self.last_layer and not (passed and layer == change.first_layer):
+                    if layer <= self.last_layer and not (passed and layer == variant.first_layer):
                         sites[site.name, layer] = site
         for (_, layer), site in sites.items():
             self._hooked[str(site.within)].add(layer)
@@ -617,8 +622,8 @@ class Walk:
             # A copy, since the block may reuse its own tensor; contiguous, so that flatten returns a writable view.
             edited = activation.clone(memory_format=torch.contiguous_format)
             if site.has_keys:
-                stretches = self._span_edits(site, layer, tile, 1)
-                write_patterns(edited, stretches, tile.key_positions, self.values, site, layer)
+                span_edits = self._span_edits(site, layer, tile, 1)
+                write_patterns(edited, span_edits, tile.key_positions, self.values, site, layer)
                 if (severed := self._masks.severed(layer, tile, zero=True)) is not None:
                     edited.masked_fill_(severed, 0.0)
             else:
@@ -648,9 +653,9 @@ class Walk:
         for number in sorted(self.writers.get((site.name, layer), ())):
             if not len(rows_of_change := np.flatnonzero(edited_here & (rows.which == number))):
                 continue
-            # Rows of one change begin and end at the same positions.
+            # Rows of one variant begin and end at the same positions.
             start, length = int(rows.start[rows_of_change[0]]), int(rows.length[rows_of_change[0]])
-            for edit in self.variants.changes[number].edits:
+            for edit in self.variants.distinct[number].edits:
                 if edit.writes and edit.site.name == site.name and layer in edit.layers:
                     at = rows.example[rows_of_change], start, length, offset[rows_of_change]
                     spans.append(TokenSpanEdit(edit, *at))
@@ -743,7 +748,7 @@ class Walk:
         alone = self.rows.variant[self.variants.nested_in[self.rows.variant] < 0]
         for number in np.unique(self.variants.which[alone]):
             expected = alone[self.variants.which[alone] == number]
-            for edit in self.variants.changes[number].edits:
+            for edit in self.variants.distinct[number].edits:
                 for layer in edit.layers[: max(0, self.last_layer + 1 - edit.layers.start)]:
                     # A TransformerLens hook may be listed and never fire: an edit there would silently do nothing.
                     made = np.zeros(len(self.variants), dtype=bool)

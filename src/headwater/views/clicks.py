@@ -381,12 +381,12 @@ class RecordedPair:
 
         with torch.inference_mode(), self.model.lock:
             variants = runner.group.variants(cells)
-            changes = (
+            distinct = (
                 # Only the first set's states are shown by layer; the other sets need only the logits.
-                change if number == variants.which[0] else replace(change, readings=(end,))
-                for number, change in enumerate(variants.changes)
+                variant if number == variants.which[0] else replace(variant, readings=(end,))
+                for number, variant in enumerate(variants.distinct)
             )
-            runner.run(replace(variants, changes=tuple(changes)), deliver)
+            runner.run(replace(variants, distinct=tuple(distinct)), deliver)
             return values[0], values[1:], self._at_metric([states[reading] for reading in self.plan.states])
 
     @cached_property
