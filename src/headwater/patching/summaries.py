@@ -230,11 +230,18 @@ def edited_run(options: Mapping[str, Any]) -> list[str]:
     return [f"The {edited} run was edited (direction={options['direction']!r})."]
 
 
+def prompts_of(run: RunRecord) -> tuple[Any, Any, Any]:
+    """Return a run's clean prompts and corrupted ones as token ids, and the noise that corrupts; None for what is not.
+
+    After the first two the record has the prompts from which means or resampled values were taken.
+    """
+    clean, corrupted = (*(run.options.get("prompts") or ()), None, None)[:2]
+    return clean, corrupted, run.options.get("corruption")
+
+
 def refuse_other_prompts(option: str, other: RunRecord, run: RunRecord) -> None:
     """Refuse to compare a run with one on other prompts, or one that edited the other run of each pair."""
-    clean_and_corrupted = slice(2)  # after them, the prompts that means or resampled values were taken from
-    theirs, ours = ((record.options.get("prompts") or ())[clean_and_corrupted] for record in (other, run))
-    if theirs != ours or other.options.get("corruption") != run.options.get("corruption"):
+    if prompts_of(other) != prompts_of(run):
         raise InputError(f"{option}= has other prompts: run both on the same ones.")
     if (theirs := other.options.get("direction")) != (ours := run.options.get("direction")):
         raise InputError(f"{option}= has direction={theirs!r}, this one {ours!r}: run both in the same direction.")
@@ -376,16 +383,14 @@ def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> 
 
 def refuse_other_ablation(other: RunRecord, run: RunRecord, measure: str) -> None:
     """Refuse a sweep of other prompts, or of the other run of each pair if its effects have the opposite sign."""
-    edited, pairs = [], []
+    edited = []
     for record in (other, run):
-        clean, corrupted = (*(record.options.get("prompts") or ()), None, None)[:2]
-        noise = record.options.get("corruption")
+        clean, corrupted, noise = prompts_of(record)
         is_clean = record.options.get("direction") == "noise" or not (corrupted or noise)
         edited.append([clean, None] if is_clean else [corrupted or clean, noise])
-        pairs.append([clean, corrupted, noise])
     if edited[0] == edited[1]:
         return
-    if pairs[0] != pairs[1]:
+    if prompts_of(other) != prompts_of(run):
         raise InputError("other= has other prompts: give the same sweep with another kind of values.")
     if measure == "effect":
         raise InputError(
@@ -396,5 +401,5 @@ def refuse_other_ablation(other: RunRecord, run: RunRecord, measure: str) -> Non
 
 def shared_prompts(first: RunRecord, second: RunRecord) -> list[int]:
     """Return the indices of a second run's prompts that the first run has too (for pairs, the same clean prompt)."""
-    mine, theirs = ((record.options.get("prompts") or [[]])[0] or [] for record in (first, second))
+    mine, theirs = (prompts_of(record)[0] or [] for record in (first, second))
     return places_among(theirs, mine)

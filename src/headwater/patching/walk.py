@@ -651,15 +651,15 @@ class Walk:
         # The edits of a row that left a parent were made in the parent's row.
         edited_here = (self.variants.nested_in[rows.variant] < 0) | (layer < rows.layer)
         for number in sorted(self.writers.get((site.name, layer), ())):
-            if not len(rows_of_change := np.flatnonzero(edited_here & (rows.which == number))):
+            if not len(rows_of_variant := np.flatnonzero(edited_here & (rows.which == number))):
                 continue
             # Rows of one variant begin and end at the same positions.
-            start, length = int(rows.start[rows_of_change[0]]), int(rows.length[rows_of_change[0]])
+            start, length = int(rows.start[rows_of_variant[0]]), int(rows.length[rows_of_variant[0]])
             for edit in self.variants.distinct[number].edits:
                 if edit.writes and edit.site.name == site.name and layer in edit.layers:
-                    at = rows.example[rows_of_change], start, length, offset[rows_of_change]
+                    at = rows.example[rows_of_variant], start, length, offset[rows_of_variant]
                     spans.append(TokenSpanEdit(edit, *at))
-                    self._note(rows.variant[rows_of_change], edit, layer)
+                    self._note(rows.variant[rows_of_variant], edit, layer)
         return spans
 
     def _recorded(self, stage: Stage, layer: int) -> Tensor:
