@@ -379,8 +379,10 @@ def test_a_detector_refuses_another_model_an_unknown_method_and_a_damaged_folder
             refuses(model, of_another)
     with pytest.raises(InputError, match=r"no detection method 'mops'.*'mop'"):
         detector.score(model, answered, methods=["mops"])
-    with pytest.raises(InputError, match=r"no detector of the question set 'naturl'.*'natural'"):
+    with pytest.raises(InputError, match=r"dataset='naturl' is not one of .*'natural'"):
         detection.detector("naturl")
+    with pytest.raises(InputError, match=r"dataset=None is not one of natural, multi_hop"):
+        detection.detector()
     with pytest.raises(InputError, match=r"no classifier 'gates'.*'gate'"):
         detector.probe("gates")
     with pytest.raises(RunFolderError, match=r"contains no detector.json"):

@@ -13,7 +13,8 @@ import headwater as hw
 from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PINK, PURPLE, RED
 from headwater.colors import SETS as LOOKS_OF_SETS
 from headwater.errors import InputError
-from headwater.figures.pathways import LOOKS, MODES, PUBLISHED, chance_note, main_layer
+from headwater.figures.pathways import LOOKS, MODES, PUBLISHED, chance_note
+from headwater.pathways.report import SetAtBest
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.record import RunRecord
 from tests import chance
@@ -88,7 +89,7 @@ def test_the_legend_of_modes_by_random_tokens_counts_those_modes(pathways):
     figure = hw.figures.delta_p([pathways], split_by="random tokens")
     labels = [text.get_text() for text in figure.subfigs[1].legends[0].get_texts()]
     own = pathways.curves.query("dataset == 'second' and split_by == 'random tokens'")
-    own = own[own["layer"] == main_layer(pathways, "second")]
+    own = own[own["layer"] == SetAtBest(pathways, "second").layer]
     for mode, share in own.set_index("mode")["share"].items():
         assert labels[labels.index(mode) + 2].replace("†", "") == f"second ({60 * share:,.0f})"
 

@@ -146,6 +146,11 @@ def test_questions_are_asked_again_with_leave_to_decline_and_other_answers_are_r
     other = hw.answer(own, hw.load_questions("natural", sample=60), **QUIET)
     with pytest.raises(InputError, match="other answers"):
         refusals(own, other, traced, **QUIET)
+    cut = refusals(own, given, traced, max_new_tokens=1, **QUIET)
+    assert not cut.replies["ended"].any()
+    assert cut.report() == ["No reply ended within max_new_tokens, so nothing can be compared."]
+    assert cut.summary().empty
+    assert cut.plot().get_yticks().size == 0
 
 
 def test_baselines_stand_beside_the_probe_in_a_figure_with_their_values(model, told):

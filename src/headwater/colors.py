@@ -6,6 +6,9 @@ INK = "#262626"
 FAINT = "#8a8a8a"
 BLUE, ORANGE, GREEN, RED = "#2b6cb8", "#f08c1a", "#2f9e55", "#d1352f"
 PURPLE, PINK, BROWN = "#642d9c", "#e377a8", "#8c5a3c"
+UNSEEN = "#f4f4f4"
+"""The ground of maps, visible where there is no value."""
+DIVERGING = "RdBu_r"
 SETS = ((BLUE, "o"), (GREEN, "s"), (PURPLE, "^"), (PINK, "D"), (BROWN, "v"), (ORANGE, "P"))
 """The colours and marks of question sets; the first four as published."""
 OF_KNOWN = {

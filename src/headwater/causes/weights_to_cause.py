@@ -298,7 +298,7 @@ def _row(
         return row | {"can": False, "reason": reason}
     gap = mean_of(result["gap"].numpy(), prompts.second.item.tolist())
     row |= {"prompt": prompts.kind, "pairs": len(prompts.second)}
-    row |= {"gap": gap.value, "gap_low": gap.low, "gap_high": gap.high}
+    row |= gap.named("gap")
     row |= {"accuracy": result["correct"].double().mean().item()}
     if family is None:
         why = f"the 95 % interval of its gap includes 0 ({gap.low:.2f} to {gap.high:.2f} logits)"
@@ -335,7 +335,7 @@ def one_relation(
     gap = result["gap"].numpy()
     heads = _by_head(model, prompts, choice, result["effects"].numpy(), gap, options)
     named: list[Head] = [(layer, head) for layer, head in heads[["layer", "head"]].head(TOGETHER).to_numpy().tolist()]
-    with run.bar("Residual stream, cost of ablation", "part", 2 + CONTROLS) as bar:
+    with run.bar("Residual stream, cost of ablation", "part", 2 + len(others[:CONTROLS])) as bar:
         when = _when(model, pairs.few(FEW), gap[:FEW].mean())
         bar.update(1)
         cost = _cost(model, pairs.few(FEW), named, choice.family, options["draws"], seed)

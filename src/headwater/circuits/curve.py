@@ -115,7 +115,7 @@ class CircuitCurve(ByMetric, Result):
         words = {"cpr": "CPR", "cmd": "CMD", "log_area": "mean over log size", "least_size": "least size for 0.9"}
         for metric, part in self.areas().groupby("metric", sort=False):
             parts = [
-                f"{words[row['area']]} {with_interval(row['value'], row['low'], row['high'], 3)}"
+                f"{words[row['area']]} {with_interval(row['value'], row['low'], row['high'], '.3f')}"
                 + (f" (random curves: {row['placebo']:.3f})" if np.isfinite(row["placebo"]) else "")
                 for row in part.to_dict("records")
             ]

@@ -298,7 +298,7 @@ class Step:
     number: Callable[[Any], Number] | None = None
     table: Callable[[Any], pd.DataFrame] | None = None
     leads: Sequence[str] = ()
-    """SharedPrefixes of the sentences above the figure. Default: the name of each question set, or all sentences."""
+    """Beginnings of the sentences above the figure. Default: the name of each question set, or all sentences."""
     concludes: bool = False
     """Whether the last sentence is shown first."""
     is_on_top: bool = True

@@ -32,7 +32,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.detection.methods import COUNTS, METHODS, AnswerSet, Detector, DetectorSetup, check_methods, relations_of
 from headwater.detection.reweighting import Reweighting
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_layer, checked_name, checked_repeats
 from headwater.patching.edge_knockout import VARIANTS, VariantName
@@ -89,9 +89,7 @@ class Detection(HasDatasets, Result):
             InputError: the set is unknown, or there are several and none was chosen.
         """
         names = self.datasets
-        name = names[0] if dataset is None and len(names) == 1 else str(dataset)
-        if name not in names:
-            raise InputError(f"There is no detector of the question set {name!r}.{did_you_mean(name, names)}")
+        name = checked_name("dataset", names[0] if dataset is None and len(names) == 1 else dataset, names)
         place = names.index(name)
         layer = int(self.fits.loc[self.fits["dataset"] == name, "layer"].iloc[0])
         usable = self.table[(self.table["dataset"] == name) & self.table["auc"].notna()]

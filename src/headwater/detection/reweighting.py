@@ -46,12 +46,12 @@ from headwater.questions.states import probe_positions
 # SharedPrefixes: the keys and values of the first tokens of rows that are run many times and change only later.
 #
 # A causal model's activations at a position do not depend on later positions. Rows that are edited from some position
-# on are run up to it once, and from there on as often as needed. SharedPrefixes of different lengths run together,
+# on are run up to it once, and from there on as often as needed. Prefixes of different lengths run together,
 # left-padded to the longest; the attention mask marks the padding before a shorter one.
 
 
 KEPT_SHARE = 1 / 4
-"""Share of free memory for keys and values; rows beyond it get no beginning, and run whole every time."""
+"""Share of free memory for keys and values; rows beyond it keep no prefix, and are run in full every time."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ from headwater.circuits.graph import Graph, Nodes
 from headwater.circuits.path_patching import PathEffects
 from headwater.circuits.result import EdgeEffects
 from headwater.circuits.search import DECISIONS, KEPT, LEFT_OUT, NOT_TRIED, CircuitSearch
-from headwater.colors import BLUE, FAINT, INK
+from headwater.colors import BLUE, DIVERGING, FAINT, INK
 from headwater.figures.style import (
     DASHED,
     MOST_TICKS,
@@ -38,6 +38,7 @@ from headwater.figures.style import (
     cell_ticks,
     inches,
     label,
+    largest,
     legend_above,
     model_title,
     one_panel,
@@ -358,8 +359,6 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
 # larger effects than all others. Edges are in the order of the layers, separated by thin lines; paths are in the order
 # in which they were named.
 
-DIVERGING = "RdBu_r"
-
 
 @DRAWINGS.add(EdgeEffects)
 def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
@@ -368,9 +367,9 @@ def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str
     down = ~np.isnan(matrix).all(1)
     across = ~np.isnan(matrix).all(0)
     shown = matrix[np.ix_(down, across)]
-    top = float(np.nanmax(np.abs(shown))) if shown.size else 1.0
+    top = largest(shown)
     with one_panel(ax, 4.6, 4.6) as ax:
-        norm = FuncNorm((root, square), vmin=-(top or 1.0), vmax=top or 1.0)
+        norm = FuncNorm((root, square), vmin=-top, vmax=top)
         image = ax.imshow(shown, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
         _ticks(ax, "x", graph.senders, np.flatnonzero(across))
         _ticks(ax, "y", graph.receivers, np.flatnonzero(down))
@@ -418,7 +417,7 @@ def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
 def plot_path_effects(paths: PathEffects, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
     """Draw paths, as described in `PathEffects.plot`."""
     matrix = paths.matrix(metric)
-    top = float(np.nanmax(np.abs(matrix.to_numpy()))) or 1.0
+    top = largest(matrix)
     with one_panel(ax, 4.6, 3.6) as ax:
         norm = FuncNorm((root, square), vmin=-top, vmax=top)
         image = ax.imshow(matrix, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from headwater.colors import BLUE, FAINT, INK, ORANGE, looks_of_sets
+from headwater.colors import BLUE, FAINT, INK, ORANGE, UNSEEN, looks_of_sets
 from headwater.detection.detection import NAMES, Detection
 from headwater.errors import InputError
 from headwater.figures.style import (
@@ -44,8 +44,8 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
     is_new, height = ax is None, 0.7 + len(methods) * (0.13 + 0.065 * len(sets)) + 0.16 * -(-len(sets) // 2)
     with one_panel(ax, 3.9, height) as ax:
         for row in range(0, len(methods), 2):
-            ax.axhspan(row - 0.5, row + 0.5, color="#f4f4f4", linewidth=0, zorder=0)
-        ax.axvline(0.5, color=FAINT, linewidth=0.8, linestyle=(0, (3, 2)), zorder=1)
+            ax.axhspan(row - 0.5, row + 0.5, color=UNSEEN, linewidth=0, zorder=0)
+        ax.axvline(0.5, color=FAINT, linewidth=0.8, linestyle=DASHED, zorder=1)
         for (name, (color, marker)), shift in zip(looks_of_sets(sets).items(), shifts, strict=True):
             part = table[table["dataset"] == name].set_index("method")
             here = [method for method in methods if method in part.index]

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 
 from headwater.causes.naming import BASELINES, NAMED, WAYS
 from headwater.causes.results import Evidence, EvidenceSuite
-from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE, PINK, PURPLE
+from headwater.colors import BLUE, DIVERGING, FAINT, GREEN, INK, ORANGE, PINK, PURPLE, UNSEEN
 from headwater.errors import InputError
 from headwater.figures.head_map import AREAS, CELL, LARGEST, NONE, extent, frame, legend_mark, mark_area, mark_heads
 from headwater.figures.style import (
@@ -31,6 +31,7 @@ from headwater.figures.style import (
     figure_of,
     inches,
     label,
+    largest,
     legend_above,
     legend_below,
     legend_beside,
@@ -39,12 +40,13 @@ from headwater.figures.style import (
     one_panel,
     others,
     panel_grid,
+    plain_title,
     set_figure_title,
     style,
     ticks,
     whole_numbers,
 )
-from headwater.figures.sweep import UNSEEN, shown
+from headwater.figures.sweep import shown
 from headwater.heads.ablation import HeadAblation
 from headwater.heads.behaviour import NONE as NOT_CALLED
 from headwater.heads.behaviour import AttentionBehaviour, named, words
@@ -520,7 +522,10 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
             for number, way in enumerate(names):
                 _shares(ax, [number], rows.loc[[way]], way, with_lines=True)
             ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4))
-            ax.set(xlabel=f"Share of the largest effect ({LINES_ARE})", title=model_title(result.run, result.relation))
+            ax.set(
+                xlabel=f"Share of the largest effect ({LINES_ARE})",
+                title=model_title(result.run, label(result.relation)),
+            )
             return ax
         figure = new_figure(10.0, 5.2)
         # Each row has its own layout, because the names of costs are long.
@@ -550,13 +555,13 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
         cost.axvline(0, color=FAINT, lw=0.6)
         cell_ticks(cost.yaxis, y, ticks(names))
         cost.set(xlabel="Logits lost", title="cost of ablation")
-        set_figure_title(figure, evidence_title(result))
+        set_figure_title(figure, label(evidence_title(result)))
     return figure
 
 
 def evidence_title(found: Evidence) -> str:
-    """Return the title of the figure and of the view."""
-    return model_title(found.run, f"{found.relation}, from weights to a cause")
+    """Return the title of the figure and of the view, as plain text."""
+    return plain_title(found.run.model, f"{found.relation}, from weights to a cause")
 
 
 def _shares(ax: Axes, y: Any, rows: pd.DataFrame, way: str, *, with_lines: bool) -> None:
@@ -571,11 +576,11 @@ def _shares(ax: Axes, y: Any, rows: pd.DataFrame, way: str, *, with_lines: bool)
 
 def _evidence_map(table: pd.DataFrame, column: str, ax: Axes) -> None:
     grid = table.pivot(index="head", columns="layer", values=column).to_numpy(dtype=float)
-    largest = np.nanmax(np.abs(grid))
+    limit = largest(grid)
     edges = [np.arange(n + 1) - 0.5 for n in grid.shape]
-    ax.set_facecolor("#f4f4f4")
+    ax.set_facecolor(UNSEEN)
     mesh = ax.pcolormesh(
-        *edges[::-1], np.ma.masked_invalid(grid), cmap="RdBu_r", vmin=-largest, vmax=largest, rasterized=True
+        *edges[::-1], np.ma.masked_invalid(grid), cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True
     )
     ax.set(xlabel="Layer", ylabel="Head")
     whole_numbers(ax.xaxis, ax.yaxis)

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE
+from headwater.colors import BLUE, DIVERGING, FAINT, GREEN, INK, ORANGE, PURPLE
 from headwater.errors import InputError
 from headwater.figures.style import (
     MOST_TICKS,
@@ -16,6 +16,7 @@ from headwater.figures.style import (
     color_bar,
     columns,
     inches,
+    largest,
     model_title,
     new_figure,
     one_panel,
@@ -23,7 +24,7 @@ from headwater.figures.style import (
     style,
     whole_numbers,
 )
-from headwater.figures.sweep import DIVERGING, shown
+from headwater.figures.sweep import shown
 from headwater.lenses.direct_attribution import DirectAttribution
 from headwater.lenses.predictions import LayerPredictions
 from headwater.options import shown as said
@@ -163,7 +164,7 @@ def _map(ax: Axes, means: pd.DataFrame) -> None:
     n_heads = heads.shape[1]
     # The empty column separates the MLPs from the heads; one image keeps both on one colour scale.
     drawn = np.ma.masked_invalid(np.column_stack([heads, np.full(len(heads), np.nan), mlps]).astype(float))
-    limit = float(np.abs(drawn).max()) or 1.0
+    limit = largest(drawn)
     edges = np.append(np.arange(n_heads + 1), [n_heads + 0.4, n_heads + 1.4])
     mesh = ax.pcolormesh(
         edges, np.arange(len(heads) + 1), drawn, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True
@@ -185,7 +186,7 @@ def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
     sums = heads.groupby(["layer", "position"])["contribution"].sum()
     drawn = (sums / heads.groupby(["layer", "position"])["example"].nunique()).unstack()
     grid = drawn.to_numpy(dtype=float)
-    limit = float(np.abs(grid).max()) or 1.0
+    limit = largest(grid)
     edges = np.arange(drawn.shape[1] + 1) - 0.5, np.arange(drawn.shape[0] + 1) - 0.5
     mesh = ax.pcolormesh(*edges, grid, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
     ax.spines[:].set_visible(False)

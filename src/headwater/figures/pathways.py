@@ -50,12 +50,11 @@ from headwater.options import shown as written
 from headwater.pathways.interventions import ANSWER_ONLY, EXACT, EXACT_ON_RANDOM_ROWS, RANDOM, RANDOM_SWAP, SWAP
 from headwater.pathways.modes import ALL, BEST_LAYER, CROSSED, FEWEST, MODES, PER_LAYER, RANDOM_SPLIT, WITHIN, SplitName
 from headwater.pathways.refusal_rates import Refusals
-from headwater.pathways.report import SetAtBest
+from headwater.pathways.report import SetAtBest, share_of
 from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, RELATION, RELATION_ANSWER, SPANS
 from headwater.pathways.tables import WRONG_ANSWER as WRONG
 from headwater.pathways.trace import Pathways
 from headwater.runs.result import DRAWINGS, Size, apply_title_and_size, whole_summary, with_interval
-from headwater.stats.resample import Bootstrap, interval
 
 PUBLISHED = (ORANGE, RED, BROWN, FAINT)
 """The published colours of A-anchored examples, by question set."""
@@ -278,7 +277,7 @@ def _count(pathways: Pathways, name: str, mode: str, split_by: str | None) -> st
         return "–"
     if split_by == RANDOM_SPLIT:
         curves = pathways.curves[(pathways.curves["dataset"] == name) & (pathways.curves["split_by"] == split_by)]
-        at_best = curves[(curves["mode"] == mode) & (curves["layer"] == main_layer(pathways, name))]
+        at_best = curves[(curves["mode"] == mode) & (curves["layer"] == SetAtBest(pathways, name).layer)]
         return f"{at_best['share'].sum() * modes['example'].nunique():,.0f}"
     return f"{(modes['mode'] == mode).sum() / modes['seed'].nunique():,.0f}"
 
@@ -329,7 +328,7 @@ def flip_rates(
                     bounds = 100 * line["flip_rate_low"], 100 * line["flip_rate_high"]
                     ax.fill_between(line["layer"], *bounds, color=look["color"], alpha=0.15, linewidth=0)
                     ax.plot(line["layer"], 100 * line["flip_rate"], markersize=2.6, label=intervention, **look)
-            ax.axvline(main_layer(pathways, name), color=FAINT, linewidth=0.7, linestyle=":")
+            ax.axvline(SetAtBest(pathways, name).layer, color=FAINT, linewidth=0.7, linestyle=":")
             ax.set(title=_titled(pathways, name, len(axes)), xlabel="Layer", ylim=(0, None))
             whole_numbers(ax.xaxis)
         shared_label(axes, "Predictions that flip (%)")
@@ -399,12 +398,6 @@ def with_title(
     return apply_title_and_size(axes[0] if figure is None else figure, title, None)
 
 
-def main_layer(pathways: Pathways, dataset: str) -> int:
-    """Return the layer that most fits of a question set chose as l*."""
-    chosen = pathways.auc[(pathways.auc["dataset"] == dataset) & pathways.auc["best"]]
-    return int(chosen["layer"].mode().iloc[0])
-
-
 def shared_label(axes: list[Axes], text: str) -> None:
     """Label the y axes of the leftmost panels."""
     for ax in axes:
@@ -417,12 +410,10 @@ def _titled(pathways: Pathways, dataset: str, n_panels: int) -> str:
 
     With several panels, the counts are on a second line, so that the titles do not meet.
     """
-    examples = pathways.modes.loc[pathways.modes["dataset"] == dataset, "example"].nunique()
-    at_best = pathways.controls_at_best[pathways.controls_at_best["dataset"] == dataset]
-    random = at_best.loc[(at_best["intervention"] == RANDOM) & (at_best["group"] == ALL), "examples"].sum()
-    beside = f"; random: {random:,}" if random else ""
+    view = SetAtBest(pathways, dataset)
+    beside = f"; random: {view.controlled:,}" if view.controlled else ""
     between = " " if n_panels == 1 else "\n"
-    return f"{label(dataset)}{between}(n = {examples:,}{beside})"
+    return f"{label(dataset)}{between}(n = {view.n_examples:,}{beside})"
 
 
 def _legend_below(figure: Figure | None, axes: list[Axes], title: str) -> None:
@@ -449,7 +440,7 @@ def plot_refusals(refusals: Refusals, ax: Axes | None = None) -> Axes:
             ax.hlines(y, 100 * rows[f"{column}_low"], 100 * rows[f"{column}_high"], colors=color, linewidths=1.2)
             ax.plot(100 * rows[column], y, marker, color=color, markersize=3.6, linestyle="none", label=mode)
         left = min(0.0, ax.get_xlim()[0])
-        ax.set(yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlim=(left, None))
+        ax.set(yticks=range(len(rows)), yticklabels=names, ylim=(max(len(rows), 1) - 0.5, -0.5), xlim=(left, None))
         ax.set_xlabel(f"Refusals when asked again (%)\n({LINES_ARE})")
         legend_above(ax, 2, model_title(refusals.run, "refusals by mode"))
     return ax
@@ -609,10 +600,10 @@ def _accuracy(ax: Axes, pathways: Pathways) -> None:
             own = pathways.modes[(pathways.modes["dataset"] == name) & (pathways.modes["mode"] == mode)]
             if own.empty:
                 continue
-            value, low, high = _share(own, "correct")
+            share = share_of(own, "correct")
             named = None if mode in ax.get_legend_handles_labels()[1] else mode
-            ax.hlines(row + shift, low, high, colors=color, linewidths=1.2)
-            ax.plot(value, row + shift, marker, color=color, markersize=3.6, linestyle="none", label=named)
+            ax.hlines(row + shift, 100 * share.low, 100 * share.high, colors=color, linewidths=1.2)
+            ax.plot(100 * share.value, row + shift, marker, color=color, markersize=3.6, linestyle="none", label=named)
     n, names = len(pathways.datasets), ticks(pathways.datasets)
     ax.set(yticks=range(n), yticklabels=names, ylim=(n - 0.5, -0.5), xlabel=f"Right answers (%; {LINES_ARE})")
     legend_above(ax, 2, model_title(pathways.run, "right answers by mode"))
@@ -625,16 +616,10 @@ def _popularity(ax: Axes, pathways: Pathways) -> None:
             continue
         group = np.ceil(modes["popularity"].rank(method="average", pct=True) * GROUPS).astype(int)
         x = sorted(set(group))
-        shares = np.array([_share(modes.assign(q=modes["mode"] == MODES[0])[group == g], "q") for g in x])
+        shares = 100 * np.array([share_of(modes.assign(q=modes["mode"] == MODES[0])[group == g], "q") for g in x])
         ax.fill_between(x, shares[:, 1], shares[:, 2], color=color, alpha=0.15, linewidth=0)
         named = f"{label(name)} ({modes['example'].nunique():,})"
         ax.plot(x, shares[:, 0], f"{mark}-", color=color, markersize=2.8, label=named)
     ax.set_xticks(range(1, GROUPS + 1), ["rarest", *("" for _ in range(GROUPS - 2)), "most\npopular"])
     ax.set(xlabel=f"Subject's popularity, in fifths ({BANDS_ARE})", ylabel="Q-anchored (%)", ylim=(0, None))
     legend_above(ax, 2, "")
-
-
-def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
-    """Return the percentage of rows where the column is true, with an interval over examples."""
-    by_example = rows.groupby("example")[column].agg(["sum", "size"]).to_numpy(dtype=float)
-    return interval(100 * Bootstrap.of(range(len(by_example))).ratio(*by_example.T))

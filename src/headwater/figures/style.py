@@ -357,6 +357,12 @@ def _fitting(of: Axes | Figure, columns: int, **options: Any) -> Legend:
             legend.remove()
 
 
+def largest(grid: Any) -> float:
+    """Return the largest size in a grid, the end of a symmetric colour scale; 1 if there is none above 0."""
+    values: Any = np.ma.filled(np.ma.asarray(grid, dtype=float), np.nan)
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0)) or 1.0
+
+
 def color_bar(mesh: Any, beside: Any, text: str = "", **place: Any) -> None:
     """Put a colour bar with a label and without a frame beside one or several axes."""
     bar = mesh.axes.figure.colorbar(mesh, ax=beside, **{"fraction": 0.05, "pad": 0.02} | place)

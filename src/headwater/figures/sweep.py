@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.calls import checked_call
-from headwater.colors import FAINT, SETS
+from headwater.colors import DIVERGING, FAINT, SETS, UNSEEN
 from headwater.errors import InputError
 from headwater.figures.style import (
     LONGEST,
@@ -28,6 +28,7 @@ from headwater.figures.style import (
     drawable,
     figure_of,
     inches,
+    largest,
     legend_above,
     model_title,
     new_figure,
@@ -46,8 +47,7 @@ from headwater.patching.summaries import ROLES, NormalizeName, chosen_rows, grid
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import DRAWINGS, Size, apply_title_and_size
 
-DIVERGING = "RdBu_r"
-UNSEEN, HATCH = "#f4f4f4", "#cfcfcf"
+HATCH = "#cfcfcf"
 DONE = {"patch": "patched", "ablate": "ablated"}
 """Words in titles for what was done at the sites of a sweep, by analysis; other analyses have none."""
 TITLES = {
@@ -242,7 +242,7 @@ def _counts(part: pd.DataFrame, axes: list[str]) -> str:
 def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label: str, sweep: Sweep) -> None:
     means = grid_of(part, axes[0], axes[1], measure)
     grid = means.to_numpy(dtype=float)
-    limit = float(np.nanmax(np.abs(grid))) if np.isfinite(grid).any() else 1.0
+    limit = largest(grid)
     ax.spines[:].set_visible(False)
     if np.isnan(grid).any():
         ax.patch.set(facecolor=UNSEEN, edgecolor=HATCH, hatch="//////", linewidth=0)

@@ -290,8 +290,9 @@ def _names(paths: Sequence[str]) -> list[str]:
             return names
     if not parts:
         return []
+    repeated = max(paths, key=paths.count)
     raise InputError(
-        f"Several of the models are named {paths[0]!r}: give each model once, or name them yourself, in Python with a "
+        f"Several of the models are named {repeated!r}: give each model once, or name them yourself, in Python with a "
         "mapping {name: model}."
     )
 

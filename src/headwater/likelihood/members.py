@@ -105,7 +105,7 @@ class Membership(Result):
 
 
 def _auc(row: Mapping[str, Any]) -> str:
-    return with_interval(row["auc"], row["auc_low"], row["auc_high"], places=3)
+    return with_interval(row["auc"], row["auc_low"], row["auc_high"], ".3f")
 
 
 def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None, few: tuple[int, int] | None) -> str:
@@ -223,7 +223,7 @@ def _discrimination(
     result: dict[str, int | float] = {"members": int(member.sum()), "nonmembers": int((~member).sum())}
     for name, drawn in zip(("auc", *FALSE_POSITIVE_RATES), estimates.T, strict=True):
         estimate = interval(drawn, level)
-        result |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        result |= estimate.named(name)
     return result
 
 

@@ -47,6 +47,7 @@ ALLOWED = 'If you do not know the answer, say "I don\'t know".'
 PROMPT = f"{ALLOWED}\nQ: {SLOT}\nA:"
 COLUMNS = {BEST_LAYER: "mode", CROSSED: "crossed_mode"}
 ALL, MARGIN, RIGHT, WRONG = CONTROLS = ("all answers", "same margin", "right answers", "wrong answers")
+RATES = ("q_refused", "a_refused", "difference")
 FIFTHS = 5
 
 
@@ -67,11 +68,13 @@ class Refusals(Result):
 
     def report(self) -> list[str]:
         """Return how often each mode is declined, and whether margin and accuracy explain the difference."""
-        lines = []
+        lines = [] if len(self.table) else ["No reply ended within max_new_tokens, so nothing can be compared."]
         for row in each_row(whole_summary(self)):
             name, answers = row["dataset"], int(row["answers"])
             if not math.isfinite(row["difference"]):
-                lines.append(f"{name}, modes by {row['split_by']}: one mode has no answers: nothing can be compared.")
+                lines.append(
+                    f"{name}, modes by {row['split_by']}: one mode has no answers, so nothing can be compared."
+                )
                 continue
             q, a = (_interval_text(row, name) for name in ("q_refused", "a_refused"))
             lines.append(
@@ -170,11 +173,12 @@ def rates(modes: pd.DataFrame, replies: pd.DataFrame) -> pd.DataFrame:
                 continue
             named = {"dataset": dataset, "split_by": split_by}
             rows += [named | {"control": control} | _row(subset, column, control) for control in CONTROLS]
-    return pd.DataFrame(rows)
+    numbers = [f"{name}{end}" for name in RATES for end in ("", "_low", "_high")]
+    return pd.DataFrame(rows, columns=["dataset", "split_by", "control", "answers", *numbers])
 
 
 def _interval_text(row: Mapping[str, Any], name: str) -> str:
-    return with_interval(row[name], row[f"{name}_low"], row[f"{name}_high"], places=3)
+    return with_interval(row[name], row[f"{name}_low"], row[f"{name}_high"], ".3f")
 
 
 def _row(subset: pd.DataFrame, column: str, control: str) -> dict[str, int | float]:
@@ -194,6 +198,6 @@ def _row(subset: pd.DataFrame, column: str, control: str) -> dict[str, int | flo
         draws = Bootstrap.of(subset["question"])
         q, a = (interval(draws.mean(np.where(mode, refused, np.nan))) for mode in (is_q, ~is_q))
         difference = interval(draws.difference_within(strata, refused, is_q, ~is_q))
-    for name, estimate in (("q_refused", q), ("a_refused", a), ("difference", difference)):
-        row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    for name, estimate in zip(RATES, (q, a, difference), strict=True):
+        row |= estimate.named(name)
     return row

@@ -43,9 +43,12 @@ from headwater.pathways.tables import (
     WRONG_ANSWER,
 )
 from headwater.questions.states import BEFORE
-from headwater.runs.result import frame_of, rounded
+from headwater.runs.result import frame_of, rounded, with_interval
 from headwater.stats.discrimination import against_chance
-from headwater.stats.resample import Bootstrap, interval
+from headwater.stats.resample import NOTHING, Bootstrap, Interval, interval
+
+Traced: TypeAlias = Any
+"""A `Pathways`; its module imports this one."""
 
 
 def report_of(pathways: Traced) -> list[str]:
@@ -82,7 +85,7 @@ def _conclusion(views: Sequence[SetAtBest]) -> str:
 
 def _probe(view: SetAtBest) -> Iterator[str]:
     auc = view.baseline(WRONG_ANSWER, PROBE)
-    chance = against_chance(*auc[1:])
+    chance = against_chance(auc.low, auc.high)
     at_chance = f" This is {chance}: the results below are not informative." if chance else ""
     if view.explained_by_spans:
         at_chance = (
@@ -98,7 +101,7 @@ def _probe(view: SetAtBest) -> Iterator[str]:
         (RELATION_ANSWER, "the relation and the answer's words"),
     ):
         baseline = view.baseline(WRONG_ANSWER, name)
-        if np.isfinite(baseline[0]):
+        if np.isfinite(baseline.value):
             difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {name}")
             yield (
                 f"{information} alone {'give' if name == RELATION_ANSWER else 'gives'} AUC {_interval(baseline)}; the "
@@ -109,7 +112,7 @@ def _probe(view: SetAtBest) -> Iterator[str]:
 def _spans(view: SetAtBest) -> Iterator[str]:
     """Compare length and place of the exact answer in right and wrong answers; report the AUC of these alone."""
     auc = view.baseline(WRONG_ANSWER, SPANS)
-    if np.isfinite(auc[0]):
+    if np.isfinite(auc.value):
         sides = (view.modes[view.modes["correct"] == side] for side in (True, False))
         right, wrong = (
             f"{side['exact_length'].mean():.1f} tokens ({side['exact_share'].mean():.0%} of the answer)"
@@ -126,7 +129,7 @@ def _spans(view: SetAtBest) -> Iterator[str]:
 def _knockout(view: SetAtBest) -> Iterator[str]:
     exact, matched, random = (view.baseline(WRONG_ANSWER, name) for name in (AFTER, AFTER_BESIDE, AFTER_RANDOM))
     yield f"after knockout of the exact question tokens, the probe's AUC is {_interval(exact)}."
-    if not np.isfinite(random[0]):
+    if not np.isfinite(random.value):
         if view.pathways.run.options["controls"]:
             yield "no question has as many other tokens as exact ones, so there is no random control."
         return
@@ -136,7 +139,7 @@ def _knockout(view: SetAtBest) -> Iterator[str]:
         "knockout of random ones."
     )
     exact, other = (view.control(name, ALL, "flip_rate") for name in (EXACT_ON_RANDOM_ROWS, RANDOM))
-    more = "more than" if exact[1] > other[2] else "not clearly more than"
+    more = "more than" if exact.low > other.high else "not clearly more than"
     yield (
         f"on these, knockout of the exact tokens flips {_percent(exact)} of the predictions at l*, {more} knockout of "
         f"as many random question tokens: {_percent(other)}."
@@ -154,14 +157,14 @@ def _modes(view: SetAtBest) -> Iterator[str]:
         if members < FEWEST:
             yield f"only {members} examples are {mode} at l*: too few for a 95 % band."
     q, a = (view.curve(CROSSED, mode) for mode in MODES)
-    if np.isfinite(q[0]) and np.isfinite(a[0]):
-        holds = "the two groups differ" if q[2] < a[1] else "the two groups do not differ clearly"
+    if np.isfinite(q.value) and np.isfinite(a.value):
+        holds = "the two groups differ" if q.high < a.low else "the two groups do not differ clearly"
         yield (
             f"with modes defined by another seed's probe, ΔP is {_points(q)} and {_points(a)}: {holds}. A single "
             "population would look the same, because both probes read the same states."
         )
     null = view.curve(RANDOM_SPLIT, MODES[0])
-    if np.isfinite(null[0]):
+    if np.isfinite(null.value):
         yield (
             f"for examples flipped by knockout of random question tokens, ΔP is {_points(null)}: splitting by the flip "
             "alone produces a gap of this size."
@@ -198,9 +201,9 @@ def _shape(view: SetAtBest) -> Iterator[str]:
 
 def _direction(view: SetAtBest) -> Iterator[str]:
     rows = view.modes.assign(flips=view.modes["mode"] == MODES[0])
-    right, wrong = (_share(rows[rows["predicted_wrong"] == side], "flips") for side in (False, True))
+    right, wrong = (share_of(rows[rows["predicted_wrong"] == side], "flips") for side in (False, True))
     note = ""
-    if max(right[0], wrong[0]) > 3 * min(right[0], wrong[0]) + 0.02:
+    if max(right.value, wrong.value) > 3 * min(right.value, wrong.value) + 0.02:
         note = (
             " The knockout shifts predictions in one direction: examples already on that side cannot flip, and count "
             "as A-anchored whatever they depend on."
@@ -217,7 +220,7 @@ AWARENESS = ("predict the mode better than", "predict the mode less well than", 
 
 def _awareness(view: SetAtBest) -> Iterator[str]:
     aware, margin, logit = (view.baseline(ANY_MODE, name) for name in (AWARE, MARGIN, BY_LOGIT))
-    if np.isfinite(aware[0]):
+    if np.isfinite(aware.value):
         difference = view.baseline(ANY_MODE, f"{AWARE} − {BY_LOGIT}")
         yield (
             f"a probe of the unmodified states detects Q-anchored examples with AUC {_interval(aware)}, the truth "
@@ -228,14 +231,14 @@ def _awareness(view: SetAtBest) -> Iterator[str]:
 
 def _swaps(view: SetAtBest) -> Iterator[str]:
     swap, random = (view.control(name, ALL, "flip_rate") for name in (SWAP, RANDOM_SWAP))
-    if np.isfinite(swap[0]):
+    if np.isfinite(swap.value):
         q, a = (view.control(SWAP, mode, "flip_rate") for mode in MODES)
         yield (
             f"on right answers, another subject in the question flips {_percent(swap)} of the predictions (Q-anchored: "
             f"{_percent(q)}; A-anchored: {_percent(a)}); other random question tokens flip {_percent(random)}."
         )
     alone = [view.control(ANSWER_ONLY, mode, "delta_p") for mode in MODES]
-    if np.isfinite(alone[0][0]) or np.isfinite(alone[1][0]):
+    if any(np.isfinite(one.value) for one in alone):
         yield (
             f"with the answer alone as input, ΔP is {_points(alone[0])} for Q-anchored and {_points(alone[1])} for "
             "A-anchored examples."
@@ -245,7 +248,7 @@ def _swaps(view: SetAtBest) -> Iterator[str]:
 def _properties(view: SetAtBest) -> Iterator[str]:
     sides = [view.modes[view.modes["mode"] == mode] for mode in MODES]
     if all(map(len, sides)):
-        q, a = (_percent(_share(side, "correct")) for side in sides)
+        q, a = (_percent(share_of(side, "correct")) for side in sides)
         counts = " and ".join(f"{side['example'].nunique():,}" for side in sides)
         text = f"{q} of Q-anchored and {a} of A-anchored answers are right ({counts} answers)"
         if "popularity" in view.modes and view.modes["popularity"].notna().any():
@@ -254,39 +257,30 @@ def _properties(view: SetAtBest) -> Iterator[str]:
         yield f"{text}."
 
 
-def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
+def share_of(rows: pd.DataFrame, column: str) -> Interval:
     """Return the share of rows where the column is true, with its interval over questions."""
     if rows.empty:
-        return np.nan, np.nan, np.nan
-    found = interval(Bootstrap.of(rows["question"]).ratio(rows[column].to_numpy(dtype=float), np.ones(len(rows))))
-    return found.value, found.low, found.high
+        return NOTHING
+    return interval(Bootstrap.of(rows["question"]).ratio(rows[column].to_numpy(dtype=float), np.ones(len(rows))))
 
 
-def _against_zero(difference: tuple[float, float, float], above: str, below: str, neither: str) -> str:
-    return above if difference[1] > 0 else below if difference[2] < 0 else neither
+def _against_zero(difference: Interval, above: str, below: str, neither: str) -> str:
+    return above if difference.low > 0 else below if difference.high < 0 else neither
 
 
-def _interval(found: tuple[float, float, float], digits: str = ".3f", unit: str = "") -> str:
-    value, low, high = found
-    if not np.isfinite(value):
-        return "not measured"
-    ends = f" ({low:{digits}} to {high:{digits}})" if np.isfinite(low) else ""
-    return f"{value:{digits}}{unit}{ends}"
+def _interval(found: Interval) -> str:
+    return with_interval(*found, ".3f")
 
 
-def _percent(found: tuple[float, float, float]) -> str:
-    return _interval((100 * found[0], 100 * found[1], 100 * found[2]), ".0f", " %")
+def _percent(found: Interval) -> str:
+    return with_interval(100 * found.value, 100 * found.low, 100 * found.high, ".0f", " %")
 
 
-def _points(found: tuple[float, float, float]) -> str:
-    return _interval(found, "+.1f", " points")
+def _points(found: Interval) -> str:
+    return with_interval(*found, "+.1f", " points")
 
 
 # The main numbers of a trace, per question set, and whether two modes survive.
-
-
-Traced: TypeAlias = Any
-"""A `Pathways`; its module imports this one."""
 
 
 class SetAtBest:
@@ -311,36 +305,34 @@ class SetAtBest:
             table = table[table[name] == value]
         return table
 
-    def _triple(self, table: pd.DataFrame, column: str, ends: str, **values: str) -> tuple[float, float, float]:
+    def _interval(self, table: pd.DataFrame, column: str, ends: str, **values: str) -> Interval:
         """Return a column of the set's one row with these values, with its interval; NaN without such a row."""
         rows = self._own(table, **values)
         columns = (column, f"{ends}low", f"{ends}high")
-        value, low, high = (float(rows[name].iloc[0]) if len(rows) else np.nan for name in columns)
-        return value, low, high
+        return Interval(*(float(rows[name].iloc[0]) for name in columns)) if len(rows) else NOTHING
 
-    def control(self, intervention: str, group: str, column: str) -> tuple[float, float, float]:
-        """Return value, low and high of an intervention at l*."""
-        return self._triple(
-            self.pathways.controls_at_best, column, f"{column}_", intervention=intervention, group=group
-        )
+    def control(self, intervention: str, group: str, column: str) -> Interval:
+        """Return the effect of an intervention at l*."""
+        table = self.pathways.controls_at_best
+        return self._interval(table, column, f"{column}_", intervention=intervention, group=group)
 
-    def curve(self, split_by: str, mode: str) -> tuple[float, float, float]:
-        """Return value, low and high of ΔP at l*."""
-        return self._triple(self.pathways.curves_at_best, "delta_p", "delta_p_", split_by=split_by, mode=mode)
+    def curve(self, split_by: str, mode: str) -> Interval:
+        """Return ΔP at l*."""
+        return self._interval(self.pathways.curves_at_best, "delta_p", "delta_p_", split_by=split_by, mode=mode)
 
     def members(self, mode: str) -> int:
         """Return the number of examples in a mode at l*."""
         return int(self._own(self.pathways.curves_at_best, split_by=BEST_LAYER, mode=mode)["examples"].sum())
 
-    def baseline(self, question: str, score: str) -> tuple[float, float, float]:
-        """Return value, low and high of an AUC or of a difference of two AUCs."""
-        return self._triple(self.pathways.baselines, "value", "", question=question, score=score)
+    def baseline(self, question: str, score: str) -> Interval:
+        """Return an AUC, or a difference of two AUCs."""
+        return self._interval(self.pathways.baselines, "value", "", question=question, score=score)
 
     @property
     def explained_by_spans(self) -> bool:
         """Whether the exact answer's length and place predict the label, and the probe does not clearly beat them."""
         difference = self.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
-        return self.baseline(WRONG_ANSWER, SPANS)[1] > 0.5 and not difference[1] > 0
+        return self.baseline(WRONG_ANSWER, SPANS).low > 0.5 and not difference.low > 0
 
     @property
     def controlled(self) -> int:
@@ -374,7 +366,7 @@ class SetAtBest:
         if self.explained_by_spans:
             return False
         exact, random = (self.control(name, ALL, "flip_rate") for name in (EXACT_ON_RANDOM_ROWS, RANDOM))
-        return self.verdict(WITHIN) == TWO and exact[1] > random[2]
+        return self.verdict(WITHIN) == TWO and exact.low > random.high
 
 
 def findings_of(pathways: Traced) -> list[dict[str, Any]]:
@@ -383,25 +375,25 @@ def findings_of(pathways: Traced) -> list[dict[str, Any]]:
     for dataset in pathways.datasets:
         view = SetAtBest(pathways, dataset)
         flips, matched, random = (
-            view.control(name, ALL, "flip_rate")[0] for name in (EXACT, EXACT_ON_RANDOM_ROWS, RANDOM)
+            view.control(name, ALL, "flip_rate").value for name in (EXACT, EXACT_ON_RANDOM_ROWS, RANDOM)
         )
         sets.append(
             {
                 "dataset": dataset,
                 "examples": view.n_examples,
                 "best_layer": view.layer,
-                "auc": rounded(view.baseline(WRONG_ANSWER, PROBE)[0]),
-                "auc_relation": rounded(view.baseline(WRONG_ANSWER, RELATION)[0]),
-                "auc_relation_answer": rounded(view.baseline(WRONG_ANSWER, RELATION_ANSWER)[0]),
-                "auc_spans": rounded(view.baseline(WRONG_ANSWER, SPANS)[0]),
-                "auc_after_knockout": rounded(view.baseline(WRONG_ANSWER, AFTER)[0]),
-                "auc_mode": rounded(view.baseline(ANY_MODE, AWARE)[0]),
-                "auc_mode_margin": rounded(view.baseline(ANY_MODE, MARGIN)[0]),
+                "auc": rounded(view.baseline(WRONG_ANSWER, PROBE).value),
+                "auc_relation": rounded(view.baseline(WRONG_ANSWER, RELATION).value),
+                "auc_relation_answer": rounded(view.baseline(WRONG_ANSWER, RELATION_ANSWER).value),
+                "auc_spans": rounded(view.baseline(WRONG_ANSWER, SPANS).value),
+                "auc_after_knockout": rounded(view.baseline(WRONG_ANSWER, AFTER).value),
+                "auc_mode": rounded(view.baseline(ANY_MODE, AWARE).value),
+                "auc_mode_margin": rounded(view.baseline(ANY_MODE, MARGIN).value),
                 "flip_rate": rounded(flips),
                 "flip_rate_same_rows": rounded(matched),
                 "flip_rate_random": rounded(random),
                 "random_control_examples": view.controlled,
-                "delta_p": {mode: rounded(view.curve(BEST_LAYER, mode)[0]) for mode in MODES},
+                "delta_p": {mode: rounded(view.curve(BEST_LAYER, mode).value) for mode in MODES},
                 "components": view.verdict(WITHIN),
                 "two_modes_survive": view.survives,
             }

@@ -75,14 +75,14 @@ class ProbeMap(HasDatasets, Result):
             spans = self.spans[self.spans["dataset"] == name].iloc[0]
             lines.append(
                 f"{name}: the wrong ones among {row['answers']:,} answers are detected best at {row['token']}, layer "
-                f"{row['layer']}: AUC {with_interval(row['auc'], row['low'], row['high'], places=3)}, an overestimate, "
+                f"{row['layer']}: AUC {with_interval(row['auc'], row['low'], row['high'], '.3f')}, an overestimate, "
                 f"as the best of {len(rows)} pairs of token and layer."
             )
             if np.isfinite(row["control_auc"]):
                 highest = float(rows["control_auc"].max())
                 lines.append(f"{name}: with permuted labels, the highest AUC of any token and layer is {highest:.3f}.")
             if np.isfinite(spans["auc"]):
-                alone = with_interval(spans["auc"], spans["low"], spans["high"], places=3)
+                alone = with_interval(spans["auc"], spans["low"], spans["high"], ".3f")
                 more = "exceed this" if row["low"] > spans["high"] else "do not clearly exceed this"
                 lines.append(
                     f"{name}: the exact answer's length and position alone give AUC {alone}; the states {more}."

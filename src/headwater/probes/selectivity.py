@@ -161,8 +161,8 @@ class ProbeFit(Result):
         """Return the performance at the best layer, and how much of it a probe reaches on random labels."""
         row = max(each_row(self.table), key=lambda one: one["auc"])
         layers = len(self.table)
-        auc_text = with_interval(row["auc"], row["auc_low"], row["auc_high"], places=3)
-        accuracy = with_interval(row["accuracy"], row["accuracy_low"], row["accuracy_high"], places=3)
+        auc_text = with_interval(row["auc"], row["auc_low"], row["auc_high"], ".3f")
+        accuracy = with_interval(row["accuracy"], row["accuracy_low"], row["accuracy_high"], ".3f")
         sentences = [
             f"The best probe is at layer {row['layer']:.0f}: AUC {auc_text}, accuracy {accuracy} against "
             f"{row['majority']:.3f} for the majority class, over {row['rows']:.0f} rows of {row['groups']:.0f} groups "
@@ -180,7 +180,7 @@ class ProbeFit(Result):
         if not row["auc_low"] > 0.5 and not row["auc_high"] < 0.5:
             sentences.append("This is indistinguishable from chance.")
         if np.isfinite(row["selectivity"]):
-            selectivity = with_interval(row["selectivity"], row["selectivity_low"], row["selectivity_high"], places=3)
+            selectivity = with_interval(row["selectivity"], row["selectivity_low"], row["selectivity_high"], ".3f")
             sentences.append(
                 f"The accuracy on random labels is {row['control_accuracy']:.3f}, so the selectivity is {selectivity}."
             )

@@ -44,7 +44,7 @@ from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import load
 from headwater.models.tokens import encode, token_span
-from headwater.options import checked_name, checked_path
+from headwater.options import checked_name, checked_path, is_label
 from headwater.reference.published import Reproduction, published_numbers
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest_of_file
@@ -75,7 +75,12 @@ def _stretches(row: int, where: str, fields: dict[str, object]) -> Iterator[tupl
     text, raw_labels = fields.get("input"), fields.get("label")
     labels = raw_labels.tolist() if hasattr(raw_labels, "tolist") else raw_labels
     words = text.split(" ") if isinstance(text, str) else []
-    if not words or not isinstance(labels, list) or len(labels) != len(words) // WORDS or set(labels) - {0, 1}:
+    if (
+        not words
+        or not isinstance(labels, list)
+        or len(labels) != len(words) // WORDS
+        or not all(map(is_label, labels))
+    ):
         raise InputError(
             f"{where}: expected input (a text) and label (a list with 1 or 0 for every {WORDS} of its words: "
             f"{len(words) // WORDS}), found {str(raw_labels)[:60]}."

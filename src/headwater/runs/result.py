@@ -440,12 +440,14 @@ def frame_of(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:
     return table.where(table.notna(), np.nan).infer_objects()
 
 
-def with_interval(value: float, low: float = math.nan, high: float = math.nan, places: int = 2) -> str:
+def with_interval(
+    value: float, low: float = math.nan, high: float = math.nan, digits: str = ".2f", unit: str = ""
+) -> str:
     """Format a number with its interval (if any): "0.52 (0.41 to 0.60)"."""
     if not math.isfinite(value):
         return "not measured"
-    interval = f" ({low:.{places}f} to {high:.{places}f})" if math.isfinite(low) and math.isfinite(high) else ""
-    return f"{value:.{places}f}{interval}"
+    interval = f" ({low:{digits}} to {high:{digits}})" if math.isfinite(low) and math.isfinite(high) else ""
+    return f"{value:{digits}}{unit}{interval}"
 
 
 def plain_text(text: str) -> str:

@@ -39,6 +39,10 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def named(self, name: str) -> dict[str, float]:
+        """Return the three numbers by the names of their columns: `name`, `name_low`, `name_high`."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
 
 NOTHING = Interval(math.nan, math.nan, math.nan)
 

@@ -192,8 +192,8 @@ def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
 def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str, object], height: int = 620) -> View:
     """Return the page of a result that is drawn by a script: files in `assets/`, after `core.js`; the last one draws.
 
-    `spec` is the input of the script: JSON values, and numbers from `packed`. Its `title` is the heading of the page,
-    the same as that of the corresponding figure; its `note`, if any, comes below. The frame in a notebook has `height`
+    `spec` is the input of the script: JSON values, and numbers from `packed`. Its `title` is the heading of the page;
+    its `note`, if any, comes below. The frame in a notebook has `height`
     pixels until the page reports its own height.
     """
     report = "".join(f"<p>{escape(sentence)}</p>" for sentence in result.report())
