@@ -301,7 +301,7 @@ def test_a_format_can_be_named_and_then_must_fit(tmp_path):
         (HOTPOTQA, {"answer": ...}, "the field answer is missing"),
         (HOTPOTQA, {"answer": ""}, "the column answers is missing or empty"),
         (NQ, {"answer": []}, "the column answers is missing or empty"),
-        (NQ, {"answer": ["x", 3.5]}, "the column answers is missing or empty"),
+        (NQ, {"answer": ["x", 3.5]}, "the answer 3.5 is not a text"),
         (NQ, {"question": " "}, "the column question is missing or empty"),
     ],
 )

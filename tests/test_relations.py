@@ -190,6 +190,13 @@ def test_a_relation_of_ones_own_is_a_data_frame_a_csv_file_or_a_list_of_pairs(tm
     ]
 
 
+def test_pairs_of_an_array_are_read_and_one_word_for_a_relation_is_refused():
+    rows = pd.DataFrame({"source": ["France", "Italy"], "target": ["Paris", "Rome"]})
+    assert load_relations(rows.to_numpy()) == load_relations(rows)
+    with pytest.raises(InputError, match="the pairs of one relation are a list"):
+        load_relations({"France": "Paris"})
+
+
 def test_tables_that_are_no_relation_are_refused_with_their_row(tmp_path):
     rows = pd.DataFrame({"source": ["France", "Italy"], "target": ["Paris", None]})
     assert refusal(rows).startswith("the data frame, row 2: its target is None;")

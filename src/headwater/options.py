@@ -145,7 +145,7 @@ def is_label(label: object) -> bool:
     """Return whether a value is a label, 0 or 1."""
     try:
         return label in (0, 1)
-    except (ValueError, RuntimeError):  # from an array or a tensor with several numbers
+    except (TypeError, ValueError, RuntimeError):  # from pandas' missing value, or several numbers
         return False
 
 

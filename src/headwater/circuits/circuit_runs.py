@@ -58,6 +58,7 @@ class CircuitRuns(ByMetric, Result):
     """Number of layers, query heads and key-value heads, and 1 if blocks are parallel."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "sizes", tuple(self.sizes))
 
     @property

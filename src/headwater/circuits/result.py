@@ -110,6 +110,7 @@ class EdgeEffects(ByMetric, Result):
     """The names of the roles, if outputs were replaced by role."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("metrics", "sizes", "by_position", "roles"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 

@@ -207,6 +207,7 @@ class CircuitSearch(Result):
     """Number of circuits that the search ran on each pair."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "sizes", tuple(self.sizes))
 
     @property

@@ -151,7 +151,8 @@ def ablate_heads(
     tokenized = relations_of(model, head_map, relations)
     checked_name("relation", relation, list(tokenized))
     if controls is not None:
-        controls = [checked_name("controls", name, list(tokenized)) for name in one_or_several(controls)]
+        others = [name for name in tokenized if name != relation]
+        controls = list(dict.fromkeys(checked_name("controls", name, others) for name in one_or_several(controls)))
     ranked = _ranked_heads(head_map, relation, top)
     heads = [(int(layer), int(head)) for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
     names = [relation, *(controls if controls is not None else _candidates(head_map, relation))]
@@ -159,7 +160,7 @@ def ablate_heads(
     rng = np.random.default_rng(seed)
     random = [layer_matched(heads, model.shape.n_layers, model.shape.n_heads, rng) for _ in range(draws)]
     options: dict[str, Any] = {"relation": relation, "top": top, "method": method, "template": template, "shots": shots}
-    options |= {"draws": draws, "controls": controls, "head_map": head_map.run.options}
+    options |= {"draws": draws, "controls": controls, "head_map": head_map}
 
     def work(run: Run) -> HeadAblation:
         def measured(

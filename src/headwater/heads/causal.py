@@ -96,7 +96,8 @@ def head_use(
     with progress_bar(progress, len(names), desc="Ablating heads", unit="relation") as bar:
         for name in names:
             task = task_prompts(model, relations[name], str(templates[name]), shots, seed)
-            rows = called[called["relation"] == name]
+            # In a fixed order, because the other heads are drawn head by head.
+            rows = called[called["relation"] == name].sort_values(["layer", "head"])
             measured.loc[rows.index] = _of_relation(model, task, rows, relations[name], draws, seed)
             bar.update()
     # NaN is not counted as a test.

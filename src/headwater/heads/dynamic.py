@@ -138,7 +138,7 @@ def dynamic_scores(
     batch_size = checked_count("batch_size", batch_size)
     known = relations_of(model, head_map, relations)
     prompted = [(source_prompts(model, tokens, templates, bos=bos), tokens, k) for tokens, k in known.values()]
-    options = {"templates": templates, "bos": bos, "head_map": head_map.run.options}
+    options = {"templates": templates, "bos": bos, "head_map": head_map}
 
     def work(run: Run) -> DynamicScores:
         return scored_prompts(run, model, head_map, prompted, templates, batch_size)

@@ -99,7 +99,10 @@ class Relation:
 def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
     """Return the pairs of a relation, each with a tuple of targets; a single target may be passed as a word."""
     if is_one(pairs) or has_no_order(pairs):
-        raise InputError(f"Relation {name!r}: pairs={shown(pairs)} is not a list of pairs (source, target).")
+        raise InputError(
+            f"Relation {name!r}: pairs={shown(pairs)} is not a list of pairs (source, target); the pairs of one "
+            "relation are a list, [('France', 'Paris'), ...], of several a mapping {name: list}."
+        )
     checked = []
     for pair in pairs:
         try:
@@ -153,6 +156,8 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
         return (relations,)
     if isinstance(relations, pd.DataFrame):
         return (_of_table("own", rows_of(relations), "the data frame"),)
+    if isinstance(relations, np.ndarray):
+        relations = relations.tolist()
     if isinstance(relations, Mapping):
         return tuple(_named(str(name), pairs) for name, pairs in relations.items())
     if isinstance(relations, str | Path):

@@ -111,7 +111,8 @@ class DirectAttribution(Result):
 
     def _findings(self) -> list[str]:
         parts = whole_summary(self).sort_values("mean", ascending=False)
-        total, examples = self.totals["logit_difference"].mean(), len(self.totals)
+        totals = self.totals[self.totals["example"].isin(self.table["example"])]
+        total, examples = totals["logit_difference"].mean(), len(totals)
         sentences = [
             f"The logit difference is {total:.2f} on average over {examples} prompt{'s' * (examples > 1)}, "
             f"the sum of the direct contributions of {len(parts)} parts."

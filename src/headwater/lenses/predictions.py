@@ -82,8 +82,10 @@ class LayerPredictions(Result):
             (the share whose target has rank 0), `rank` (its median), and the mean `kl` with its bootstrap interval over
             examples, `low` and `high`.
         """
-        best = self.table[self.table["top"] == 1]
-        last = best[best["layer"] == best["layer"].max()].set_index(["example", "position"])["top_token"]
+        best, final = self.table[self.table["top"] == 1], self.run.options["layers"][-1]
+        if final not in set(best["layer"]):
+            raise InputError(f"The table lacks layer {final}, with which each layer is compared: keep its rows.")
+        last = best[best["layer"] == final].set_index(["example", "position"])["top_token"]
         rows = []
         for layer, part in best.groupby("layer", sort=True):
             same = part["top_token"].to_numpy() == last.loc[list(zip(part["example"], part["position"], strict=True))]

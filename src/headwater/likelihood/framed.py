@@ -279,10 +279,14 @@ def _messages(prompt: str | Messages | None) -> Messages:
 def frames_of(nodes: pd.DataFrame, wording: ContextWording, answers_to: OwnAnswers) -> list[Frame | None]:
     """Return the frame of every node; None if a predecessor has no answer to show."""
     rows = {row["id"]: row for row in nodes.to_dict("records")}
-    below = {name: [rows[parent] for parent in row["predecessors"]] for name, row in rows.items()}
     if wording.predecessors == NONE:
-        pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in rows}
-    elif wording.predecessors == GOLD:
+        return [wording.after([]) for _ in rows]
+    for name, row in rows.items():
+        if lacking := next((parent for parent in row["predecessors"] if parent not in rows), None):
+            raise InputError(f"Node {name!r} comes after {lacking!r}, which is not in the table: keep predecessors.")
+    below = {name: [rows[parent] for parent in row["predecessors"]] for name, row in rows.items()}
+    pairs: dict[str, list[tuple[str, str]] | None]
+    if wording.predecessors == GOLD:
         pairs = {name: [(node["question"], node["answers"][0]) for node in some] for name, some in below.items()}
     else:
         questions = {name: [node["question"] for node in some] for name, some in below.items()}

@@ -25,7 +25,7 @@ from headwater.errors import InputError, did_you_mean
 from headwater.models.packaged import world_folder
 from headwater.options import checked_path
 from headwater.questions.labels import checked_score
-from headwater.runs.result import table_html
+from headwater.runs.result import numbered_from_0, table_html
 
 FIRST_COLUMNS = (
     "group", "id", "depth", "question_id", "question", "answers", "predecessors", "successors", "model_answer", "score",
@@ -65,6 +65,9 @@ class DepthGraph:
     name: str = ""
     notes: tuple[str, ...] = ()
     """Notes on data that the files lack."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", numbered_from_0(self.table))
 
     def __len__(self) -> int:
         return len(self.table)

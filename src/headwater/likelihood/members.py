@@ -141,7 +141,7 @@ def membership(
 
     Args:
         scores: scores of texts, or statistics of texts (which are then scored at the default K).
-        labels: for each text, true (or 1) for a member and false (or 0) for a non-member.
+        labels: for each text, in the order of `scores.texts`: true (or 1) for a member, false (or 0) for a non-member.
         strata: for each text its kind, such as its topic: only pairs of one kind count for the AUC.
         baseline: add the bag-of-words baseline. It is NaN if a class has a single text.
         level: level of the intervals.
@@ -158,22 +158,25 @@ def membership(
     checked_number("level", level, above=0.0, below=1.0)
     checked_count("resamples", resamples, most=MOST_RESAMPLES)
     baseline, seed = checked_flag("baseline", baseline), checked_seed(seed)
-    contents = scores.texts.drop_duplicates("text").set_index("text")["content"]
-    member = _labels(labels, len(contents))
-    kinds = _strata(strata, len(contents), member)
+    by_text = scores.texts.drop_duplicates("text")
+    member = _labels(labels, len(by_text))
+    kinds = _strata(strata, len(by_text), member)
+    place = dict(zip(by_text["text"], range(len(by_text)), strict=True))
+    if unknown := set(scores.table["text"]) - set(place):
+        raise InputError(f"scores.table has scores of text {min(unknown)}, which scores.texts lacks: filter both.")
     drawing = (level, resamples, seed)
     keys = [name for name in ("layer", "score", "k") if name in scores.table]
     rows = []
     for key, group in scores.table.groupby(keys, sort=False, dropna=False):
-        texts = group["text"].to_numpy()
+        texts = np.array([place[text] for text in group["text"]])
         measures = _discrimination(
             group["value"].to_numpy(float), member[texts], kinds[texts] if kinds is not None else None, *drawing
         )
         rows.append(dict(zip(keys, key, strict=True)) | measures)
     if baseline:
-        scored = scores.texts.groupby("text")["scored"].first().to_numpy() > 0
-        values = np.full(len(contents), np.nan)
-        values[scored] = bag_of_words(contents[scored].tolist(), member[scored], seed)
+        scored = by_text["scored"].to_numpy() > 0
+        values = np.full(len(by_text), np.nan)
+        values[scored] = bag_of_words(by_text["content"][scored].tolist(), member[scored], seed)
         measures = _discrimination(values, member, kinds, *drawing)
         rows.append({"score": BASELINE, "k": math.nan} | measures)
     options = {"scores": scores.run.options, "labels": member.astype(int).tolist(), "baseline": baseline}

@@ -330,7 +330,8 @@ def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
     score = nodes["score"].to_numpy(float)
 
     def neighbours(column: str, count: int | None = None) -> Float[ndarray, " node"]:
-        by_node = [[score_of[name] for name in names][:count] for names in nodes[column]]
+        # Nodes that were filtered out of the table have no score.
+        by_node = [[score_of[name] for name in names if name in score_of][:count] for names in nodes[column]]
         scored = [[score for score in scores if not math.isnan(score)] for scores in by_node]
         return np.array([sum(scores) / len(scores) if scores else math.nan for scores in scored], dtype=float)
 

@@ -171,6 +171,9 @@ def memorization_scores(
     """
     if not isinstance(stats, TextStatistics):
         raise InputError(f"stats must be what hw.token_statistics returns, found a {type(stats).__name__}.")
+    if (repeated := stats.texts["text"].duplicated()).any():
+        number = stats.texts["text"][repeated].iloc[0]
+        raise InputError(f"Text {number} is twice in the statistics: number the texts of joined statistics apart.")
     shares = checked_shares(k)
     checked_number("minimum_variance", minimum_variance, above=0.0)
     contents = stats.texts["content"].tolist()

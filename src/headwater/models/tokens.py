@@ -250,7 +250,7 @@ def chats_written(parts: list[Any], tokenizer: Tokenizer | None) -> list[Any]:
     ):
         raise InputError(
             f"{shown(parts)} is neither a chat nor a list of chats: a chat is a list of messages, "
-            "{'role': 'user', 'content': 'text'}."
+            "{'role': 'user', 'content': 'text'}, and a list has chats alone or texts alone."
         )
     return [chat_text(tokenizer, chat) for chat in chats]  # type: ignore[arg-type]
 

@@ -266,6 +266,7 @@ class Sweep(Result):
     """The engine that ran it: `wavefront`, `whole runs` or `gradients`."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "tokens", tuple(tuple(strings) for strings in self.tokens))
 
     def summary(

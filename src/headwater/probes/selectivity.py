@@ -337,6 +337,9 @@ def _named(option: str, names: Iterable[Hashable] | None, rows: int) -> list[Has
         raise InputError(
             f"{option}: entry {unnamed[0]}, {shown(listed[unnamed[0]])}, is not a name; give texts or numbers."
         )
+    missing = pd.Series(listed, dtype=object).isna().to_numpy()
+    if missing.any():
+        raise InputError(f"{option}: entry {int(missing.argmax())} is missing; give a name for each row.")
     return listed
 
 

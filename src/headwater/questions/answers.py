@@ -266,6 +266,8 @@ def check_answered(model: HookedModel, answered: object) -> None:
         )
     if answered.table.empty:
         raise InputError("There are no answers: the table of answered questions is empty.")
+    if answered.table["dataset"].isna().any():
+        raise InputError("An answer is of no question set: the column dataset has missing values.")
 
 
 def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_words: bool) -> dict[int, AskedQuestion]:

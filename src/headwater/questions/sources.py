@@ -36,7 +36,7 @@ from headwater.errors import InputError, did_you_mean
 from headwater.models.packaged import world_folder
 from headwater.options import checked_count, checked_path, checked_seed, shown
 from headwater.questions.words import Span, find_words
-from headwater.runs.result import table_html
+from headwater.runs.result import numbered_from_0, table_html
 
 SPAN_COLUMNS = ("subject", "property")
 FIRST_COLUMNS = ("dataset", "id", "question", "answers", *SPAN_COLUMNS)
@@ -63,6 +63,9 @@ class Questions(HasDatasets):
     """`dataset, id, question, answers` (tuple), `subject` and `property` (tuples of spans, empty if missing), and all
     other columns of the file."""
     source: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", numbered_from_0(self.table))
 
     def select(self, dataset: str) -> Questions:
         """Return one of the question sets."""
@@ -198,7 +201,9 @@ def _checked(where: str, row: Mapping[str, object], written: Row, dataset: str, 
         raise InputError(f"{where}: the column question is missing or empty. {columns_found(written, 'question')}")
     answers = answers if isinstance(answers, list) else [answers]
     answers = [str(one) if isinstance(one, int) and not isinstance(one, bool) else one for one in answers]  # a year
-    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
+    if wrong := next((one for one in answers if one is not None and not isinstance(one, str)), None):
+        raise InputError(f"{where}: the answer {shown(wrong)} is not a text: write it as one, in quotes.")
+    if not answers or not all(isinstance(one, str) and one.strip() for one in answers):
         raise InputError(
             f"{where}: the column answers is missing or empty, or holds an empty answer. "
             f"{columns_found(written, 'answers')}"

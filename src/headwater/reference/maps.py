@@ -76,7 +76,7 @@ def multi_token_scores(
     def work(run: Run) -> DynamicScores:
         return scored_prompts(run, model, head_map, prompted, [OPENING], 64)
 
-    options = {"templates": [OPENING], "head_map": head_map.run.options}
+    options = {"templates": [OPENING], "head_map": head_map}
     return run_or_resume(DynamicScores, "multi_token_scores", model, options, work, out=out, progress=progress)
 
 

@@ -89,6 +89,11 @@ class Result:
     table: pd.DataFrame
     run: RunRecord
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if isinstance(value := getattr(self, field.name), pd.DataFrame):
+                object.__setattr__(self, field.name, numbered_from_0(value))
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         # Users' own classes also get checked calls and printable reports.
@@ -427,6 +432,17 @@ def rounded(value: float) -> float | None:
 def each_row(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of a table as dicts by column name."""
     return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
+
+
+def numbered_from_0(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table whose index is 0, 1, 2, ...; a named index becomes columns.
+
+    Analyses use the place of a row as its number, and users filter, shuffle and concatenate tables.
+    """
+    if table.index.equals(pd.RangeIndex(len(table))):
+        return table
+    names = table.index.names
+    return table.reset_index(drop=not all(name is not None and name not in table for name in names))
 
 
 def records_of(table: pd.DataFrame) -> list[dict[str, object]]:
