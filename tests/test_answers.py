@@ -607,3 +607,30 @@ def test_the_embedded_model_answers_its_world():
         ]
     shares = {row["dataset"]: row["wrong"] for row in answered.findings()["datasets"]}
     assert all(0 < share < 1 for share in shares.values()), shares
+
+
+def test_values_and_positions_of_an_edit_are_those_of_the_questions_in_the_table():
+    model = embedded()
+    asked = ["What is the capital of the country France today?", "What is the capital of Spain?"]
+    asked.append("What is the capital of Italy?")
+    table = pd.DataFrame(
+        {"question": asked, "answers": ["Paris", "Madrid", "Rome"], "id": ["france", "spain", "italy"]}
+    )
+    questions, direction = hw.load_questions(table), 40 * torch.randn(model.shape.d_model)
+
+    def changed(*hooks, **options):
+        texts = [
+            hw.answer(model, questions, extractor="rules", hooks=some, progress=False, **options)
+            .table.set_index("id")["text"]
+            .reindex(table["id"])
+            for some in ((), hooks)
+        ]
+        return (texts[0] != texts[1]).tolist()
+
+    for number in range(3):
+        values = torch.zeros(3, model.shape.d_model)
+        values[number] = direction
+        only = [place == number for place in range(3)]
+        for batch_size in (1, 64):
+            assert changed(hw.edit("resid_post", 1, hw.add(values)), batch_size=batch_size) == only
+    assert changed(hw.edit("resid_post", 1, hw.add(0 * direction), positions="?")) == [False] * 3

@@ -9,7 +9,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, InterventionError
 from tests.plain_hooks import hooked_plainly
-from tests.tiny import tiny_model
+from tests.tiny import tiny_hooked, tiny_model
 
 FAMILIES = ("gpt2", "llama", "neox", "gemma2")
 PROMPTS = [[2, 40, 41, 42, 43, 44, 45], [2, 50, 41, 47]]
@@ -205,3 +205,70 @@ def test_values_that_change_no_row_of_a_sweep_are_refused(llama, tmp_path):
         return torch.where(((place.layer == 2) & (place.position == 3))[:, None], activation + 1, activation)
 
     assert hw.patch(llama, PROMPTS, values=in_one_place, **options).table["effect"].abs().max() > 0
+
+
+RAGGED = [" the capital of France is", " see the big cat", " the dog"]
+
+
+def decoded_by_whole_runs(model, prompts, hooks, steps):
+    """Greedy tokens of each prompt: every step runs all texts anew, with the edits at all of their tokens."""
+    rows = [list(row) for row in model.tokenize(prompts).ids]
+    ends = [len(row) for row in rows]
+    for _ in range(steps):
+        logits = model.run(rows, hooks=hooks, keep="last")[:, -1]
+        rows = [[*row, token] for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True)]
+    return [row[end:] for row, end in zip(rows, ends, strict=True)]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["pattern", "by position", "by prompt", "function"])
+def test_an_edit_of_all_positions_is_in_generation_what_it_is_in_runs_of_the_grown_texts(family, kind):
+    model = tiny_hooked(family)
+    by_token = 3 * torch.randn(3, 16, model.shape.d_model)
+
+    def by_place(activation, other, place):
+        return activation + by_token.to(activation)[place.example, place.position]
+
+    edit = {
+        "pattern": hw.edit("pattern", 1, hw.scale(0.5)),
+        "by position": hw.edit("resid_post", 0, by_token),
+        "by prompt": hw.edit("resid_post", 0, hw.add(by_token[:, 0])),
+        "function": hw.edit("resid_post", 0, by_place),
+    }[kind]
+    wanted = decoded_by_whole_runs(model, RAGGED, [edit], 5)
+    for batch_size in (1, 2, 64):
+        options = {"max_new_tokens": 5, "batch_size": batch_size, "return_tokens": True, "progress": False}
+        _, tokens = model.generate(RAGGED, hooks=[edit], **options)
+        cut = [row[: len(found)] for row, found in zip(wanted, tokens, strict=True)]
+        assert tokens == cut
+    _, plain = model.generate(RAGGED, max_new_tokens=5, return_tokens=True, progress=False)
+    assert plain != tokens
+
+
+def test_generated_tokens_get_noise_of_their_own_and_each_prompt_its_own_draw():
+    model, seen = tiny_hooked("llama"), []
+    edit = hw.edit("resid_post", 1, hw.noise(3.0, samples=1, absolute=True))
+    before = ("blocks.1.hook_resid_post", lambda activation, hook: seen.append(activation.clone()))
+    model.generate(RAGGED[:1], max_new_tokens=4, hooks=[hw.edit("resid_post", 1, "zero"), edit, before], progress=False)
+    drawn = torch.stack([one[0, -1] for one in seen])
+    assert torch.corrcoef(drawn).triu(1).abs().max() < 0.8
+    alone, together = (
+        list(model.generate(RAGGED[:1] * 3, max_new_tokens=4, hooks=[edit], batch_size=size, progress=False))
+        for size in (1, 64)
+    )
+    assert alone == together
+    assert len(set(alone)) == 3
+
+
+def test_values_that_generated_tokens_do_not_have_are_refused():
+    model = tiny_hooked("llama")
+    options = {"max_new_tokens": 3, "progress": False}
+    for values, message in [
+        (torch.randn(1, 6, model.shape.d_model), r"must be .* \(example 1, position 7, d_model 32\)"),
+        (hw.mean([" the capital of France is", " the capital of Italy is"]), "none for generated ones"),
+        (hw.resample([" the capital of Italy is"]), "none for generated ones"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            model.generate(RAGGED[:1], hooks=[hw.edit("resid_post", 1, values)], **options)
+    named = hw.edit("resid_post", 1, hw.mean([" the capital of France is", " the capital of Italy is"]), positions=-1)
+    model.generate(RAGGED[:1], hooks=[named], **options)

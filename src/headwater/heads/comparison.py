@@ -58,7 +58,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AnyModel: TypeAlias = HookedModel | WeightSource | str | Path
-CHANGES = ("gained", "lost", "stronger", "weaker")
+CHANGES = {
+    "gained": "gained a relation",
+    "lost": "lost one",
+    "stronger": "have a stronger one",
+    "weaker": "have a weaker one",
+}
+"""Kinds of change, and what they say of a head."""
 ABOUT = ("model", "layer", "head", "relation", "category", "sign", "pairs")
 FOUND = ("share", "expected", "excess", "found")
 
@@ -353,7 +359,7 @@ def _compared(table: pd.DataFrame, first: pd.DataFrame, change: Mapping[str, Num
     difference = table["difference"].where(now & before)
     named = [now & ~before, before & ~now, difference > 0, difference < 0]
     discovered = table["q_value"] <= FALSE_DISCOVERY_RATE
-    change_of = np.select([discovered & name for name in named], CHANGES, default="")
+    change_of = np.select([discovered & name for name in named], list(CHANGES), default="")
     columns = [*ABOUT, "sources", *FOUND, "difference", "gained", "lost", "p_value", "q_value", "change"]
     return table.assign(change=change_of)[columns]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
 from headwater.foreign_names import hint_for
-from headwater.models.forward import now_reading
+from headwater.models.forward import Reading, now_reading
 from headwater.models.sites import SITES, EditVia, Site, place_named
 from headwater.options import shown
 
@@ -60,18 +60,27 @@ class PromptHook(ABC):
     """A hook that is built once the prompts of a run are known, because its positions or values depend on them."""
 
     @abstractmethod
-    def hook_for(self, model: Any, batch: Batch | None, continues: bool = False) -> Hook:
+    def hook_for(self, model: Any, batch: Batch | None, new: Reading | None = None) -> Hook:
         """Return the hook for these prompts (None: for any input), at an activation that does not depend on them.
 
-        With `continues`, the hook is for tokens that follow the prompts.
+        With `new`, the hook is for these tokens, which follow the prompts.
         """
+
+    def over(self, model: Any, prompts: Batch) -> PromptHook:
+        """Return the hook for all prompts of a call that runs them in parts: rows are named by their index in these."""
+        return self
 
 
 def hooks_for(
-    model: Any, listed: Sequence[Hook | PromptHook], batch: Batch | None, continues: bool = False
+    model: Any, listed: Sequence[Hook | PromptHook], batch: Batch | None, new: Reading | None = None
 ) -> list[Hook]:
     """Return the hooks from `listed_hooks`, with each `PromptHook` built for a batch; arguments as in `hook_for`."""
-    return [hook.hook_for(model, batch, continues) if isinstance(hook, PromptHook) else hook for hook in listed]
+    return [hook.hook_for(model, batch, new) if isinstance(hook, PromptHook) else hook for hook in listed]
+
+
+def hooks_over(model: Any, listed: Sequence[Hook | PromptHook], prompts: Batch) -> list[Hook | PromptHook]:
+    """Return the hooks from `listed_hooks`, with each `PromptHook` built for all prompts of a call; see `over`."""
+    return [hook.over(model, prompts) if isinstance(hook, PromptHook) else hook for hook in listed]
 
 
 def read_hook(function: HookFunction, may_be_silent: bool = False) -> TrustedHook:

@@ -40,6 +40,7 @@ from headwater.models.edits import (
     PromptHook,
     TrustedHook,
     hooks_for,
+    hooks_over,
     listed_hooks,
     refuse_silent,
     replace_hook,
@@ -168,7 +169,8 @@ def generate(
     Decoding is greedy unless `do_sample`, and greedy tokens are those of `generate` in transformers. Hooks act at every
     step. The first run reads the prompts, as in `run`: one per row, from column 0 on, padded on the right.
     Each later run reads one new token per row, so activations have one column, whose position is in
-    `headwater.models.forward.now_reading()`. Rows are the prompts in order, `batch_size` at a time.
+    `headwater.models.forward.now_reading()`, with the number of each row's prompt. Rows are the prompts in order,
+    `batch_size` at a time; the prompts of `hw.edit` are all of the call.
 
     Args:
         model: the model.
@@ -205,6 +207,7 @@ def generate(
         raise InputError(f"stream={shown(stream)} must be a function of (number of a prompt, piece of its text).")
     checked_count("max_new_tokens", max_new_tokens)
     listed, batch = listed_hooks(hooks), model.tokenize(prompts)
+    batch = batch.named(range(len(batch)))
     check_context_length(model, batch, max_new_tokens)
     stops, ends = _stops(stop, model)
     rows = batch.ids
@@ -240,7 +243,8 @@ def generate(
         tell(number, whole=False)
         return ended
 
-    parts = list(batch.split(checked_count("batch_size", batch_size)))
+    # Edits are resolved for all prompts at once: a value or position of a prompt does not depend on the batch size.
+    parts, acting = list(batch.split(checked_count("batch_size", batch_size))), hooks_over(model, listed, batch)
     with progress_bar(progress and len(parts) > 1, len(texts), desc="Generating", unit="text") as bar:
         for where, part in parts:
             generated = generate_tokens(
@@ -248,7 +252,7 @@ def generate(
                 part,
                 max_new_tokens=max_new_tokens,
                 stop=ends.__contains__,
-                hooks=listed,
+                hooks=acting,
                 choose=drawn_with(sampling, numbers[where]),
                 wrote=partial(wrote, first=where.start),
             )
@@ -339,8 +343,9 @@ def generate_tokens(
     Raises:
         InputError: a prompt and its new tokens exceed the model's context, or hooks cannot be used.
     """
-    max_new_tokens, hooks = checked_count("max_new_tokens", max_new_tokens), listed_hooks(hooks)
+    max_new_tokens = checked_count("max_new_tokens", max_new_tokens)
     check_context_length(model, prompts, max_new_tokens)
+    hooks = hooks_over(model, listed_hooks(hooks), prompts)
     if not steps_with_hooks(model, prompts, max_new_tokens) and HOOKS in model.interventions:
         raise InputError(
             f"{model.name} ({model.shape.architecture}) runs the whole text again for every token here, and hooks that "
@@ -729,7 +734,7 @@ class _HookedSteps(_CachedSteps):
 
     def _next(self) -> Float[Tensor, "row d_vocab"]:
         """Run one new column, with hooks created for it."""
-        listed = hooks_for(self._model, self._hooks, self._reads, continues=True)
+        listed = hooks_for(self._model, self._hooks, self._reads, now_reading())
         if self._step == 1 and listed:
             self._bare = bare_model(self._model, [name for name, _ in listed])
             if self._bare is not None:
@@ -779,7 +784,7 @@ class _UncachedSteps:
         self._rows = [[*row, token] for row, token in zip(self._rows, new, strict=True)]
         lengths = torch.tensor([len(row) for row in self._rows])
         reading = Reading(lengths[:, None] - 1, self._first.prompts, self._first.rows)
-        listed = hooks_for(self._model, self._hooks, Batch.of([[token] for token in new], 0), continues=True)
+        listed = hooks_for(self._model, self._hooks, Batch.of([[token] for token in new], 0), reading)
         for part, (_, function) in zip(self._in_parts, listed, strict=True):
             part.reads.append((function, reading))
             if self._model.is_bidirectional or bool((lengths == self._original + 1).any()):

@@ -20,6 +20,7 @@ import contextlib
 import html
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +187,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         batch, past = self.tokenize(inputs), past_key_values
         beside = {"attention_mask": attention_mask, "position_ids": position_ids}
         options = {name: value for name, value in beside.items() if value is not None}
-        listed = hooks_for(self, listed_hooks(hooks), batch, past is not None and past.get_seq_length() > 0)
+        listed = hooks_for(self, listed_hooks(hooks), batch, _new_tokens(batch, past, position_ids))
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
         columns = None if stop_at is not None else columns_kept(keep, batch)
@@ -283,6 +284,15 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
     def _reporters(self) -> list[torch.nn.Module]:
         """The attentions that call a hook only after its activation was used (GPT-J, GPT-Neo, OPT)."""
         return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
+
+
+def _new_tokens(batch: Batch, past: Any, positions: Tensor | None) -> Reading | None:
+    """Return the reading of inputs that follow the tokens of a cache of keys and values; None without such tokens."""
+    if past is None or not (before := past.get_seq_length()):
+        return None
+    whole = Reading.of(batch)
+    follow = whole.positions + before if positions is None else positions.cpu()
+    return replace(whole, positions=follow.where(batch.mask, -1))
 
 
 def check_model(model: Any, option: str = "model") -> None:

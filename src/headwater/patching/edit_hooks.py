@@ -6,8 +6,8 @@ It uses the same code as the edits of sweeps: the same kinds of values, the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, read_hook, replace_hook
+from headwater.models.forward import Reading
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all, positions_of
 from headwater.models.sites import SITES, Site, SiteName, kv_site_of
@@ -26,6 +27,7 @@ from headwater.patching.edits import Edit, ReplacementSpec
 from headwater.patching.prompts import PromptPair, read_prompts, seen_positions
 from headwater.patching.replacements import (
     VALUES,
+    Replacement,
     TensorLike,
     ValueName,
     ValueRequest,
@@ -50,6 +52,10 @@ class EditHook(PromptHook):
     positions: Where
     heads: Heads
     keys: Where
+    replacement: Replacement | None = None
+    """The values, once all prompts of the call are known."""
+    numbers: Mapping[int | str, int] = field(default_factory=dict)
+    """By name of a row: the number of its prompt among all of the call."""
 
     def __repr__(self) -> str:
         where = f"positions={shown(self.positions)}"
@@ -64,57 +70,91 @@ class EditHook(PromptHook):
         described += [self.heads] if is_all(self.keys) else [self.heads, self.keys]
         return f"{self.site.name} {self.layer} {digest(described)}"
 
-    def hook_for(self, model: HookedModel, batch: Batch | None, continues: bool = False) -> Hook:
+    def over(self, model: HookedModel, prompts: Batch) -> EditHook:
+        """Return the hook for all prompts of a call, whose rows have the numbers of these."""
+        if self.replacement is not None:
+            return self
+        numbers = {prompts.name(row): row for row in range(len(prompts))}
+        return self._over(model, read_prompts(model, prompts), numbers)
+
+    def _over(self, model: HookedModel, prompts: tuple[Prompt, ...], numbers: Mapping[int | str, int]) -> EditHook:
+        sites, pair = (self.site.fitted(model),), PromptPair(prompts)
+        replacement = build_replacement(model, self.spec, None, pair, sites, positions=self.positions)
+        return replace(self, replacement=replacement, numbers=numbers)
+
+    def hook_for(self, model: HookedModel, batch: Batch | None, new: Reading | None = None) -> Hook:
         """Return the hook for these prompts; without prompts, for any input of the model.
 
-        If `continues`, for new tokens in generation: an edit of all positions changes each; other edits do nothing.
+        For `new` tokens, which follow the prompts: an edit of all positions changes each; other edits do nothing.
         """
         site = self.site.fitted(model)
         (layer,) = site.among([checked_layer("layer", self.layer, model.shape.n_layers)], model, edited=True)
         everywhere = is_all(self.positions) and is_all(self.keys)
-        if continues and not everywhere:
-            return site.hook_name(layer), read_hook(lambda activation, hook: None)
+        if new is not None:
+            if not everywhere:
+                return site.hook_name(layer), read_hook(lambda activation, hook: None)
+            starts, bound = new.positions[:, 0].tolist(), self
+            if self.replacement is None:
+                made_up = tuple(Prompt((0,) * start, ()) for start in starts)
+                bound = self._over(model, made_up, {name: row for row, name in enumerate(new.rows)})
+            lengths = [start + int((row >= 0).sum()) for start, row in zip(starts, new.positions, strict=True)]
+            write_new = bound._grown(new.rows, lengths)._writer(model, site, layer, new.rows, lengths, starts)
+            return site.hook_name(layer), replace_hook(_Writes(self, write_new))
         if batch is not None:
-            rows = zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
-            # For new tokens no positions are resolved: they need no strings.
-            new = (Prompt(tuple(ids[:length]), ()) for ids, length in rows)
-            prompts = tuple(new) if continues else read_prompts(model, batch)
-            return site.hook_name(layer), replace_hook(_Writes(self, self._writer(model, site, layer, prompts)))
+            bound, names = self.over(model, batch), [batch.name(row) for row in range(len(batch))]
+            return site.hook_name(layer), replace_hook(_Writes(self, bound._writer(model, site, layer, names)))
         if not everywhere or VALUES[self.spec.kind].of_prompts or site.leaves_out:
             raise InputError(
                 f"{self!r} needs the prompts; give it to model.run(prompts, hooks=[...]) in place of model.hooks."
             )
 
         def write(activation: Tensor) -> Tensor:
-            batch_axis, length = activation.shape[0], activation.shape[2 if site.has_keys else 1]
-            return self._writer(model, site, layer, (Prompt((0,) * length, ()),) * batch_axis)(activation)
+            rows, length = range(activation.shape[0]), activation.shape[2 if site.has_keys else 1]
+            any_input = self._over(model, (Prompt((0,) * length, ()),) * len(rows), {row: row for row in rows})
+            return any_input._writer(model, site, layer, rows)(activation)
 
         # Made once and discarded: a head or value that does not fit is refused here, not during the run.
-        self._writer(model, site, layer, (Prompt((0,), ()),))
+        self._over(model, (Prompt((0,), ()),), {0: 0})._writer(model, site, layer, [0])
         return site.hook_name(layer), replace_hook(_Writes(self, write))
 
+    def _grown(self, names: Sequence[int | str], lengths: Sequence[int]) -> EditHook:
+        """Return the hook for prompts that new tokens have made this long."""
+        assert self.replacement is not None
+        grown = [len(prompt) for prompt in self.replacement.inputs.pair.base]
+        for name, length in zip(names, lengths, strict=True):
+            grown[self.numbers[name]] = length
+        return replace(self, replacement=self.replacement.for_new_tokens(grown))
+
     def _writer(
-        self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]
+        self,
+        model: HookedModel,
+        site: Site,
+        layer: int,
+        names: Sequence[int | str],
+        lengths: Sequence[int] | None = None,
+        starts: Sequence[int] | None = None,
     ) -> Callable[[Tensor], Tensor]:
-        """Return the function that applies the edit to an activation of these prompts."""
+        """Return the function that applies the edit to an activation of these prompts, or of their last tokens."""
+        assert self.replacement is not None
         _, numbers = layers_and_heads(layer, self.heads, model.shape, kv_site_of([site]))
         heads = None if numbers is None else resolve_indices(numbers, site.n_heads(model.shape), "head")
         units = None if site.units is None or len(site.units) == site.width(model.shape, 1) else tuple(site.units)
+        prompts, examples = self.replacement.inputs.pair.base, [self.numbers[name] for name in names]
         edits = []
-        for example, prompt in enumerate(prompts):
-            at = positions_of(self.positions, prompt, example, len(prompts))
-            at = seen_positions(site, prompt, at) if prompt.strings else at
-            of = None if is_all(self.keys) else positions_of(self.keys, prompt, example, len(prompts))
-            # None, not a list of all positions: in generation the edit also covers the tokens that follow.
-            named = None if len(at) == len(prompt) else at
-            edits.append((Edit(site, range(layer, layer + 1), named, heads, of, units), example))
-        replacement = build_replacement(model, self.spec, None, PromptPair(prompts), (site,), positions=self.positions)
-        lengths = [len(prompt) for prompt in prompts]
-        wanted = ValueRequest(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})
+        for row, example in enumerate(examples):
+            prompt, named, of = prompts[example], None, None
+            if starts is None:
+                at = positions_of(self.positions, prompt, example, len(prompts))
+                at = seen_positions(site, prompt, at) if prompt.strings else at
+                of = None if is_all(self.keys) else positions_of(self.keys, prompt, example, len(prompts))
+                named = None if len(at) == len(prompt) else at
+            edits.append((Edit(site, range(layer, layer + 1), named, heads, of, units), row))
+        lengths = [len(prompts[example]) for example in examples] if lengths is None else lengths
+        wanted = ValueRequest(model, examples, max(lengths), ((site.name, layer),), {}, {site.name: site})
         # A tensor made in inference mode could not be part of a graph that the caller is building.
         with torch.inference_mode(not torch.is_grad_enabled()):
-            values = compute_values(replacement, wanted, lengths)
-        return lambda activation: written_into(activation, None, edits, values, layer)
+            values = compute_values(self.replacement, wanted, lengths)
+        return lambda activation: written_into(activation, None, edits, values, layer, starts=starts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +193,8 @@ def edit(
             tensor (such as an activation from another prompt's cache), `hw.add(...)`, `hw.scale(...)`,
             `hw.noise(..., samples=1)`, `hw.mean(prompts)`, `hw.resample(prompts)` or `"zero"`; see `hw.patch`.
         positions: the tokens of each prompt to edit, also by role (all roles together); query positions for `pattern`.
-            In generation these are tokens of the prompts; "all" also covers the generated tokens.
+            In generation these are tokens of the prompts; "all" also covers the generated tokens, whose positions
+            follow the prompt's: a tensor of positions needs a row for each, a function gets them in `place.position`.
         heads: the heads, by number (key-value heads for `k` and `v`) or by names of heads of this layer, as "9.2".
         keys: the key positions of `pattern` to edit, specified like `positions`.
 

@@ -68,7 +68,7 @@ class ValueRequest:
     """The values that a group of examples requests from a replacement: `example position ...` at each place."""
 
     model: HookedModel
-    examples: range
+    examples: Sequence[int]
     width: int
     """Number of tokens of the longest prompt that is edited."""
     places: tuple[Place, ...]
@@ -133,6 +133,11 @@ class Replacement(ABC):
     def since(self, example: int) -> int:
         """Return the position before which the values of an example equal those of its own run."""
         return 0
+
+    def for_new_tokens(self, lengths: Sequence[int]) -> Replacement:
+        """Return the replacement for prompts that generated tokens have made this long."""
+        longer = tuple(Prompt((0,) * length, ()) for length in lengths)
+        return type(self)(replace(self.inputs, pair=PromptPair(longer)))
 
     @property
     def label(self) -> str | None:
@@ -305,6 +310,13 @@ class _OfDataset(Replacement):
         super().__init__(inputs)
         self.pool = inputs.dataset if inputs.dataset is not None else inputs.pair.prompts
 
+    def for_new_tokens(self, lengths: Sequence[int]) -> Replacement:
+        """Refuse values that other prompts have for their own tokens only."""
+        raise InputError(
+            f"{self.label or self.inputs.kind}: the other prompts have values for the tokens of a prompt, none for "
+            "generated ones. Give positions= within the prompt, such as range(4)."
+        )
+
     def runs(self, request: ValueRequest, numbers: Sequence[int]) -> dict[Place, Tensor]:
         return request.of_runs([self.pool[i] for i in numbers], [f"{i} of the data set" for i in numbers])
 
@@ -340,6 +352,10 @@ class Mean(_OfDataset):
     def label(self) -> str:
         """The label: what the mean is taken over."""
         return f"mean over {self.mean_over}"
+
+    def for_new_tokens(self, lengths: Sequence[int]) -> Replacement:
+        """Return itself if it is one mean for all tokens."""
+        return self if self.mean_over == "tokens" else super().for_new_tokens(lengths)
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Return each mean for every example and, for a mean over tokens, for every position."""

@@ -496,10 +496,12 @@ def written_into(
     values: ReplacementValues,
     layer: int,
     rows: Sequence[int] | None = None,
+    starts: Sequence[int] | None = None,
 ) -> Tensor:
     """Return an activation of whole prompts, `batch position ...`, with edits applied to these rows.
 
     Each edit comes with the example whose values it writes. Without `rows`, there is one edit for each row in turn.
+    `starts` are the positions of the first column, by edit, if the activation is of the last tokens of the prompts.
     """
     # A copy, as TransformerLens's cache may hold this tensor; contiguous, so that flatten returns a writable view.
     edited = activation.clone(memory_format=torch.contiguous_format)
@@ -507,16 +509,19 @@ def written_into(
     # Padding is not edited: a function of rows would receive rows that no prompt has.
     lengths = [values.lengths[example] if values.lengths else length for _, example in edits]
     rows, apart = range(len(edits)) if rows is None else rows, 1 if site.has_keys else length
+    starts = [0] * len(edits) if starts is None else starts
     span_edits = [
-        TokenSpanEdit(edit, np.array([example]), 0, held, np.array([row * apart]))
-        for (edit, example), held, row in zip(edits, lengths, rows, strict=True)
+        TokenSpanEdit(edit, np.array([example]), start, held - start, np.array([row * apart]))
+        for (edit, example), held, row, start in zip(edits, lengths, rows, starts, strict=True)
     ]
     if not site.has_keys:
         write_tokens(edited.flatten(0, 1), span_edits, values, site, layer)
         return edited
-    of_row, keys = np.zeros(len(edited), dtype=np.int64), np.arange(edited.shape[-1])
-    of_row[list(rows)] = lengths
-    columns = to_device(np.where(keys < of_row[:, None], keys, -1), edited.device)
+    # Keys of whole prompts begin in column 0; those of new tokens, with the tokens before them, end in the last column.
+    keys = np.full((len(edited), edited.shape[-1]), -1)
+    for row, start, end in zip(rows, starts, lengths, strict=True):
+        keys[row, slice(-end, None) if start else slice(end)] = np.arange(end)[-edited.shape[-1] :]
+    columns = to_device(keys, edited.device)
     write_patterns(edited, span_edits, columns, values, site, layer)
     return edited
 

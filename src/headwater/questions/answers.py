@@ -18,7 +18,7 @@ Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathw
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import tee
 from pathlib import Path
@@ -32,9 +32,9 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.models.edits import Hook, PromptHook, listed_hooks
+from headwater.models.edits import Hook, PromptHook, hooks_over, listed_hooks
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.tokens import Batch, Offsets, Tokenizer, encode, note_on_chats
+from headwater.models.tokens import Batch, Offsets, Tokenizer, encode, note_on_chats, pad_id
 from headwater.options import checked_count, checked_name
 from headwater.questions.asking import SLOT, Example, Frame, WrittenAnswer, answer_ends, answering_frame, ask, limit_of
 from headwater.questions.endpoint import FailureLimit, workers_of
@@ -241,8 +241,10 @@ def answer(
         not_asked = Dropped(TOO_LONG), Dropped(NO_WORDS)
         outcomes: list[dict[str, Any] | Dropped] = [not_asked[n not in prompts] for n in range(len(questions))]
         tokens = {place: prompt.tokens for place, prompt in prompts.items()}
+        fitting = {place: prompt for place, prompt in prompts.items() if len(prompt.tokens) <= model.shape.n_ctx}
+        acting = hooks_over(model, listed, _whole(model, len(questions), fitting)) if listed and fitting else listed
         # Lazily, so that each batch is labelled, and its extracted words are saved, before the next is asked.
-        written, with_places = tee(ask(run, model, tokens, max_new_tokens, "line", batch_size, listed))
+        written, with_places = tee(ask(run, model, tokens, max_new_tokens, "line", batch_size, acting))
         lines = ([first_line(model.tokenizer, prompts[place], output) for place, output in batch] for batch in written)
         answers, to_extract = tee(_labelled(lines, label, run))
         extracted = _extracted(to_extract, extractor, run)
@@ -356,6 +358,18 @@ def _extracted(
             None if reply is None else {part: tuple((a, b) for a, b in spans) for part, spans in reply.items()}
             for reply in replies
         ]
+
+
+def _whole(model: HookedModel, count: int, prompts: Mapping[int, AskedQuestion]) -> Batch:
+    """Return the prompts of all questions as one batch, whose rows have the indices of the table.
+
+    A question that is not asked has another's prompt, which no row of a run refers to.
+    """
+    spare = next(iter(prompts.values()))
+    rows = [prompts.get(place, spare) for place in range(count)]
+    batch = Batch.of([prompt.tokens for prompt in rows], pad_id(model.tokenizer))
+    offsets, texts = (tuple(getattr(prompt, name) for prompt in rows) for name in ("offsets", "text"))
+    return replace(batch, offsets=offsets, texts=texts)
 
 
 def _result(questions: Questions, rows: Sequence[dict[str, Any] | Dropped], run: RunRecord) -> AnsweredQuestions:
