@@ -294,3 +294,53 @@ def test_a_sweep_of_other_prompts_or_of_the_other_run_of_each_pair_is_no_other_a
     for wrong in ({"clean": others, "values": "zero"}, {"clean": others, "corrupted": corrupted, "direction": "noise"}):
         with pytest.raises(InputError, match="other prompts"):
             noised.claim(cell, other=hw.patch(model, **wrong, **options))
+
+
+def test_runs_of_another_model_metric_direction_or_circuit_are_not_compared():
+    model, other, quiet = tiny_hooked("llama"), tiny_hooked("gpt2"), {"progress": False}
+    clean, corrupted = (
+        [" the cat of France is", " the dog of France is"],
+        [" the cat of Italy is", " the dog of Italy is"],
+    )
+    metric, another = hw.logit_difference(" Paris", " Rome"), hw.logit_difference(" cat", " dog")
+
+    def swept(one=model, metric=metric, prompts=(clean, corrupted), **options):
+        return hw.patch(one, *prompts, sites="z", metric=metric, **options, **quiet)
+
+    exact, held = swept(), ([" see the cat of France is"], [" see the cat of Italy is"])
+    claimed = {"cells": {"layer": 1, "head": 1}, "margin": 0.01}
+    assert len(swept(method="attribution").agreement(exact))
+    exact.claim(**claimed, held_out=swept(prompts=held))
+    for wrong, message in [
+        (
+            lambda: swept(metric=another, method="attribution").agreement(exact),
+            "measured logit_difference with other answers",
+        ),
+        (lambda: swept(other).agreement(exact), "is of other weights"),
+        (
+            lambda: exact.claim(**claimed, held_out=swept(prompts=held, direction="noise")),
+            "has direction='noise'",
+        ),
+        (lambda: exact.claim(**claimed, held_out=swept(prompts=held, values="zero")), "has values='zero'"),
+        (lambda: exact.claim(**claimed, held_out=swept(other, prompts=held)), "is of other weights"),
+        (
+            lambda: exact.claim(**claimed, other=swept(metric=another, values="zero")),
+            "with other answers",
+        ),
+    ]:
+        with pytest.raises(InputError, match=message):
+            wrong()
+    edges = hw.edges(model, clean, corrupted, metric=metric, **quiet)
+    estimates = hw.edges(model, clean, corrupted, metric=another, method="eap", **quiet)
+    with pytest.raises(InputError, match="measured logit_difference with other answers"):
+        estimates.agreement(edges)
+
+    def run(circuit, metric=metric, **options):
+        return hw.run_circuits(model, clean, corrupted, circuit, metric=metric, **options, **quiet)
+
+    runs = run(edges.circuit(10), placebos=3)
+    assert runs.claim(other=run(edges.circuit(10), values="zero")).table["other_ablation"].notna().all()
+    with pytest.raises(InputError, match="ran another circuit than circuit 0"):
+        runs.claim(other=run(edges.circuit(12), values="zero"))
+    with pytest.raises(InputError, match="with other answers"):
+        runs.claim(other=run(edges.circuit(10), another, values="zero"))

@@ -3,10 +3,12 @@
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
 import headwater as hw
+from headwater.errors import ModelError
 from headwater.patching import runners
 from headwater.patching.walk import FoldedRows
 from tests.random_models import random_model
@@ -128,3 +130,25 @@ def test_rows_side_by_side_in_attention_give_what_each_gives_alone(family, monke
     assert any(one is not None and len(one.examples) < len(one.tile.rows) for one in folded)
     monkeypatch.setattr(FoldedRows, "of", lambda tile: None)
     assert_same_table(side_by_side.table, hw.patch(model, clean, corrupted, **asked).table, CLOSE)
+
+
+def test_a_module_with_a_hook_of_torch_is_swept_with_whole_runs_that_use_it():
+    model, quiet = tiny_hooked("llama"), {"progress": False}
+    pair, metric = (" the capital of France is", " the capital of Italy is"), hw.logit_difference(" Paris", " Rome")
+    options = {"sites": "resid_pre", "layers": [0, 1], "positions": 4, "metric": metric, **quiet}
+    plain = hw.patch(model, *pair, **options)
+    layer = model.raw.original_model.model.layers[1]
+    handle = layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.warns(UserWarning, match="other hooks or attributes than when it was loaded"):
+        found = hw.patch(model, *pair, **options)
+    logits = model.run(list(pair), keep="last")[:, -1]
+    answers = [model.to_single_token(" Paris"), model.to_single_token(" Rome")]
+    values = (logits[:, answers[0]] - logits[:, answers[1]]).tolist()
+    assert found.table[["clean", "corrupted"]].drop_duplicates().to_numpy()[0].tolist() == pytest.approx(
+        values, rel=1e-5
+    )
+    assert not np.allclose(found.table["effect"], plain.table["effect"])
+    with pytest.raises(ModelError, match="other hooks or attributes"):
+        hw.edges(model, *pair, metric=metric, **quiet)
+    handle.remove()
+    assert hw.patch(model, *pair, **options).table["effect"].tolist() == plain.table["effect"].tolist()

@@ -30,6 +30,7 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
+from headwater.patching.summaries import refuse_other_measure
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Claim, Result, plain_text, table_html, whole_summary, with_interval
@@ -135,6 +136,13 @@ class CircuitRuns(ByMetric, Result):
         if other is not None and other.run.options["prompts"][0] != self.run.options["prompts"][0]:
             raise InputError("other= has other prompts: run the same circuits on the same prompts with other values.")
         table, name = self.table, _chosen(self.table, "circuit", circuit)
+        if other is not None:
+            refuse_other_measure("other", other.run, self.run)
+            if (
+                other.run.options["circuits"][_chosen(other.table, "circuit", circuit)]
+                != (self.run.options["circuits"][name])
+            ):
+                raise InputError(f"other= ran another circuit than {name}: run the same one with other values.")
         # Indices of the run's prompts on which this circuit was chosen; None if these prompts are unknown.
         chosen_on = self.run.options["discovery"].get(name)
         discovery = places_among(self.run.options["prompts"][0], chosen_on) if chosen_on else None

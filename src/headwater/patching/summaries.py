@@ -243,8 +243,42 @@ def refuse_other_prompts(option: str, other: RunRecord, run: RunRecord) -> None:
     """Refuse to compare a run with one on other prompts, or one that edited the other run of each pair."""
     if prompts_of(other) != prompts_of(run):
         raise InputError(f"{option}= has other prompts: run both on the same ones.")
-    if (theirs := other.options.get("direction")) != (ours := run.options.get("direction")):
-        raise InputError(f"{option}= has direction={theirs!r}, this one {ours!r}: run both in the same direction.")
+    refuse_other_options(option, other, run, "direction")
+
+
+def refuse_other_options(option: str, other: RunRecord, run: RunRecord, *names: str) -> None:
+    """Refuse to compare runs that differ in one of these options; of values, only the kind counts.
+
+    The arguments of values may be one for each prompt, such as a tensor.
+    """
+    for name in names:
+        theirs, ours = (
+            [*value] if name == "values" and isinstance(value, dict) else value
+            for value in (record.options.get(name) for record in (other, run))
+        )
+        if theirs != ours:
+            raise InputError(f"{option}= has {name}={shown(theirs)}, this one {shown(ours)}: run both with the same.")
+
+
+def refuse_other_measure(option: str, other: RunRecord, run: RunRecord, *, same_prompts: bool = True) -> None:
+    """Refuse to compare a run of other weights, or whose metrics of the same name have other answers or code.
+
+    On other prompts, answers and positions are their own.
+    """
+    if other.fingerprint != run.fingerprint:
+        raise InputError(f"{option}= is of other weights ({other.model}): run both on the same model.")
+    own = () if same_prompts else ("answers", "at")
+    theirs, ours = (
+        {
+            one["name"]: {key: value for key, value in one.items() if key not in own}
+            for one in record.options.get("metrics", ())
+        }
+        for record in (other, run)
+    )
+    for name in theirs.keys() & ours.keys():
+        if theirs[name] != ours[name]:
+            what = "answers" if theirs[name].get("answers") != ours[name].get("answers") else "positions or code"
+            raise InputError(f"{option}= measured {name} with other {what}: run both with the same metric.")
 
 
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame, coordinates: Sequence[str]) -> pd.DataFrame:

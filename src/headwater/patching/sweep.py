@@ -406,6 +406,9 @@ class Sweep(Result):
                 raise InputError(f"{option}= has no column {measure}: give a sweep of pairs, or value='effect'.")
             if option == "other":
                 summaries.refuse_other_ablation(sweep.run, self.run, measure)
+            else:
+                summaries.refuse_other_options(option, sweep.run, self.run, "direction", "values")
+            summaries.refuse_other_measure(option, sweep.run, self.run, same_prompts=option == "other")
             other_scores = CellEffects(sweep.table, sweep.coordinates, measure, scores.metric)
             same[option] = other_scores.of(other_scores.same(scores, chosen))
             if option == "held_out" and (shared := summaries.shared_prompts(self.run, sweep.run)):
@@ -497,6 +500,7 @@ class Sweep(Result):
         """
         exact = checked_kind("exact", exact, Sweep, "hw.patch(...)")
         summaries.refuse_other_prompts("exact", exact.run, self.run)
+        summaries.refuse_other_measure("exact", exact.run, self.run)
         return summaries.agreement(self.table, exact.table, COORDINATES)
 
 
