@@ -195,6 +195,8 @@ def test_a_board_is_of_one_pair_and_one_metric_of_the_logits():
         ({}, "give sites="),
         ({"together": [{"site": "z", "layer": 0}], "sites": "z"}, "both given"),
         ({"together": [{"site": "z", "layer": 0}], "positions": 3}, "both given"),
+        ({"together": [{"site": "z", "layer": 0}], "spans": "token by token"}, "together= and spans= were both given"),
+        ({"together": [{"site": "z", "layer": 0}], "spans": "banana"}, "is not one of together, token by token"),
         ({"together": [{"site": "z", "layer": 0}], "method": "attribution"}, "exact"),
     ],
 )

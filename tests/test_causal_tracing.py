@@ -1,6 +1,7 @@
 """Causal tracing in one call is the one written by hand: noise at the subject's embeddings, clean states restored."""
 
 import functools
+from collections import UserDict
 
 import pandas as pd
 import pytest
@@ -109,6 +110,8 @@ def test_roles_name_the_corrupted_tokens_and_the_restored_ones(llama):
     by_role = hw.patch(llama, TEXTS, hw.noise(3, 2, positions="subject"), **options)
     by_word = hw.patch(llama, TEXTS, hw.noise(3, 2, positions=roles["subject"]), **options)
     pd.testing.assert_frame_equal(by_role.table, by_word.table)
+    of_mapping = hw.patch(llama, TEXTS, hw.noise(3, 2, positions="subject"), **options | {"positions": UserDict(roles)})
+    pd.testing.assert_frame_equal(by_role.table, of_mapping.table)
     assert by_role.table["role"].unique().tolist() == ["subject", "end"]
     summary = by_role.summary(normalize="ratio of means")
     assert (summary["examples"] == 2).all()

@@ -249,6 +249,17 @@ def test_edges_outside_a_sliding_window_are_reported_and_not_shown_as_no_effect(
     assert table.loc[1, "edges"] == 2 * 4
 
 
+def test_a_warning_of_edges_outside_the_window_names_layers_only_if_these_are_swept(twins):
+    model, _ = twins("mistral")
+    prompts = [random_prompt(16), random_prompt(7)]
+    options = {"block": ("last", (1, 3)), "metric": hw.logit_difference(5, 9), "progress": False}
+    with pytest.warns(UserWarning, match=r"^The edges of some prompts lie outside the sliding window"):
+        table = hw.knockout(model, prompts, over=(), **options).table
+    assert table["effect"].isna().tolist() == [True, False]
+    with pytest.warns(UserWarning, match=r"^At layers \[0, 1, 2\] the edges of some prompts"):
+        hw.knockout(model, prompts, **options)
+
+
 def test_edges_by_text_span_and_function_are_the_same(twins):
     model, _ = twins("llama")
     texts = [" the capital of France is", " see the cat in Rome"]

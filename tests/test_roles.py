@@ -144,6 +144,9 @@ def test_roles_left_out_of_over_are_patched_at_once(model):
     options = {"sites": "z", "metric": METRIC, "progress": False}
     at_once = hw.patch(model, CLEAN, CORRUPTED, positions=ROLES, over="layer", **options).table
     assert at_once["role"].unique().tolist() == ["subject + end"]
+    one_layer = hw.patch(model, CLEAN, CORRUPTED, positions=ROLES, layers=1, over=(), **options).table
+    same_layer = at_once.loc[at_once["layer"] == 1, "effect"].tolist()
+    assert one_layer["effect"].tolist() == pytest.approx(same_layer, abs=1e-5)
     by_head = hw.patch(model, CLEAN, CORRUPTED, positions=ROLES, **options).table
     assert by_head.groupby(["example", "layer", "head"]).size().unique().tolist() == [2]
 

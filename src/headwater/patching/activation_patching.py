@@ -173,13 +173,14 @@ def patch(
     checked_name("direction", direction, DIRECTIONS)
     checked_name("method", method, METHODS)
     checked_name("engine", engine, list(ENGINES))
+    checked_name("spans", spans, SPANS)
     if method == "attribution" and engine != "auto":
         raise InputError(f"engine={engine!r} was given, but method='attribution' has no engine: leave it out.")
     batch_size, seed, metrics = check_call(model, batch_size), checked_seed(seed), as_metrics(metric)
     if together is not None:
         options: dict[str, Any] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
         options |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
-        options |= {"keys": None if is_all(keys) else keys}
+        options |= {"keys": None if is_all(keys) else keys, "spans": None if spans == SPANS[0] else spans}
         if given := [name for name, value in options.items() if value is not None]:
             raise InputError(
                 f"together= and {given[0]}= were both given: a node specifies its own site, layer and place."
@@ -204,8 +205,7 @@ def patch(
 
     chosen_sites = sites_named(sites, model)
     spec = SweepSpec(model, chosen_sites, over, layers, positions, heads, keys, window, spans, from_layer)
-    by_role = None if spec.over == () else spec.by_role["position"]
-    pair = read_prompt_pair(model, clean, corrupted, direction, positions=positions, by_role=by_role)
+    pair = read_prompt_pair(model, clean, corrupted, direction, positions=positions, by_role=spec.by_role["position"])
 
     # The positions to edit in each prompt, and the matching positions in the other prompt of its pair.
     edited, attended = pair.spans(positions), pair.spans(keys, in_base=is_all(keys))
@@ -298,15 +298,15 @@ class SweepSpec:
         from_layer: Iterable[int] | int | None,
     ):
         # Materialized, because an iterator would be empty when read a second time.
-        self.model, self.sites, self.over, self.from_layer = model, sites, materialize(over), materialize(from_layer)
-        layers, kv_site = materialize(layers), kv_site_of(sites)
+        self.model, self.sites, self.from_layer = model, sites, materialize(from_layer)
+        over, layers, kv_site = materialize(over), materialize(layers), kv_site_of(sites)
         self.layers, self.heads = layers_and_heads(layers, materialize(heads), model.shape, kv_site)
         names = ", ".join(site.name for site in sites)
         if heads is not None and not any(site.has_heads for site in sites):
             raise InputError(f"heads={shown(heads)} was given, but {names} has no heads.")
         if not (is_all(keys) or any(site.has_keys for site in sites)):
             raise InputError(f"keys={shown(keys)} was given, but {names} has no keys.")
-        self.spans = checked_name("spans", spans, SPANS)
+        self.spans = spans
         self.by_role = {"position": isinstance(positions, Mapping), "key": isinstance(keys, Mapping)}
         """Whether positions, and keys, are named by role."""
         if spans != SPANS[0] and not any(self.by_role.values()):
@@ -322,7 +322,7 @@ class SweepSpec:
         for site in sites:
             named = [axis for axis, is_named in self.by_role.items() if is_named and axis in site.swept_axes]
             default = (*site.default_axes, *(axis for axis in named if axis not in site.default_axes))
-            self.axes[site.name] = axes_of(self.over, default, site.swept_axes, f"The site {site.name}")
+            self.axes[site.name] = axes_of(over, default, site.swept_axes, f"The site {site.name}")
             self.windows[site.name] = windows_of(window, self.axes[site.name])
             # Positions and keys by role have no order.
             if axis := next((axis for axis in named if axis in self.windows[site.name]), None):

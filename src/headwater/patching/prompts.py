@@ -426,7 +426,7 @@ def read_prompt_pair(
             "corrupted=hw.noise(...) needs to know which tokens to corrupt: hw.noise(3, positions=' France'), for "
             "instance, the last token's number, or the name of a role of positions=."
         )
-    if isinstance(positions, dict) and isinstance(where, str) and where in positions:
+    if isinstance(positions, Mapping) and isinstance(where, str) and where in positions:
         where = positions[where]
     at = tuple(positions_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts))
     if not arguments["absolute"]:

@@ -119,10 +119,11 @@ def run_sweep(
                     "No requested layer can see any of these edges: they lie outside its sliding window."
                 )
             pairs = zip(plan.cells, nothing, strict=True)
-            blind = sorted({template.labels.get("layer", -1) for (_, template), none in pairs if none})
+            labels = [template.labels for (_, template), none in pairs if none]
+            blind = sorted({of_cell["layer"] for of_cell in labels if "layer" in of_cell})
             warnings.warn(
-                f"At layers {blind} the edges of some prompts lie outside the sliding window: nothing was severed "
-                "there, and the effect is NaN.",
+                f"{f'At layers {blind} the' if blind else 'The'} edges of some prompts lie outside the sliding window: "
+                "nothing was severed there, and the effect is NaN.",
                 stacklevel=5,
             )
             measured.values[nothing] = torch.nan
