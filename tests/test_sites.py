@@ -7,7 +7,7 @@ import headwater as hw
 from headwater.errors import InputError, InterventionError
 from headwater.models.sites import HOOKS, SITES, Site, Stage, hook_name, place_named, register_site
 
-NEURONS = Site("mlp_pre", "blocks.{layer}.mlp.hook_pre", ("position", "d_mlp"), Stage.NEURONS, within="mlp")
+NEURONS = Site("mlp_pre", "blocks.{layer}.mlp.hook_pre", ("position", "d_mlp"), Stage.NEURONS)
 PROMPT = " the capital of France is"
 
 
@@ -99,7 +99,7 @@ def test_a_sweep_over_a_site_from_outside_is_what_a_hook_does(neurons):
 
 
 def test_a_site_that_is_not_of_the_size_its_axes_say_is_refused_by_name(checkpoint):
-    wrong = Site("narrow", NEURONS.hook, ("position", "d_model"), Stage.NEURONS, within="mlp")
+    wrong = Site("narrow", NEURONS.hook, ("position", "d_model"), Stage.NEURONS)
     with SITES.with_row("narrow", wrong):
         model = hw.load(checkpoint("gpt2"))
         with pytest.raises(InputError, match=r"narrow of GPT2LMHeadModel cannot be used in layer 0: .* \(2, 5, 128\)"):

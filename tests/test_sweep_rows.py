@@ -19,7 +19,7 @@ from tests.tiny import tiny_model
 
 CLEAN, CORRUPTED = [[5, 33, 12, 40, 7, 21]], [[5, 33, 12, 44, 7, 21]]
 LOGITS = hw.logit_difference(5, 9)
-NEURONS = Site("neurons", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS, within="mlp")
+NEURONS = Site("neurons", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS)
 SOMEWHERE = Site("somewhere", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"))
 
 

@@ -225,7 +225,7 @@ class Features(Site):
     @property
     def inner(self) -> Site:
         """A site whose activation is the features themselves."""
-        return Site(self.name, self.hook, self.axes, self.stage, self.within)
+        return Site(self.name, self.hook, self.axes, self.stage)
 
     def first_order(self, activation: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
         """Return (value - feature) · gradient at each feature, through `decode`.
@@ -390,7 +390,6 @@ def features(
         hook=row.hook,
         axes=("position", "feature"),
         stage=row.stage,
-        within=row.within,
         carrier=row.carrier,
         encoder=encode,
         decoder=decode,

@@ -14,7 +14,7 @@ at the MLP's norm, and its return value does not reach the skip connection aroun
 
 To add your own site, register one more entry:
 
-    register_site(Site("mlp_pre", "blocks.{layer}.mlp.hook_pre", ("position", "d_mlp"), Stage.NEURONS, within="mlp"))
+    register_site(Site("mlp_pre", "blocks.{layer}.mlp.hook_pre", ("position", "d_mlp"), Stage.NEURONS))
 """
 
 from __future__ import annotations
@@ -78,12 +78,17 @@ class Site:
     """The axes of one example's activation, by the keys of `AXES`; a pattern's query axis is `position`."""
     stage: Stage | None = None
     """How far into the block an edit of it acts; without a stage, a sweep makes a whole run for every cell."""
-    within: Literal["attention", "mlp"] | None = None
-    """The part of the block inside which it is computed, where only a hook sees it; None if between the parts."""
     carrier: EditVia | None = None
     """How to make an edit if the hook's return value does not reach everything."""
     absent: Callable[[ModelShape], str | None] = lambda shape: None
     """Returns why models of a shape lack this activation; None if they have it."""
+
+    @property
+    def within(self) -> Literal["attention", "mlp"] | None:
+        """The part of the block inside which it is computed, where only a hook sees it; None if between the parts."""
+        if self.stage in (Stage.ATTENTION, Stage.PATTERN, Stage.HEAD_OUTPUT):
+            return "attention"
+        return "mlp" if self.stage == Stage.NEURONS else None
 
     @property
     def swept_axes(self) -> tuple[str, ...]:
@@ -283,16 +288,14 @@ _TOKEN, _HEAD, _KV_HEAD = ("position", "d_model"), ("position", "head", "d_head"
 _MIDDLE = EditVia("attn_out", "resid_pre", lambda added, before: before + added, lambda middle, before: middle - before)
 for _site in (
     Site("resid_pre", "blocks.{layer}.hook_resid_pre", _TOKEN, Stage.BLOCK_INPUT),
-    Site("q", "blocks.{layer}.attn.hook_q", _HEAD, Stage.ATTENTION, within="attention"),
-    Site("k", "blocks.{layer}.attn.hook_k", _KV_HEAD, Stage.ATTENTION, within="attention"),
-    Site("v", "blocks.{layer}.attn.hook_v", _KV_HEAD, Stage.ATTENTION, within="attention"),
-    Site("pattern", "blocks.{layer}.attn.hook_pattern", ("head", "position", "key"), Stage.PATTERN, "attention"),
-    Site("z", "blocks.{layer}.attn.hook_z", _HEAD, Stage.HEAD_OUTPUT, within="attention"),
+    Site("q", "blocks.{layer}.attn.hook_q", _HEAD, Stage.ATTENTION),
+    Site("k", "blocks.{layer}.attn.hook_k", _KV_HEAD, Stage.ATTENTION),
+    Site("v", "blocks.{layer}.attn.hook_v", _KV_HEAD, Stage.ATTENTION),
+    Site("pattern", "blocks.{layer}.attn.hook_pattern", ("head", "position", "key"), Stage.PATTERN),
+    Site("z", "blocks.{layer}.attn.hook_z", _HEAD, Stage.HEAD_OUTPUT),
     Site("attn_out", "blocks.{layer}.hook_attn_out", _TOKEN, Stage.ATTENTION_OUTPUT),
     Site("resid_mid", "blocks.{layer}.hook_resid_mid", _TOKEN, Stage.BETWEEN, carrier=_MIDDLE, absent=_nothing_between),
-    Site(
-        "mlp_post", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS, within="mlp", absent=_no_mlp
-    ),
+    Site("mlp_post", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS, absent=_no_mlp),
     Site("mlp_out", "blocks.{layer}.hook_mlp_out", _TOKEN, Stage.MLP_OUTPUT, absent=_no_mlp),
     Site("resid_post", "blocks.{layer}.hook_resid_post", _TOKEN, Stage.BLOCK_OUTPUT),
 ):
