@@ -51,15 +51,30 @@ def test_a_token_is_not_compared_with_itself_by_a_sweep_and_what_a_sweep_has_not
 @pytest.mark.parametrize(
     ("correct", "wrong", "said"),
     [
-        ([" Rome", " Paris"], [" Bern", " Paris"], "' Paris' with itself for prompt 1,"),
-        (5, [5, 6], "5 with itself for prompt 0,"),
-        ((4, 5, 6), [1, 2, 6], "6 with itself for prompt 2,"),
+        (" France", " France", "' France' with itself,"),
+        ([" Italy", " France"], [" Spain", " France"], r"token \d+ with itself for prompt 1,"),
+        (5, [5, 6], "token 5 with itself for prompt 0,"),
+        ((4, 6), [1, 6], "token 6 with itself for prompt 1,"),
     ],
 )
-def test_a_token_is_not_compared_with_itself_for_one_prompt_of_several(correct, wrong, said):
-    with pytest.raises(InputError, match=f"compares {said} which is always 0"):
-        hw.logit_difference(correct, wrong)
-    assert hw.logit_difference(correct, [" x", " y", " z"]).answers[0] is correct
+def test_every_call_refuses_to_compare_a_token_with_itself(correct, wrong, said):
+    model, pairs = embedded(), ([" Paris is in", " Berlin is in"], [" Rome is in", " Madrid is in"])
+    options = {"metric": hw.logit_difference(correct, wrong), "progress": False}
+    ends = {"senders": ["head 0.0"], "receivers": ["logits"]}
+    circuit = ~hw.Circuit.of([], model)
+    calls = [
+        lambda: hw.patch(model, *pairs, sites="z", layers=0, **options),
+        lambda: hw.patch(model, *pairs, sites="z", layers=0, method="attribution", **options),
+        lambda: hw.knockout(model, pairs[0], block=("last", 1), **options),
+        lambda: hw.ablate(model, pairs[0], heads=[(0, 1)], **options),
+        lambda: hw.edges(model, *pairs, receivers="logits", **options),
+        lambda: hw.path_patch(model, *pairs, **ends, **options),
+        lambda: hw.find_circuit(model, *pairs, threshold=0.05, **options),
+        lambda: hw.run_circuits(model, *pairs, circuits=circuit, **options),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match=f"compares {said} which is always 0"):
+            call()
 
 
 def test_kl_divergence_is_from_the_clean_run_and_zero_for_it(logits):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -25,7 +25,7 @@ from headwater.kernels.devices import failures_named
 from headwater.models.positions import Where
 from headwater.models.sites import STATES
 from headwater.models.tokens import Tokenizer, encode
-from headwater.options import checked_several, has_no_order, is_one, shown, whole_number
+from headwater.options import checked_several, is_one, shown, whole_number
 from headwater.patching.edits import LOGITS
 from headwater.registry import Registry
 
@@ -178,10 +178,8 @@ def _checked_index(index: Any, axis: int, ndim: int) -> int | None:
 def logit_difference(correct: Answer, wrong: Answer, *, at: Where = "last") -> Metric:
     """Measure the logit of one token minus the logit of another (averaged over kept positions, if there are several).
 
-    Raises:
-        InputError: the answers are given per prompt, and the two answers of one prompt are the same.
+    Calls that measure it refuse prompts for which the two tokens are the same.
     """
-    _refuse_the_same(correct, wrong)
 
     def difference(logits: Tensor, correct: Tensor, wrong: Tensor) -> Tensor:
         return (_taken(logits, correct) - _taken(logits, wrong)).mean(1)
@@ -293,29 +291,6 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
     if outside := [i for i in ids if not 0 <= i < d_vocab]:
         raise InputError(f"Token id {outside[0]} is outside the model's vocabulary of {d_vocab}.")
     return torch.tensor(ids)
-
-
-def _refuse_the_same(correct: Answer, wrong: Answer) -> None:
-    """Refuse answers per prompt that are equal for some prompt; `Plan.answers` refuses one equal pair for all."""
-    both = correct, wrong
-    if all(map(is_one, both)) or any(has_no_order(one) or not (is_one(one) or isinstance(one, Sized)) for one in both):
-        return  # unusable answers are reported where they are matched to the prompts
-    n_prompts = min(len(one) for one in both if isinstance(one, Sized) and not is_one(one))
-    for prompt, (right, other) in enumerate(zip(*(_each(one, n_prompts) for one in both), strict=False)):
-        if _is_same(right, other):
-            raise InputError(
-                f"hw.logit_difference compares {shown(right)} with itself for prompt {prompt}, which is always 0: give "
-                "every prompt two different answers."
-            )
-
-
-def _is_same(first: object, second: object) -> bool:
-    if isinstance(first, str) or isinstance(second, str):
-        return isinstance(first, str) and first == second
-    try:
-        return whole_number(first) == whole_number(second)
-    except TypeError:
-        return False
 
 
 def _each(answer: object, n_examples: int) -> list[object]:
