@@ -250,7 +250,7 @@ def _states_named(sites: str | Sequence[str], model: HookedModel) -> tuple[str, 
     (pattern,), read = sites_named("pattern", model), sites_named(sites, model)
     if other := [site.name for site in read if site.name not in STATES]:
         raise InputError(f"{other[0]} is not a state of the residual stream. Valid: {', '.join(STATES)}.")
-        # Called for its error: every layer must have these sites and attention.
+    # Called only for its error: every layer must have these sites and attention.
     for site, layer in product((pattern, *read), range(model.shape.n_layers)):
         site.among([layer], model)
     return tuple(site.name for site in read)

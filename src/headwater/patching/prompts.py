@@ -207,7 +207,7 @@ def spans_by_role(
 
 
 def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan], example: int) -> dict[int, int]:
-    """Return the matching token in the other prompt of a pair for each token of the positions and keys, by role."""
+    """Return, for each token that a role of the positions or keys covers, the matching token of the other prompt."""
     by_token: dict[int, tuple[str, int]] = {}
     for role, span in (*spots.items(), *keys.items()):
         for in_base, in_other in zip(span.base, span.other, strict=True):

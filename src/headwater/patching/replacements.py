@@ -42,7 +42,7 @@ from headwater.registry import Registry
 TensorLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
 ValueName: TypeAlias = Literal["other run", "zero", "mean", "resample"]
 NOT_WRITTEN, LEFT, CHANGED = range(3)
-"""Outcomes of computed values so far: none was requested, every row was left unchanged, or some row was changed."""
+"""Outcomes of computed values so far: none was computed yet, every row was left unchanged, or some row was changed."""
 
 
 @dataclass(frozen=True)

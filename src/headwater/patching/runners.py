@@ -5,7 +5,8 @@
 
 `WholeRuns` is the reference that the walk must equal, and works for every model. A third runner, `AttributionRunner`,
 takes gradients and runs no variant. A cell whose edits no read position can see has effect 0, without a run; in the
-walk so does a cell whose edit writes the numbers already there, which are compared, not inferred from the tokens.
+walk so does a cell whose edit writes the numbers already there. Positions before the first different token are never
+recomputed; at the others the numbers themselves are compared.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ class WalkRunner(Runner):
             if reason := self._why_whole_runs(batch):
                 raise CannotStepError(reason)
             plan.model.steps_checked = True
-            # From now on own steps record too, or a start is shared: record again, so that all calls agree to the bit.
+            # Later calls record through the own steps, or share a common start. Record this first call the same way, so
+            # that its numbers are the same to the bit.
             if self.blocks.has_own_steps or self.blocks.common_start(batch, names):
                 self._record(batch, names, gradients_at)
 

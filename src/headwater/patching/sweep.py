@@ -134,7 +134,10 @@ def run_sweep(
 
 
 def _whole_tokens(plan: Plan) -> float:
-    """Return the tokens of whole runs with as much compute as the cells: from the edit and half its layer on."""
+    """Return how many tokens of whole runs take as much compute as the cells.
+
+    A cell runs from its first edit on; of that layer, half counts.
+    """
     cells, n_layers = plan.cells, plan.model.shape.n_layers
     first = [min((edit.layers.start for edit in template.edits), default=0) for template in cells.templates]
     depth = 1 - (np.array(first) + 0.5) / n_layers
@@ -156,6 +159,7 @@ PATIENCE = 60.0
 WORTH_TIMING = 1e11
 """Work with fewer operations than this is not timed: no device takes a minute for it."""
 ROWS = 1024
+"""Rows of the product that is timed."""
 
 
 def say_how_long(
@@ -256,10 +260,11 @@ class Sweep(Result):
 
     table: pd.DataFrame
     """A row per example, cell and metric: `example, site, layer, position, role, token, head, kv_head, key, key_role,
-    feature, window, set, values, metric, effect, normalized_effect, clean, corrupted, edges`, those that apply. `role`
-    is the name of the positions (`position` is `<NA>` for several tokens), `key_role` that of the keys; `head` counts
-    query heads, `kv_head` the key-value heads of the sites `k` and `v`; `values` says over what a mean was taken,
-    `set` what was ablated together."""
+    feature, window, set, from_layer, values, sample, metric, effect, normalized_effect, clean, corrupted, edges`, those
+    that apply. `role` is the name of the positions (`position` is `<NA>` for several tokens), `key_role` that of the
+    keys; `head` counts query heads, `kv_head` the key-value heads of the sites `k` and `v`; `set` is what was ablated
+    together, `from_layer` the layer that the values come from, `values` says over what a mean was taken, `sample` is
+    the number of the draw."""
     run: RunRecord
     tokens: Sequence[Sequence[str]] = ()
     """The tokens of each example's edited prompt."""
