@@ -286,7 +286,7 @@ def test_equal_sets_of_two_names_have_the_same_effects_and_the_report_says_that_
     assert "The sets 'a' and 'b' have the same members." in swept.report()
 
 
-def test_whole_layers_are_one_part(models):
+def test_whole_layers_are_edited_without_an_index(models):
     model, _ = models("llama")
     (one,) = read_sets(model, {"heads": [(1, h) for h in range(4)]})
-    assert [(part.layer, part.among) for part in one.parts] == [(1, None)]
+    assert [(edit.layers, edit.heads) for edit in one.edits] == [(range(1, 2), None)]

@@ -40,7 +40,7 @@ from headwater.models.families import ModelShape
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import part_named, parts_of_kind, read_part, within
 from headwater.models.positions import Prompt, Where
-from headwater.models.sites import SITES, Site, place_named, sites_named
+from headwater.models.sites import SITES, place_named, sites_named
 from headwater.options import checked_flag, checked_name, checked_seed, is_one, one_or_several, shown, whole_number
 from headwater.patching.edits import CellTable, CellTemplate, Edit, ReplacementSpec, refuse_too_many_cells
 from headwater.patching.metrics import Measures, as_metrics
@@ -163,30 +163,14 @@ KINDS = {"heads": "z", "mlps": "mlp_out", "neurons": "mlp_post"}
 
 
 @dataclass(frozen=True)
-class Part:
-    """The components of a set at one site of one layer."""
-
-    site: Site
-    layer: int
-    among: tuple[int, ...] | None
-    """Indices of the heads or neurons; None means the whole activation."""
-
-    def edit(self, positions: tuple[int, ...] | None, since: int, sample: int) -> Edit:
-        """Return the edit that replaces the part at some positions."""
-        heads, units = (self.among, None) if self.site.has_heads else (None, self.among)
-        layers = range(self.layer, self.layer + 1)
-        return Edit(self.site, layers, positions, heads, units=units, since=since, sample=sample)
-
-
-@dataclass(frozen=True)
 class ComponentSet:
     """Some components with one name."""
 
     name: str
     members: Mapping[str, tuple[Any, ...]]
     """By kind, the named components: `(layer, index)`, the layer, or the features of a dictionary."""
-    parts: tuple[Part, ...]
-    """The parts to edit: the named components, or all others."""
+    edits: tuple[Edit, ...]
+    """At all positions, by site and layer, of the named components, or of all others."""
 
     def described(self) -> dict[str, Any]:
         """Return the description of the set for the record of a run."""
@@ -212,7 +196,7 @@ def read_sets(
     # Sets of different names may be equal, unnamed sets may not; equal names are numbered.
     distinct: list[ComponentSet] = []
     for candidate in read:
-        if any(other.parts == candidate.parts and other.name == candidate.name for other in distinct):
+        if any(other.members == candidate.members and other.name == candidate.name for other in distinct):
             raise InputError(f"The set {shown(candidate.name)} was given twice: give it once, or name both.")
         count = sum(other.name.split(" #")[0] == candidate.name for other in distinct)
         distinct.append(replace(candidate, name=f"{candidate.name} #{count + 1}") if count else candidate)
@@ -243,10 +227,10 @@ def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, comple
     if not any(members.values()):
         called, kinds = "The set" if name is None else f"The set {shown(name)}", (*KINDS, FEATURES)
         raise InputError(f"{called} is empty: name {', '.join(f'{kind}=' for kind in kinds)}, one or several of them.")
-    parts = [part for kind, listed in members.items() for part in _parts(model, kind, listed, complement)]
-    if not parts:
+    edits = [edit for kind, listed in members.items() for edit in _edits(model, kind, listed, complement)]
+    if not edits:
         raise InputError(f"The complement of all {' and '.join(members)} is empty: there is nothing left to ablate.")
-    return ComponentSet(str(name) if name is not None else _name(members, complement), members, tuple(parts))
+    return ComponentSet(str(name) if name is not None else _name(members, complement), members, tuple(edits))
 
 
 def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
@@ -287,8 +271,8 @@ def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
     return neurons
 
 
-def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bool) -> list[Part]:
-    """Return the parts of a set, or of its complement, at the sites of a kind, layer by layer."""
+def _edits(model: HookedModel, kind: str, members: Sequence[Any], complement: bool) -> list[Edit]:
+    """Return the edits of a set, or of its complement, at the sites of a kind, layer by layer."""
     if kind == FEATURES:
         places = [(site, site.layer, site.count, set(site.units)) for site in members]
     else:
@@ -299,12 +283,14 @@ def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bo
         pairs = [(layer, 0) for layer in members] if kind == "mlps" else members
         count = {"heads": shape.n_heads, "mlps": 1, "neurons": shape.d_mlp}[kind]
         places = [(site, layer, count, {index for at, index in pairs if at == layer}) for layer in layers]
-    parts = []
+    edits = []
     for site, layer, count, chosen in places:
         if indices := tuple(index for index in range(count) if (index in chosen) != complement):
             # None if all are named: the whole activation is written without an index.
-            parts.append(Part(site, layer, None if len(indices) == count else indices))
-    return parts
+            among = None if len(indices) == count else indices
+            heads, units = (among, None) if site.has_heads else (None, among)
+            edits.append(Edit(site, range(layer, layer + 1), heads=heads, units=units))
+    return edits
 
 
 def _called(kind: str, member: object) -> str:
@@ -389,7 +375,7 @@ def ablate(
     pair = read_prompt_pair(model, prompts, corrupted, "noise", positions=positions)
     one = {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}
     chosen = read_sets(model, one, sets, complement)
-    sites = tuple(dict.fromkeys(part.site for component_set in chosen for part in component_set.parts))
+    sites = tuple(dict.fromkeys(edit.site for component_set in chosen for edit in component_set.edits))
     edited = pair.spans(positions)
     replacement = build_replacement(model, values, dataset, pair, sites, seed, positions=positions)
     matched = pair.matched(edited, sites)
@@ -407,7 +393,10 @@ def ablate(
             for component_set, sample in product(chosen, range(replacement.samples or 1)):
                 labels = site_label | {"set": component_set.name} | replacement.labels(sample)
                 labels |= {"role": role} if isinstance(positions, Mapping) else {}
-                edits = [part.edit(at[part.site.name], since, sample) for part in component_set.parts]
+                edits = [
+                    replace(edit, positions=at[edit.site.name], since=since, sample=sample)
+                    for edit in component_set.edits
+                ]
                 # A list per cell, unlike a sweep's: sets and roles make few cells per prompt.
                 rows.append((example, [CellTemplate(labels, tuple(edits))]))
     plan = Plan(model, pair, CellTable.of(rows), metrics, replacement, batch_size, matched=matched)
