@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from headwater.patching.edge_knockout import Edges as Edges
     from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states
     from headwater.patching.edge_knockout import knockout as knockout
-    from headwater.patching.edge_knockout import windowed_states as windowed_states
     from headwater.patching.edit_hooks import EditHook as EditHook
     from headwater.patching.edits import EditedRows as EditedRows
     from headwater.patching.edits import ReplacementSpec as ReplacementSpec

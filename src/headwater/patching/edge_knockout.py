@@ -43,7 +43,7 @@ from headwater.patching.activation_patching import (
     materialize,
     windows_of,
 )
-from headwater.patching.edits import AxisName, CellTable, CellTemplate, Edit
+from headwater.patching.edits import AxisName, CellTable, CellTemplate, Edit, Reading
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import PromptPair, Prompts, read_prompts
@@ -292,18 +292,11 @@ def knocked_out_states(
     """
     check_call(model, batch_size)
     checked_name("variant", variant, VARIANTS)
-    base = read_prompts(model, prompts)
-    (edges,) = named_edges(block).values()
     shape, names, chosen = model.shape, _states_named(sites, model), _layers_with_attention(layers, model)
-    cells = CellTable.of(
-        (i, _templates(model, EDGES, edges, matrix, (), {}, chosen, variant))
-        for i, matrix in enumerate(
-            edges.matrix(p, i, len(base), ahead=model.is_bidirectional) for i, p in enumerate(base)
-        )
-    )
     readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
-    plan = Plan(model, PromptPair(base), cells, (), batch_size=batch_size, states=readings, states_at=at)
-    before, after = ({name: torch.empty(shape.n_layers, len(base), shape.d_model) for name in names} for _ in range(2))
+    plan = _states_plan(model, prompts, block, readings, at, variant, chosen, batch_size)
+    n = len(plan.pair.base)
+    before, after = ({name: torch.empty(shape.n_layers, n, shape.d_model) for name in names} for _ in range(2))
     for examples, measured in collect_states(plan, progress):
         for name, (kept, states) in product(names, ((before, measured.before), (after, measured.after))):
             by_layer = [states[name, layer].float() for layer in range(shape.n_layers)]
@@ -311,7 +304,6 @@ def knocked_out_states(
     return before, after
 
 
-@checked_call
 def windowed_states(
     model: HookedModel,
     prompts: Prompts,
@@ -324,36 +316,16 @@ def windowed_states(
     variant: VariantName = "mask",
     batch_size: int | None = None,
 ) -> Float[Tensor, "window read example d_model"]:
-    """Return states of some layers after a knockout in a window around each layer, from one walk for all windows.
+    """Return states of the layers `read` after a knockout in a window around each layer, from one walk for all windows.
 
-    Args:
-        model: the model; it is left unchanged.
-        prompts: as for `knockout`.
-        block: one set of edges.
-        window: number of layers to sever in, around each layer of the model in turn.
-        read: the layers whose states are returned.
-        site: a site with the residual stream's width, such as resid_pre or mlp_out.
-        at: one position per prompt.
-        variant: `mask` or `zero`.
-        batch_size: see `hw.patch`.
-
-    Raises:
-        InputError: the site is not a state of the residual stream, or the model does not have it.
+    The arguments are those of `knocked_out_states`; `window` is the number of layers to sever in.
     """
     _states_named(site, model)
-    base, layers = read_prompts(model, prompts), range(model.shape.n_layers)
-    (edges,) = named_edges(block).values()
-    windows, deepest, rows = {"layer": window}, max(read), []
-    for i, prompt in enumerate(base):
-        matrix = edges.matrix(prompt, i, len(base), ahead=model.is_bidirectional)
-        templates = _templates(model, EDGES, edges, matrix, ("layer",), windows, layers, variant)
-        # A window that begins after every layer that is read changes nothing there.
-        rows.append((i, [one for one in templates if min(edit.layers.start for edit in one.edits) <= deepest]))
-    cells = CellTable.of(rows)
-    readings = tuple((site, layer) for layer in read)
-    plan = Plan(model, PromptPair(base), cells, (), batch_size=batch_size, states=readings, states_at=at)
-    above = sorted(set(range(model.shape.n_layers)) - {template.labels["layer"] for _, template in cells})
-    states = torch.empty(model.shape.n_layers, len(read), len(base), model.shape.d_model)
+    n_layers, readings = model.shape.n_layers, tuple((site, layer) for layer in read)
+    plan = _states_plan(model, prompts, block, readings, at, variant, range(n_layers), batch_size, window)
+    cells, n = plan.cells, len(plan.pair.base)
+    above = sorted(set(range(n_layers)) - {template.labels["layer"] for _, template in cells})
+    states = torch.empty(n_layers, len(read), n, model.shape.d_model)
     for done, measured in collect_states(plan, progress=False):
         part = cells.part(done)
         centers, examples = [template.labels["layer"] for _, template in part], part.example.tolist()
@@ -362,3 +334,27 @@ def windowed_states(
             for layer in above:
                 states[layer, place, examples] = measured.before[reading].float().cpu()
     return states
+
+
+def _states_plan(
+    model: HookedModel,
+    prompts: Prompts,
+    block: Blocked,
+    readings: tuple[Reading, ...],
+    at: Where,
+    variant: VariantName,
+    layers: Sequence[int],
+    batch_size: int | None,
+    window: int | None = None,
+) -> Plan:
+    """Return the plan that reads states after a knockout in all layers, or in a window around each of them."""
+    base, deepest = read_prompts(model, prompts), max(layer for _, layer in readings)
+    (edges,) = named_edges(block).values()
+    axes, windows = ((), {}) if window is None else (("layer",), {"layer": window})
+    rows = []
+    for i, prompt in enumerate(base):
+        matrix = edges.matrix(prompt, i, len(base), ahead=model.is_bidirectional)
+        templates = _templates(model, EDGES, edges, matrix, axes, windows, layers, variant)
+        # A knockout that begins after every layer that is read changes nothing there.
+        rows.append((i, [one for one in templates if min(edit.layers.start for edit in one.edits) <= deepest]))
+    return Plan(model, PromptPair(base), CellTable.of(rows), (), batch_size=batch_size, states=readings, states_at=at)
