@@ -123,27 +123,32 @@ def places_among(prompts: Sequence[Sequence[int]], seen: Iterable[Sequence[int]]
     return [number for number, ids in enumerate(prompts) if tuple(ids) in known]
 
 
-def aligned_positions(
-    where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
-) -> tuple[int, ...]:
-    """Return the positions of a name in both prompts of a pair; a text may be in only one of them."""
+def span_of(
+    where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int, role: str | None = None
+) -> AlignedSpan:
+    """Return the positions of a name, or of a role, in each prompt of a pair.
+
+    A word that is in only one of two prompts of one length has the same positions in the other.
+    """
+    find = positions_of if role is None else partial(role_in, role)
     if other is None:
-        return positions_of(where, base, example, n)
-    by_prompt = []
+        alone = find(where, base, example, n)
+        return AlignedSpan(alone, alone)
+    found: list[tuple[int, ...]] = []
+    absent: InputError | None = None
+    of_one_length = len(base) == len(other)
     for prompt, side in ((base, base_side), (other, 1 - base_side)):
         try:
-            by_prompt.append(positions_of(where, prompt, example, n, side))
+            found.append(find(where, prompt, example, n, side))
         except InputError as error:
-            # A text may be in one prompt only; token ids cannot be searched for it.
-            is_silent = isinstance(error, AbsentError) or prompt.text is None
-            if not is_silent or (prompt is other and not by_prompt):
+            # Token ids cannot be searched for a text: it counts as absent.
+            if not (isinstance(error, AbsentError) or (prompt.text is None and of_one_length)):
                 raise
-    if len(by_prompt) == 2 and by_prompt[0] != by_prompt[1]:
-        raise InputError(
-            f"{shown(where)} falls on different tokens in the two prompts of pair {example}: {by_prompt[0]} and "
-            f"{by_prompt[1]}.\n{side_by_side(base, other)}"
-        )
-    return by_prompt[0]
+            absent = error
+    if absent is not None and not (found and of_one_length):
+        advice = " If the lengths of a pair differ, name both words: (the clean prompt's, the corrupted one's)."
+        raise InputError(f"{absent}{advice * (not of_one_length)}")
+    return AlignedSpan(found[0], found[-1])
 
 
 def aligned_spans(
@@ -159,16 +164,18 @@ def aligned_spans(
     for number, (first, second) in enumerate(zip(base, other, strict=True)):
         i, lengths = number // draws, (len(first), None if second is None else len(second))
         if not shared or lengths not in by_lengths:
-            if second is None or len(first) == len(second):
-                a = b = aligned_positions(where, first, second, i, n, base_side)
-            else:
-                a, b = positions_of(where, first, i, n, base_side), positions_of(where, second, i, n, 1 - base_side)
-            if len(a) != len(b):
+            span = span_of(where, first, second, i, n, base_side)
+            if second is not None and len(first) == len(second) and span.base != span.other:
                 raise InputError(
-                    f"{shown(where)} is {len(a)} and {len(b)} tokens of the two prompts of pair {i}, which are of "
-                    f"{len(first)} and {lengths[1]} tokens: name the same number in each."
+                    f"{shown(where)} falls on different tokens in the two prompts of pair {i}: {span.base} and "
+                    f"{span.other}.\n{side_by_side(first, second)}"
                 )
-            by_lengths[lengths] = AlignedSpan(a, b)
+            if len(span.base) != len(span.other):
+                raise InputError(
+                    f"{shown(where)} is {len(span.base)} and {len(span.other)} tokens of the two prompts of pair {i}, "
+                    f"which are of {len(first)} and {lengths[1]} tokens: name the same number in each."
+                )
+            by_lengths[lengths] = span
         spans.append(by_lengths[lengths])
     return spans
 
@@ -176,26 +183,11 @@ def aligned_spans(
 def spans_by_role(
     where: Mapping[Any, Any], base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
 ) -> dict[str, AlignedSpan]:
-    """Return, by role, its tokens in both prompts of a pair; each prompt is resolved separately.
-
-    If a word is in only one prompt, its role has the same positions in the other prompt, if that has the same length.
-    """
+    """Return, by role, its tokens in both prompts of a pair; each prompt is resolved separately, see `span_of`."""
     checked_roles(where)
     spots: dict[str, AlignedSpan] = {}
-    sides = [(base, None)] if other is None else [(base, base_side), (other, 1 - base_side)]
-    of_two_lengths = len({len(prompt) for prompt, _ in sides}) > 1
     for role, place in where.items():
-        positions: list[tuple[int, ...]] = []
-        absent: AbsentError | None = None
-        for prompt, side in sides:
-            try:
-                positions.append(role_in(role, place, prompt, example, n, side))
-            except AbsentError as error:
-                absent = error
-        if absent is not None and (of_two_lengths or not positions):
-            advice = " If the lengths of a pair differ, name both words: (the clean prompt's, the corrupted one's)."
-            raise InputError(f"{absent}{advice * of_two_lengths}")
-        span = spots[role] = AlignedSpan(positions[0], positions[-1])
+        span = spots[role] = span_of(place, base, other, example, n, base_side, role)
         if len(span.base) != len(span.other):
             raise InputError(
                 f"The role {role!r} is {len(span.base)} tokens of one prompt of pair {example} and {len(span.other)} "
