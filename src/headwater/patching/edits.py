@@ -197,21 +197,17 @@ class Variant:
     kept: tuple[int, ...]
     """The positions that metrics read, ascending."""
     readings: tuple[Reading, ...]
-    start: tuple[int, int] | None = None
-    """Overrides the layer and position from which the run is recomputed."""
     whole: int | None = None
     """With non-causal attention, the length of the prompt: an edit anywhere reaches all of it."""
 
     @cached_property
     def first_layer(self) -> int:
         """The layer of the first edit."""
-        return self.start[0] if self.start else min(edit.layers.start for edit in self.edits)
+        return min(edit.layers.start for edit in self.edits)
 
     @cached_property
     def stage(self) -> Stage:
         """The stage of the first layer at which the first edit acts."""
-        if self.start:
-            return Stage.BLOCK_INPUT
         # Later layers are computed anyway; only the stages in the first layer decide what can be taken as recorded.
         first_edits = (edit for edit in self.edits if edit.layers.start == self.first_layer)
         acting = {edit.site.stage if edit.writes else Stage.ATTENTION for edit in first_edits}
@@ -224,7 +220,7 @@ class Variant:
     @cached_property
     def first_change(self) -> int:
         """The first position whose state an edit can change."""
-        return self.start[1] if self.start else min(edit.first_position for edit in self.edits)
+        return min(edit.first_position for edit in self.edits)
 
     @cached_property
     def first_position(self) -> int:

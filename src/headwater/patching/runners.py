@@ -231,12 +231,15 @@ class WalkRunner(Runner):
         read_logits: list[Tensor] = []
         # From the middle on, to test recorded keys before a row too; with non-causal attention there are none.
         middle, whole = (0, last + 1) if self.plan.model.is_bidirectional else ((last + 1) // 2, None)
-        unedited = Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole)
-        variants = Variants((unedited,), np.array([0]), np.array([0]), np.array([-1]))
+        # The edit writes the recorded numbers: the walk must give the logits of the unedited run.
+        site = main_site(Stage.BLOCK_INPUT)
+        same = ReplacementValues({(site.name, 0): recording.activations[site.hook_name(0)]})
+        rewritten = Variant((Edit(site, range(1), since=middle),), (last,), ((LOGITS, n_layers),), whole=whole)
+        variants = Variants((rewritten,), np.array([0]), np.array([0]), np.array([-1]))
         tile = self._tile or tile_tokens(self.plan.model, last + 1)
-        keep, nothing = (lambda *read: read_logits.append(read[-1][0, 0])), ReplacementValues({})
+        keep = lambda *read: read_logits.append(read[-1][0, 0])  # noqa: E731
         try:
-            Walk(self.blocks, recording, variants, nothing, keep, tile, answers).run()
+            Walk(self.blocks, recording, variants, same, keep, tile, answers).run()
         except NotFiniteError:
             return "stepping through its blocks gives NaN or infinity where the model does not"
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
