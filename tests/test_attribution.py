@@ -173,14 +173,16 @@ def by_cell(products, cells, first):
             for layer in edit.layers:
                 product = products[edit.site.name, layer, edit.source_layer_of(layer), edit.sample][example - first]
                 if edit.site.has_keys:
-                    product = (product if edit.keys is None else product[..., list(edit.keys)]).sum(-1).T
+                    product = product.sum(-1) if edit.keys is None else product[..., list(edit.keys)]
+                    product = product.transpose(0, 1)  # a position is the first axis of all other sites
                 if edit.positions is not None:
                     product = product[list(edit.positions)]
                 if edit.heads is not None:
                     product = product[:, list(edit.heads)]
                 if edit.units is not None:
                     product = product[:, [*edit.units, -1]]
-                total[i] += product.sum()
+                product = product.transpose(0, 1) if edit.site.has_keys else product
+                total[i] += product.flatten().sum()
     return total
 
 

@@ -11,7 +11,6 @@ recomputed; at the others the numbers themselves are compared.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.errors import InputError, InterventionError, NumericsError, first_line
@@ -568,6 +567,8 @@ def _severed(scores: Tensor, cuts: Sequence[tuple[int, Edit]]) -> Bool[Tensor, "
 
 Drawn: TypeAlias = tuple[str, int, int, int]
 """A site, its layer, the layer that the written values come from, and their draw."""
+Covered: TypeAlias = tuple[tuple[int, ...] | None, ...]
+"""By axis of a product: the indices that an edit covers; None is all."""
 PRODUCTS_AT_ONCE = 1 << 22
 """Most products gathered at once."""
 
@@ -676,71 +677,45 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
     """Sum the products over the places that each cell covers; their first axis begins with the example `first`."""
     # At once for all cells that cover equally many places of the same layer. Each cell alone would be a few launches;
     # on a GPU thousands of them would take longer than both runs.
-    groups: dict[tuple[int, Drawn, tuple[int | None, ...]], list[tuple[Indices, Edit]]] = {}
+    groups: dict[tuple[int, Drawn, tuple[int | None, ...]], list[tuple[Indices, Covered]]] = {}
     for number in np.unique(cells.template):
         cells_of_template, turn = np.flatnonzero(cells.template == number), 0
         # A cell sums its layers in the order in which it would alone: its last bits do not depend on other cells.
         for edit in cells.templates[number].edits:
-            size = tuple(None if at is None else len(at) for at in _covered(edit))
+            covered = _covered(edit)
+            size = tuple(None if at is None else len(at) for at in covered)
             for layer in edit.layers:
                 drawn = (edit.site.name, layer, edit.source_layer_of(layer), edit.sample)
-                groups.setdefault((turn, drawn, size), []).append((cells_of_template, edit))
+                groups.setdefault((turn, drawn, size), []).append((cells_of_template, covered))
                 turn += 1
     total = torch.zeros(len(cells), dtype=torch.float64, device=next(iter(products.values())).device)
-    for (_, drawn, _), edits_alike in sorted(groups.items(), key=lambda item: item[0][0]):
+    for (_, drawn, size), alike in sorted(groups.items(), key=lambda item: item[0][0]):
         product = products[drawn]
-        # All keys of each query are summed once for all cells.
-        if edits_alike[0][1].site.has_keys and edits_alike[0][1].keys is None:
-            product = product.sum(-1).transpose(1, 2)
-        numbers = [cells_of_template for cells_of_template, _ in edits_alike]
-        index = np.concatenate(numbers)
-        listed = [_listed([_covered(edit)[axis] for _, edit in edits_alike], numbers) for axis in range(4)]
-        every = product.shape[1:3]  # positions and heads; for a pattern with keys heads and positions
-        each = math.prod(every) * math.prod(at.shape[1] for at in listed[2:] if at is not None)
-        most = max(1, PRODUCTS_AT_ONCE // max(1, each))
+        if len(size) < product.ndim - 1:
+            # All keys of each query are summed once for all cells.
+            product = product.sum(-1)
+        numbers = [cells_of_template for cells_of_template, _ in alike]
+        index, which = np.concatenate(numbers), np.repeat(np.arange(len(alike)), [len(one) for one in numbers])
+        # By edit: the index of each place that it covers among all places of an example.
+        places = np.zeros((len(alike), 1), dtype=np.int64)
+        for length, listed in zip(product.shape[1:], zip(*(covered for _, covered in alike), strict=True), strict=True):
+            at = np.arange(length)[None] if listed[0] is None else np.array(listed) % length
+            places = (places[:, :, None] * length + at[:, None]).reshape(len(alike), -1)
+        most = max(1, PRODUCTS_AT_ONCE // max(1, places.shape[1]))
         for start in range(0, len(index), most):
             part = slice(start, start + most)
-            at = [None if one is None else to_device(one[part], product.device) for one in listed]
-            rows = to_device(cells.example[index[part]] - first, product.device)
-            total[to_device(index[part], total.device)] += _sums_alike(product, rows, *at).to(total.device)
+            rows = to_device(cells.example[index[part], None] - first, product.device)
+            there = product.flatten(1)[rows, to_device(places[which[part]], product.device)]
+            total[to_device(index[part], total.device)] += there.sum(1).to(total.device)
     return total
 
 
-def _covered(edit: Edit) -> tuple[tuple[int, ...] | None, ...]:
-    """Return the positions, heads, keys and units that an edit covers; None is all. After units comes their error."""
-    return edit.positions, edit.heads, edit.keys, None if edit.units is None else (*edit.units, -1)
-
-
-def _listed(covered: Sequence[tuple[int, ...] | None], numbers: Sequence[Indices]) -> Int[np.ndarray, "cell _"] | None:
-    """List the indices on an axis that the cells of each edit cover; None if they cover all of it."""
-    if any(one is None for one in covered):
-        return None
-    return np.repeat(np.array(covered, dtype=np.int64), [len(one) for one in numbers], 0)
-
-
-def _sums_alike(
-    product: Float[Tensor, "example ..."],
-    rows: Int[Tensor, " cell"],
-    positions: Int[Tensor, "cell position"] | None,
-    heads: Int[Tensor, "cell head"] | None,
-    keys: Int[Tensor, "cell key"] | None,
-    units: Int[Tensor, "cell unit"] | None,
-) -> Float[Tensor, " cell"]:
-    """Sum over the places of cells that cover equally many places."""
-    # Each cell in the order in which it would be alone: over keys first, then over the rest in memory order.
-    every = torch.arange(max(product.shape), device=rows.device).expand(len(rows), -1)
-    second = heads if heads is not None else units
-    whole = positions is None and second is None
-    if whole and keys is None:
-        order = sorted(range(1, product.ndim), key=product.stride, reverse=True)
-        return product.permute(0, *order)[rows].flatten(1).sum(-1)
-    positions = every[:, : product.shape[-2 if keys is not None else 1]] if positions is None else positions
-    if keys is not None:
-        heads = every[:, : product.shape[1]] if heads is None else heads
-        first, then = (heads[:, :, None], positions[:, None]) if whole else (heads[:, None], positions[:, :, None])
-        covered = product[rows[:, None, None, None], first[..., None], then[..., None], keys[:, None, None, :]]
-        return covered.sum(-1).flatten(1).sum(-1)
-    if product.ndim == 2:
-        return product[rows[:, None], positions].sum(-1)
-    second = every[:, : product.shape[2]] if second is None else second
-    return product[rows[:, None, None], positions[:, :, None], second[:, None, :]].flatten(1).sum(-1)
+def _covered(edit: Edit) -> Covered:
+    """Return the indices that an edit covers on each axis of its site's products; None is all."""
+    if edit.site.has_keys:
+        return (edit.heads, edit.positions) if edit.keys is None else (edit.heads, edit.positions, edit.keys)
+    if edit.site.has_heads:
+        return edit.positions, edit.heads
+    # After the features comes their error.
+    units = None if edit.units is None else (*edit.units, -1)
+    return (edit.positions, units) if edit.site.has_units else (edit.positions,)
