@@ -7,12 +7,15 @@ import pytest
 import torch
 
 import headwater as hw
+from headwater.circuits.exact import EdgeRows
 from headwater.errors import HeadwaterError, ModelError, NumericsError
-from headwater.kernels.devices import in_halves, is_out_of_memory, refuse_too_large
+from headwater.kernels.devices import in_halves, in_tiles, is_out_of_memory, refuse_too_large
+from headwater.models.blocks import Blocks
 from headwater.models.forward import forward
 from headwater.models.generation import generate_tokens
-from tests.tiny import FAMILIES
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
+QUIET = {"progress": False}
 TEXTS = [" Paris is in France", " cat dog", " the capital of Italy is Rome", " one two three"]
 
 
@@ -130,6 +133,69 @@ def test_halves_cover_every_row_once_and_in_order_and_one_row_too_many_is_an_err
         in_halves(range(5, 9), lambda rows: (_ for _ in ()).throw(MemoryError))
     with pytest.raises(RuntimeError, match="something else"):
         in_halves(range(4), lambda rows: (_ for _ in ()).throw(RuntimeError("something else")))
+
+
+def test_after_a_tile_that_runs_out_of_memory_later_tiles_have_the_size_that_fitted(monkeypatch):
+    monkeypatch.setattr("gc.collect", lambda: 0)
+    tried, done = [], []
+
+    def work(items):
+        tried.append(len(items))
+        if len(items) > 5:
+            raise MemoryError
+        done.extend(items)
+
+    assert in_tiles(list(range(40)), 16, work) == 4
+    assert done == list(range(40))
+    assert tried == [16, 8, 4, 4, 8, 4, 4, *[4] * 6]
+    assert in_tiles(range(0), 16, work) == 16
+
+
+@pytest.mark.parametrize("what", ["edges", "paths", "circuits"])
+def test_rows_of_edges_paths_and_circuits_exceed_memory_only_once(what, monkeypatch):
+    model = hw.load(tiny_model("gpt2"), tokenizer=tiny_tokenizer())
+    options = {"metric": lambda logits: logits[:, -1, 5], "batch_size": 12, **QUIET}
+    pair, too_large, measure = (" the capital of France is", " the capital of Italy is"), [], EdgeRows.measure
+    circuits = [hw.Circuit.of([f"embed -> q 1.{head}", f"head 1.{head} -> logits"], model) for head in range(4)] * 8
+
+    def run():
+        if what == "circuits":
+            return hw.run_circuits(model, *pair, circuits, **options).table["value"]
+        if what == "paths":
+            return hw.path_patch(model, *pair, senders=None, receivers=["q 2", "logits"], **options).table["effect"]
+        return hw.edges(model, *pair, receivers=["q 2", "k 2"], **options).table["effect"]
+
+    def limited(self, last, *rest):
+        if len(last) > 6:
+            too_large.append(len(last))
+            raise MemoryError
+        return measure(self, last, *rest)
+
+    whole = run()
+    monkeypatch.setattr(EdgeRows, "measure", limited)
+    assert run().to_numpy() == pytest.approx(whole.to_numpy(), abs=1e-5)
+    assert len(too_large) == (2 if what == "paths" else 1)  # receivers of two layers are separate pieces
+
+
+def test_a_sweep_that_ran_out_of_memory_at_the_logits_makes_later_tiles_smaller_only_once(monkeypatch):
+    model = hw.load(tiny_model("gpt2"), tokenizer=tiny_tokenizer())
+    pair, seen, logits = (" the capital of France is in A", " the capital of Italy is of A"), [], Blocks.logits
+    options = {"sites": ["resid_pre", "z"], "metric": lambda logits: logits[:, -1, 5], **QUIET}
+    expected = hw.patch(model, *pair, **options).table
+
+    def limited(self, residual):
+        if len(residual) > 5:
+            raise MemoryError
+        seen.append(len(residual))
+        return logits(self, residual)
+
+    monkeypatch.setattr(Blocks, "logits", limited)
+    monkeypatch.setattr("headwater.patching.runners.TILE_TOKENS", {"cpu": 16})
+    monkeypatch.setattr("headwater.patching.runners.WIDTH", 1)
+    found = hw.patch(model, *pair, **options).table
+    assert found["effect"].to_numpy() == pytest.approx(expected["effect"].to_numpy(), abs=1e-5)
+    assert len(seen) > 6
+    assert set(seen[2:-1]) == {4}  # the first two are the unedited runs
 
 
 def test_an_allocation_that_the_machine_refuses_is_out_of_memory():

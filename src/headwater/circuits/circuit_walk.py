@@ -301,6 +301,8 @@ class CircuitWalk:
         self.runs, self.graph = rows.runs, rows.runs.graph
         self.receivers = [Receivers(rows, layer, attached=True) for layer in range(self.graph.n_layers)]
         self.projection = cache(partial(_Projection, self))
+        # How many times smaller batches are because memory ran out.
+        self._divided_by = 1
 
     def measure(self, circuits: Sequence[Indices]) -> Float[Tensor, "circuit metric"]:
         """Return the metrics when each circuit runs alone; circuits are given as ascending edge indices."""
@@ -314,11 +316,11 @@ class CircuitWalk:
 
         hooks = [hook for receivers in self.receivers for hook in receivers.hooks]
         with self.rows.blocks.fused(), self.runs.model.hooks(hooks):
-            first = 0
-            while first < len(order):
-                at_once = self.runs.plan.batch_size or self._at_once([live[i] for i in order[first:]])
-                in_halves([int(i) for i in order[first : first + at_once]], run)
-                first += at_once
+            while len(order):
+                at_once = self.runs.plan.batch_size or self._at_once([live[i] for i in order])
+                at_once = max(1, at_once // self._divided_by)
+                self._divided_by *= len(in_halves(order[:at_once].tolist(), run))
+                order = order[at_once:]
         return values
 
     def _live(self, edges: Indices) -> Indices:

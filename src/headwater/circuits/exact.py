@@ -32,7 +32,7 @@ from torch import Tensor
 from headwater.circuits.both_runs import BothRuns, Place
 from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import ModelError, NumericsError
-from headwater.kernels.devices import in_halves, to_device
+from headwater.kernels.devices import in_tiles, to_device
 from headwater.models.blocks import SharedPrefix
 from headwater.models.edits import Hook, replace_hook
 from headwater.models.sites import SITES
@@ -273,10 +273,8 @@ class Exact:
 
         with rows.blocks.fused():
             for mine, enter in self._entering(stage, edges, torch.from_numpy(live)):
-                for part in mine.split(rows.at_once):
-                    halves = in_halves(part.tolist(), partial(measure, enter=enter))
-                    # If memory ran out, the next tiles start with the size that fitted.
-                    rows.at_once = max(1, rows.at_once // len(halves))
+                # If memory ran out, the next tiles start with the size that fitted.
+                rows.at_once = in_tiles(mine.tolist(), rows.at_once, partial(measure, enter=enter))
         return effects
 
     def rounding(self) -> Float[Tensor, " metric"]:

@@ -33,7 +33,7 @@ from headwater.circuits.graph import KINDS, RECEIVERS, Graph, Indices, Nodes
 from headwater.circuits.pairs import OTHER_RUN, Pairs, Places, changed_tokens, options_of, places_in, plan_of, runs_of
 from headwater.circuits.result import GLANCE, ByMetric, beside_baselines
 from headwater.errors import InputError
-from headwater.kernels.devices import in_halves, to_device
+from headwater.kernels.devices import in_tiles, to_device
 from headwater.models.edits import Hook, replace_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import read_part
@@ -404,8 +404,9 @@ class Paths:
         shape = len(senders), len(receivers), len(self.runs.plan.metrics)
         effects = torch.full(shape, torch.nan, dtype=torch.float64)
         with self.rows.blocks.fused():
-            for first in range(0, len(senders), self.rows.at_once):
-                some = range(first, min(first + self.rows.at_once, len(senders)))
+            at_once = self.rows.at_once
+            for first in range(0, len(senders), at_once):
+                some = range(first, min(first + at_once, len(senders)))
                 carried = ResidualChange(self.rows, self.changes, [senders[s] for s in some], self.through)
                 # Computed once for all sets of receivers, because the sets share layers, and often receivers.
                 by_layer = self._made(carried, receivers)
@@ -422,8 +423,7 @@ class Paths:
                         named = partial(self._named, receivers=receivers[r], senders=[senders[s] for s in cells])
                         effects[cells, r] = self.rows.measure(last, named) - self.rows.unedited
 
-                    for at in range(0, len(changing), self.rows.at_once):
-                        in_halves(changing[at : at + self.rows.at_once], measure)
+                    self.rows.at_once = in_tiles(changing, self.rows.at_once, measure)
         return effects
 
     def _made(self, carried: ResidualChange, receivers: Sequence[Indices]) -> dict[int, Made]:

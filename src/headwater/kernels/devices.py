@@ -231,3 +231,17 @@ def in_halves(items: Any, work: Callable[[Any], Value]) -> list[Value]:
         raise HeadwaterError(f"Memory ran out even with one sequence at a time: {reason}")
     middle = len(items) // 2
     return [*in_halves(items[:middle], work), *in_halves(items[middle:], work)]
+
+
+def in_tiles(items: Any, at_once: int, work: Callable[[Any], object]) -> int:
+    """Do the work on at most `at_once` items at a time, and on fewer from the first tile on that exceeds memory.
+
+    Items and work as for `in_halves`.
+
+    Returns:
+        The number of items that fit in memory; `at_once` if no tile exceeded it.
+    """
+    while len(items):
+        tile, items = items[:at_once], items[at_once:]
+        at_once = max(1, at_once // len(in_halves(tile, work)))
+    return at_once

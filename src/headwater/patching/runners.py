@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.errors import InputError, InterventionError, NumericsError, first_line
-from headwater.kernels.devices import in_halves, is_out_of_memory, to_device, to_device_many
+from headwater.kernels.devices import in_tiles, is_out_of_memory, to_device, to_device_many
 from headwater.models.blocks import Blocks, Recording, cannot_step
 from headwater.models.bridge_check import edges_are_cut, rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
@@ -369,10 +369,7 @@ class WholeRuns(Runner):
         for indices in groups.values():
             # Neighbouring rows of one length need no padding.
             indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
-            while indices:
-                rows, indices = np.array(indices[: self.at_once]), indices[self.at_once :]
-                parts = in_halves(rows, forward)
-                self.at_once = max(1, self.at_once // len(parts))
+            self.at_once = in_tiles(np.array(indices), self.at_once, forward)
 
 
 def other_run(group: Group) -> tuple[ReplacementValues, Reads | None]:

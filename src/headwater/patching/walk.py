@@ -720,9 +720,11 @@ class Walk:
         index = self._reading(reading)
         index = index[self._rows_of(index) >= 0]
         for with_count, positions in self._by_count(index):
-            most = max(1, self.tile_tokens // positions.shape[1])
-            for i in range(0, len(with_count), most):
-                self._within_memory(index[with_count[i : i + most]], deliver)
+            rest = index[with_count]
+            while len(rest):
+                most = max(1, self.tile_tokens // positions.shape[1])
+                self._within_memory(rest[:most], deliver)
+                rest = rest[most:]
 
     def _check_that_all_is_finite(self) -> None:
         """Check each token's sum, which is not finite if one of its numbers is not, and then the suspect tokens."""
