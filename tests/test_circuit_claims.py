@@ -35,6 +35,21 @@ def pairs_of(names: list[tuple[str, str, str]]) -> tuple[list[str], list[str], h
     return clean, corrupted, hw.logit_difference([f" {a}" for a, _, _ in names], [f" {b}" for _, b, _ in names])
 
 
+def test_a_claim_about_texts_may_name_positions_by_a_text():
+    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    pair, options = (
+        (" the capital of France is in A", " the capital of Italy is of A"),
+        {"other": "zero", "placebos": 3},
+    )
+    by_text, by_number = (
+        hw.Circuit.of("embed -> logits", model).claim(
+            model, *pair, metric=hw.log_probability(5, at=at), **options, progress=False
+        )
+        for at in (" is", model.token_strings(model.tokenize(pair[0]).tokens[0]).index(" is"))
+    )
+    assert by_text.table.equals(by_number.table)
+
+
 @pytest.mark.planted
 @pytest.mark.parametrize("method", ["exact", "screened"])
 def test_the_planted_edges_are_the_strongest_and_hold_on_other_prompts(method):

@@ -263,18 +263,18 @@ def test_an_interrupted_run_goes_on_with_the_pairs_that_are_left(tmp_path, monke
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"corrupted": None}, "Circuits need pairs of prompts"),
+        ({"corrupted": None}, "there are no corrupted prompts"),
         ({"corrupted": " Rome is in A"}, "does not align"),
         ({"circuits": []}, "circuits is empty"),
         ({"circuits": None}, "circuits is empty"),
         ({"circuits": ["embed -> logits"]}, "must be a Circuit"),
         ({"circuits": hw.Circuit.of([], Graph(2, 4, 4, False))}, "is from a model of 2 layers"),
         ({"values": "zer"}, "Did you mean"),
-        ({"values": hw.noise(1.0)}, "cannot depend on"),
+        ({"values": hw.noise(1.0)}, "not defined for what a sender adds"),
         ({"dataset": [CLEAN]}, "does not use it"),
         ({"values": "mean"}, "same tokens"),
         ({"placebos": -1}, "placebos"),
-        ({"metric": hw.Metric("state", lambda x: x[:, -1, 0], site="resid_post")}, "read at the logits"),
+        ({"metric": hw.Metric("state", lambda x: x[:, -1, 0], site="resid_post")}, "measured at the logits"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_any_run(options, said, monkeypatch):

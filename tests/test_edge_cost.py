@@ -8,7 +8,7 @@ import transformers as tf
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwater as hw
-from headwater.circuits.circuit_walk import Outcome
+from headwater.circuits.circuit_walk import CircuitRequest
 from headwater.errors import InputError
 from headwater.patching import sweep
 from tests.edge_pairs import CLEAN, CORRUPTED, DIFFERENCE, QUIET, model_of
@@ -108,11 +108,11 @@ def test_what_would_take_longer_than_is_allowed_is_refused_before_any_run(call, 
 
 def test_the_runs_of_fewer_pairs_are_kept_where_each_is_large(monkeypatch):
     clean, corrupted = ([one] * 6 for (one,) in prompts())
-    outcome = Outcome.of(wide("llama"), clean, corrupted, metric=hw.logit_difference(5, 9))
+    request = CircuitRequest.of(wide("llama"), clean, corrupted, metric=hw.logit_difference(5, 9))
     a_pair = 3 * (1 + 4 * 7) * 12 * 96  # senders, tokens from the first difference on, width
     for numbers, kept in ((0, 1), (3 * a_pair, 3), (100 * a_pair, 6)):
         monkeypatch.setattr("headwater.circuits.circuit_walk.KEPT_FLOATS", numbers)
-        assert outcome.pairs_to_keep(256) == kept
+        assert request.pairs_to_keep(256) == kept
 
 
 def test_the_rate_is_that_of_products_of_matrices():

@@ -97,7 +97,7 @@ def test_values_of_other_kinds_equal_hooked_runs_with_these_outputs(family, valu
         ({"values": "resample", "dataset": [" Paris"]}, "No other prompt has as many tokens"),
         ({"values": "zero", "dataset": DATASET}, "dataset= was given"),
         ({"values": "nothing"}, "values='nothing'"),
-        ({}, "Edges need pairs"),
+        ({}, "there are no corrupted prompts"),
     ],
 )
 def test_values_that_are_not_defined_are_refused_before_any_run(options, said, monkeypatch):

@@ -197,7 +197,7 @@ def test_an_interrupted_run_goes_on_with_the_layers_that_are_left(tmp_path, monk
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"clean": "Paris", "corrupted": None}, "Edges need pairs of prompts"),
+        ({"clean": "Paris", "corrupted": None}, "there are no corrupted prompts"),
         (
             {"corrupted": " the capital of Italy is A"},
             "in the corrupted one. Choose prompts that differ token for token",

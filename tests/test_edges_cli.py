@@ -63,7 +63,7 @@ def test_a_search_is_that_of_the_function_with_its_budget(checkpoint, capsys, mo
     [
         (["edges", *PAIR, *ANSWERS, "--senders", "q"], "is a receiver, not a sender"),
         (["edges", *PAIR, *ANSWERS, "--method", "acdc"], "acdc"),
-        (["edges", *PAIR[:2], *ANSWERS], "Edges need pairs of prompts"),
+        (["edges", *PAIR[:2], *ANSWERS], "there are no corrupted prompts"),
         (["circuit", *PAIR, *ANSWERS, "--size", "0", "--method", "eap"], "n"),
         (["circuit", *ANSWERS], "Pass the prompts with --clean and --corrupted"),
         (["circuit", *PAIR, *ANSWERS, "--budget", "40", "--placebos", "3"], "--budget, --placebos cannot be used"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.circuits.circuit_walk import CircuitRunner, CircuitWalk, Outcome
+from headwater.circuits.circuit_walk import CircuitRequest, CircuitRunner, CircuitWalk
 from headwater.circuits.graph import Graph, leads_to_logits
 from headwater.circuits.search import DECISIONS, Greedy, Rule
 from headwater.errors import InputError, RunFolderError
@@ -104,7 +104,7 @@ def test_it_leaves_what_hugging_face_runs_of_one_edge_at_a_time_leave(family):
 def test_the_whole_search_is_that_of_one_circuit_at_a_time_on_all_pairs(family, values):
     model, threshold = loaded(family), 0.05
     clean, corrupted = [CLEAN, " Paris is in A"], [CORRUPTED, " Rome is in A"] if values == "other run" else None
-    runner = CircuitRunner(Outcome.of(model, clean, corrupted, metric=QUIET["metric"], values=values), keep=2)
+    runner = CircuitRunner(CircuitRequest.of(model, clean, corrupted, metric=QUIET["metric"], values=values), keep=2)
 
     def value(names) -> float:
         circuit = hw.Circuit.of(names, model) | rest
@@ -179,7 +179,7 @@ def test_a_budget_below_the_number_of_edges_begins_from_the_strongest_and_tries_
     assert len(begun) == budget
     assert not (begun["decision"] == "not tried").any()
     assert len(set(begun["edge"]) & set(strongest.names)) >= 0.8 * budget  # the rest the screen ranked otherwise
-    runner = CircuitRunner(Outcome.of(model, clean, corrupted, metric=QUIET["metric"], values=values), keep=2)
+    runner = CircuitRunner(CircuitRequest.of(model, clean, corrupted, metric=QUIET["metric"], values=values), keep=2)
 
     def value(names) -> float:
         edges = hw.Circuit.of(list(names), model).edges
@@ -240,6 +240,19 @@ def test_a_stopped_search_goes_on_where_it_stopped(tmp_path, monkeypatch):
         hw.find_circuit(model, CLEAN, CORRUPTED, out=tmp_path, **options | {"threshold": 0.1})
 
 
+def test_a_search_with_a_budget_accepts_means_of_other_prompts_positions_by_text_and_iterators():
+    model, others = loaded("llama"), [" cat saw dog A", " the capital of Italy is of A"]
+    options = {"metric": hw.log_probability(5, at=" is"), "threshold": 0.02, "placebos": 0, "progress": False}
+    of_a_pair = hw.find_circuit(model, CLEAN, CORRUPTED, budget=20, **options)
+    again = hw.find_circuit(model, iter([CLEAN]), iter([CORRUPTED]), budget=20, **options)
+    assert len(of_a_pair.circuit)
+    assert again.circuit == of_a_pair.circuit
+    of_mean = hw.find_circuit(model, CLEAN, budget=20, values=hw.mean(others), **options)
+    as_dataset = hw.find_circuit(model, CLEAN, budget=20, values="mean", dataset=iter(others), **options)
+    assert len(of_mean.circuit)
+    assert of_mean.circuit == as_dataset.circuit
+
+
 def test_what_cannot_be_searched_is_refused_before_any_run():
     model = loaded("gpt2")
     two = {"metric": [hw.logit_difference(5, 9), hw.log_probability(5)], "progress": False}
@@ -249,5 +262,5 @@ def test_what_cannot_be_searched_is_refused_before_any_run():
         hw.find_circuit(model, CLEAN, CORRUPTED, threshold=0, **QUIET)
     with pytest.raises(InputError, match="by='sign'"):
         hw.find_circuit(model, CLEAN, CORRUPTED, threshold=0.1, by="sign", **QUIET)
-    with pytest.raises(InputError, match="Circuits need pairs of prompts"):
+    with pytest.raises(InputError, match="there are no corrupted prompts"):
         hw.find_circuit(model, CLEAN, threshold=0.1, **QUIET)

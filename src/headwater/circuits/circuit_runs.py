@@ -1,7 +1,7 @@
 """Circuits alone: what a model does when only the edges of a circuit carry information from the clean prompt.
 
 All circuits of a pair run in one batched walk (`headwater.circuits.circuit_walk`), together with random circuits of the
-same shape (`Circuit.placebos`). The statistics of the results come last in this file.
+same shape (`Circuit.placebos`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from numpy import ndarray
 
 from headwater.calls import checked_call
 from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, circuit_from_edges, graph_of
-from headwater.circuits.circuit_walk import CircuitRunner, Outcome
+from headwater.circuits.circuit_walk import CircuitRequest, CircuitRunner
 from headwater.circuits.graph import Graph
 from headwater.circuits.result import ByMetric
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Measures, metric_of_a_claim
-from headwater.patching.prompts import Prompts, places_among, read_pairs
+from headwater.patching.prompts import Prompts, places_among
 from headwater.patching.summaries import refuse_other_measure
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -226,19 +226,19 @@ def run_circuits(
     graph = graph_of(model)
     named = checked_circuits(() if circuits is None else circuits, graph)
     placebos, seed = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS), checked_seed(seed)
-    outcome = Outcome.of(
+    request = CircuitRequest.of(
         model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
     )
     options = {
         "circuits": {name: circuit.edges for name, circuit in named.items()},
         "placebos": placebos,
         "discovery": {name: [list(ids) for ids in circuit.seen] for name, circuit in named.items()},
-        **outcome.options,
+        **request.options,
     }
-    outcome.say_how_long((1 + placebos) * len(named), progress)
+    request.say_how_long((1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitRuns:
-        return ran(outcome, CircuitsAndPlacebos.of(named, placebos, seed), run)
+        return ran(request, CircuitsAndPlacebos.of(named, placebos, seed), run)
 
     result = run_or_resume(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
     for left in gap_sentences(result.table):
@@ -255,9 +255,7 @@ def claim_of_circuit(
     runs = run_circuits(model, clean, corrupted, {"given": circuit}, **run)
     other_runs = None
     if other is not None:
-        first, _ = read_pairs(model, clean, corrupted)
-        again = run | {"values": other, "placebos": 0}
-        other_runs = run_circuits(model, [list(prompt.ids) for prompt in first], None, {"given": circuit}, **again)
+        other_runs = run_circuits(model, clean, corrupted, {"given": circuit}, **run | {"values": other, "placebos": 0})
     return runs.claim(other=other_runs, **claim)
 
 
@@ -291,19 +289,19 @@ class CircuitsAndPlacebos:
         return pd.DataFrame({"circuit": list(self.names), "placebo": numbers, "overlap": overlap})
 
 
-def ran(outcome: Outcome, tested: CircuitsAndPlacebos, run: Run) -> CircuitRuns:
+def ran(request: CircuitRequest, tested: CircuitsAndPlacebos, run: Run) -> CircuitRuns:
     """Run circuits and their placebos on all pairs."""
     members = [pd.DataFrame({"circuit": name, "edge": circuit.edges}) for name, circuit in tested.named.items()]
-    table = measured(outcome, tested, run)
+    table = measured(request, tested, run)
     return CircuitRuns(table, run.record, tested.shapes, pd.concat(members, ignore_index=True), tested.graph.sizes)
 
 
-def measured(outcome: Outcome, tested: CircuitsAndPlacebos, run: Run) -> pd.DataFrame:
+def measured(request: CircuitRequest, tested: CircuitsAndPlacebos, run: Run) -> pd.DataFrame:
     """Run circuits on all pairs, one pair per piece, and return the metrics as the rows of `hw.run_circuits`."""
     circuits = [circuit.edges for circuit in tested.all]
-    measure = partial(CircuitRunner(outcome, run.record.fingerprint).measure, circuits=circuits)
-    with run.bar("circuits", "pair", len(outcome)) as bar:
-        pieces = list(run.pieces("circuits", range(len(outcome)), measure, bar))
+    measure = partial(CircuitRunner(request, run.record.fingerprint).measure, circuits=circuits)
+    with run.bar("circuits", "pair", len(request)) as bar:
+        pieces = list(run.pieces("circuits", range(len(request)), measure, bar))
     values, baselines = (torch.stack([piece[name] for piece in pieces]).double() for name in ("values", "baselines"))
     n_examples, n_circuits, n_metrics = values.shape
     clean, corrupted, floor = (part.numpy().repeat(n_circuits, 0).reshape(-1) for part in baselines.unbind(-1))
@@ -319,7 +317,7 @@ def measured(outcome: Outcome, tested: CircuitsAndPlacebos, run: Run) -> pd.Data
         "circuit": each(tested.names),
         "edges": each([len(circuit) for circuit in tested.all]).astype(np.int64),
         "edges_on_a_path": each([len(circuit.on_a_path) for circuit in tested.all]).astype(np.int64),
-        "metric": np.tile(np.asarray(outcome.metrics, dtype=object), n_examples * n_circuits),
+        "metric": np.tile(np.asarray(request.metrics, dtype=object), n_examples * n_circuits),
         "value": flat,
         "clean": clean,
         "corrupted": corrupted,

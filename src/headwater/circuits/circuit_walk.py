@@ -11,7 +11,7 @@ each example and metric, three references go with the metrics of the circuits:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -22,43 +22,41 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.circuits.both_runs import BothRuns, Exchanged, HeadShares, refuse_other_kinds
+from headwater.circuits.both_runs import BothRuns, Exchanged, HeadShares
 from headwater.circuits.exact import EdgeRows, Receivers, are_near, refuse_heads_that_meet
 from headwater.circuits.graph import KINDS, Graph, Indices, leads_to_logits, on_a_path
-from headwater.circuits.pairs import changed_tokens, metrics_at_logits
-from headwater.errors import InputError, ModelError
+from headwater.circuits.pairs import OTHER_RUN, Pairs, changed_tokens, plan_of
+from headwater.errors import ModelError
 from headwater.kernels.devices import in_halves, to_device
 from headwater.models.hooked import HookedModel
-from headwater.models.sites import SITES
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_seed
-from headwater.patching.edits import CellTable
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan, check_call
-from headwater.patching.prompts import PromptPair, Prompts, first_difference, prompt_options, read_pairs
+from headwater.patching.prompts import PromptPair, Prompts, prompt_options
 from headwater.patching.replacements import Replacement, Resample, build_replacement
 from headwater.patching.sweep import say_how_long
 
 KEPT_FLOATS = 1 << 29
 """Approximate limit on the number of floats in the runs of pairs that are kept between batches."""
 ROUNDING = 32
-"""Rounding changes a metric by at most this many times the dtype's eps times the largest logit: a smaller gap is none.
+"""Rounding changes a metric by at most this many times the dtype's eps times the largest logit.
+
+A smaller gap counts as no gap.
 """
 TOLERANCE = 1e-3
 """Largest allowed distance of the full circuit from the clean run, relative to the largest logit that is read."""
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """The resolved request: pairs, metrics, and the values outside of circuits."""
+class CircuitRequest:
+    """The pairs and metrics of a call, and the values outside of circuits, resolved."""
 
     plan: Plan
-    source: Replacement | None
-    """The source of the values outside of circuits; None if they are the other prompt's run."""
+    source: Replacement
+    """The source of the values outside of circuits."""
     options: dict[str, Any]
     """The options that determine a result."""
-    given: dict[str, Any]
-    """The prompts as ids, and the values, as arguments of `hw.edges`."""
 
     @classmethod
     def of(
@@ -68,45 +66,26 @@ class Outcome:
         corrupted: Prompts | None,
         *,
         metric: Metric | Any,
-        values: object = "other run",
+        values: object = OTHER_RUN,
         dataset: Prompts | None = None,
         seed: int = 0,
         batch_size: int | None = None,
-    ) -> Outcome:
+    ) -> CircuitRequest:
         """Resolve prompts and options."""
         batch_size, seed = check_call(model, batch_size), checked_seed(seed)
-        first, second = read_pairs(model, clean, corrupted)
-        metrics = metrics_at_logits(metric, "circuits are read")
-        options: dict[str, Any] = {**prompt_options(first, second), "values": "other run"}
-        inputs = dict(zip(("clean", "corrupted"), options["prompts"], strict=True))
-        source: Replacement | None = None
-        if isinstance(values, str) and values == "other run":
-            if second is None:
-                raise InputError(
-                    "Circuits need pairs of prompts: give corrupted=, or a table with the columns clean, corrupted; or "
-                    "values='zero', 'mean' or 'resample'."
-                )
-            if dataset is not None:
-                raise InputError("dataset= was given, but values='other run' does not use it; use 'mean'.")
+        plan, source = plan_of(model, clean, corrupted, metric, "noise", batch_size, values, dataset, seed)
+        clean_prompts, options = plan.pair.clean, {"values": source.described}
+        if source.takes_other_run:
+            options |= prompt_options(clean_prompts, plan.pair.corrupted)
         else:
-            sites = tuple(SITES[name] for name in ("resid_pre", "z", "mlp_out"))
-            source = build_replacement(model, values, dataset, PromptPair(first), sites, seed)
-            if source.changes or source.samples:
-                raise InputError(
-                    "The values outside a circuit cannot depend on what they replace: use 'zero', 'mean', ..."
-                )
-            refuse_other_kinds(source)
-            pool = source.inputs.dataset
-            options |= prompt_options(first, pool) | {"values": source.described, "seed": seed}
-            inputs |= {"values": values, "dataset": options["prompts"][1]}
-        # A run of another prompt of the data set is handled like the other prompt's run from here on.
-        if isinstance(source, Resample):
-            second, source = tuple(source.pool[donor] for donor in source.donors), None
-        # A plan has two sides. If the values come from no run, the second side repeats the first and is not read.
-        second = first if source is not None or second is None else second
-        cells = CellTable.unedited(len(first))
-        plan = Plan(model, PromptPair(first, second), cells, metrics, batch_size=batch_size)
-        return cls(plan, source, options | {"metrics": plan.metric_options}, inputs)
+            options |= prompt_options(clean_prompts, source.inputs.dataset) | {"seed": seed}
+            pair = PromptPair(clean_prompts)
+            if isinstance(source, Resample):
+                # The run of a drawn prompt is handled like the other prompt's run from here on.
+                pair = PromptPair(clean_prompts, tuple(source.pool[donor] for donor in source.donors))
+                source = build_replacement(model, OTHER_RUN, None, pair, ())
+            plan = replace(plan, pair=pair)
+        return cls(plan, source, options | {"metrics": plan.metric_options})
 
     def say_how_long(self, n: int, progress: bool, search: bool = False, hours: float | None = None) -> None:
         """Report how long the circuits take if it is over a minute; in a search each tried edge is one circuit."""
@@ -114,21 +93,16 @@ class Outcome:
         if search:
             what = f"{n:,} edges, each tried on {len(self):,} pairs,"
             advice = "A smaller budget= or fewer pairs take less time."
-        say_how_long(self.plan.model, what, n * self._changed.sum(), advice, hours=hours, progress=progress)
+        tokens = n * changed_tokens(self.plan, self.source.since).sum()
+        say_how_long(self.plan.model, what, tokens, advice, hours=hours, progress=progress)
 
     def pairs_to_keep(self, most: int) -> int:
         """Return for how many pairs the runs are kept between batches; most of the memory is each sender's changes."""
         shape = self.plan.model.shape
-        a_pair = 3 * len(Graph.of(shape).senders) * int(self._changed.max()) * shape.d_model
+        a_pair = (
+            3 * len(Graph.of(shape).senders) * int(changed_tokens(self.plan, self.source.since).max()) * shape.d_model
+        )
         return max(1, min(most, len(self), KEPT_FLOATS // a_pair))
-
-    @property
-    def _changed(self) -> Indices:
-        """Number of tokens that are run for each pair, from the first that differs from what lies outside."""
-        base, other = self.plan.pair.base, self.plan.pair.other
-        assert other is not None
-        exchanged = self.source is not None
-        return changed_tokens(self.plan, lambda i: 0 if exchanged else first_difference(base[i], other[i]))
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -140,14 +114,12 @@ class Outcome:
 
 
 class CircuitRunner:
-    """Runs circuits on the examples of an outcome, one example after the other; keeps the runs of `keep` examples."""
+    """Runs circuits on the pairs of a request, one pair after the other; keeps the runs of `keep` pairs."""
 
-    def __init__(self, outcome: Outcome, fingerprint: str | None = None, keep: int = 1):
-        self.outcome, self.plan, self.keep = outcome, outcome.plan, keep
+    def __init__(self, request: CircuitRequest, fingerprint: str | None = None, keep: int = 1):
+        self.request, self.plan, self.keep = request, request.plan, keep
         self.graph = Graph.of(self.plan.model.shape)
-        self._weights = LoadedWeights(self.plan.model, fingerprint)
-        source = outcome.source
-        self._exchanged = None if source is None else Exchanged(self.plan.model, self.graph, source, self._weights)
+        self._pairs = Pairs(self.plan, self.graph, request.source, fingerprint)
         self._walks: dict[int, tuple[CircuitWalk, Tensor]] = {}
         self._is_checked = False
 
@@ -165,24 +137,23 @@ class CircuitRunner:
                 if not float((full - clean).abs().max()) <= allowed:
                     raise ModelError(
                         f"The circuit of all edges of {model.name} does not give its clean run: {float(full[0]):.4g} "
-                        f"instead of {float(clean[0]):.4g} on {self.outcome.metrics[0]}. Its circuits have no meaning."
+                        f"instead of {float(clean[0]):.4g} on {self.request.metrics[0]}. Its circuits have no meaning."
                     )
             values = walk.measure(circuits)
         return {"values": values, "baselines": baselines}
 
     @cached_property
     def _shares(self) -> list[HeadShares]:
-        return [HeadShares(self.plan.model, layer, self._weights) for layer in range(self.graph.n_layers)]
+        return [HeadShares(self.plan.model, layer, self._pairs.weights) for layer in range(self.graph.n_layers)]
 
     def _walk(self, example: int) -> tuple[CircuitWalk, Float[Tensor, "metric 3"]]:
         """Return the walk that runs circuits on an example (created unless it is kept), and its baselines."""
         if example not in self._walks:
             if len(self._walks) >= self.keep:
                 self._walks.popitem()  # the last one, so that the first ones can be reused in every round
-            runs = BothRuns(self.plan, self.graph, example, self._weights)
-            shares, values = self._shares, self._exchanged
-            outside = of_other_run(runs, shares) if values is None else of_values(runs, shares, values)
-            walk = CircuitWalk(EdgeRows(runs, outside.start), outside, shares, self._weights)
+            runs, shares = self._pairs.runs(example), self._shares
+            outside = of_other_run(runs, shares) if runs.exchanged is None else of_values(runs, shares, runs.exchanged)
+            walk = CircuitWalk(EdgeRows(runs, outside.start), outside, shares, runs.weights)
             if example == 0:
                 refuse_heads_that_meet(walk.rows)
             self._walks[example] = walk, self._baselines(walk)
@@ -192,7 +163,7 @@ class CircuitRunner:
         runs, example = walk.runs, walk.runs.example
         unedited = runs.wave.readout.unedited(range(example, example + 1))
         clean, corrupted = unedited.unedited[0], unedited.other[0]
-        if self.outcome.source is not None:
+        if not self.request.source.takes_other_run:
             # The values come from no run, so the empty circuit has to be run to get its metric.
             corrupted = walk.measure([np.zeros(0, dtype=np.int64)])[0]
         # Dividing by a gap within rounding would give an arbitrary number, so faithfulness is NaN below this floor.

@@ -28,7 +28,7 @@ from numpy import ndarray
 from headwater.calls import checked_call
 from headwater.circuits import circuit_runs
 from headwater.circuits.circuit import Circuit, circuit_from_edges, describe_graph, graph_of
-from headwater.circuits.circuit_walk import Outcome
+from headwater.circuits.circuit_walk import CircuitRequest
 from headwater.circuits.result import RANKED_BY, ByMetric, EdgeEffects, RankName
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
@@ -190,17 +190,17 @@ def circuit_curve(
     seed = checked_seed(seed)
     placebos = checked_count("placebos", placebos, least=0, most=circuit_runs.MOST_PLACEBOS)
     named = {f"{x:g}": edges.circuit(max(1, round(x * graph.n_edges)), by=by) for x in shares}
-    outcome = Outcome.of(
+    request = CircuitRequest.of(
         model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
     )
     discovery = {"edges": [list(ids) for ids in next(iter(named.values())).seen]}
     options = {"edges": edges.digest(), "sizes": shares, "by": by, "placebos": placebos, "discovery": discovery}
-    options |= outcome.options
-    outcome.say_how_long((1 + placebos) * len(named), progress)
+    options |= request.options
+    request.say_how_long((1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitCurve:
         tested = circuit_runs.CircuitsAndPlacebos.of(named, placebos, seed)
-        table = circuit_runs.measured(outcome, tested, run)
+        table = circuit_runs.measured(request, tested, run)
         table.insert(1, "size", table["circuit"].map({f"{x:g}": x for x in shares}).astype(float))
         return CircuitCurve(table, run.record, tested.shapes)
 

@@ -126,7 +126,10 @@ def changed_tokens(plan: Plan, since: Callable[[int], int]) -> Indices:
 
 
 def runs_of(graph: Graph, stages: Indices) -> float:
-    """Return the cost of rows in whole runs: each starts mid-layer at its entry of `stages` (`n_layers`: logits)."""
+    """Return how many whole runs cost as much as one row per entry of `stages`.
+
+    A row starts in the middle of that layer (`n_layers`: at the logits).
+    """
     return float(np.maximum(graph.n_layers - 0.5 - stages, 0).sum()) / graph.n_layers
 
 
@@ -146,23 +149,15 @@ def plan_of(
 ) -> tuple[Plan, Replacement]:
     """Resolve pairs of prompts, metrics, a direction, and the replacements of senders' outputs."""
     checked_name("direction", direction, DIRECTIONS)
-    first, second = read_pairs(model, clean, corrupted)
-    if second is None and isinstance(values, str) and values == OTHER_RUN:
-        raise InputError("Edges need pairs of prompts: give corrupted=, or a table with the columns clean, corrupted.")
-    metrics = metrics_at_logits(metric, "edges are measured")
-    pair = PromptPair(first, second, direction)
-    plan = Plan(model, pair, CellTable.unedited(len(first)), metrics, batch_size=batch_size)
+    pair, metrics = PromptPair(*read_pairs(model, clean, corrupted), direction), as_metrics(metric)
+    if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
+        raise InputError(
+            f"The metric {elsewhere[0]!r} reads the residual stream; edges and circuits are measured at the logits."
+        )
+    plan = Plan(model, pair, CellTable.unedited(len(pair.base)), metrics, batch_size=batch_size)
     source = build_replacement(model, values, dataset, pair, (), seed)
     refuse_other_kinds(source)
     return plan, source
-
-
-def metrics_at_logits(metric: Metric | Any, what: str) -> tuple[Metric, ...]:
-    """Resolve metrics, and refuse those that read the residual stream."""
-    metrics = as_metrics(metric)
-    if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
-        raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; {what} at the logits.")
-    return metrics
 
 
 def options_of(plan: Plan, source: Replacement) -> dict[str, object]:
@@ -178,10 +173,10 @@ def options_of(plan: Plan, source: Replacement) -> dict[str, object]:
 class Pairs:
     """The two runs of one pair after the other; `sloped` if gradients in the base runs will be taken."""
 
-    def __init__(self, plan: Plan, graph: Graph, source: Replacement, fingerprint: str, sloped: bool = False):
+    def __init__(self, plan: Plan, graph: Graph, source: Replacement, fingerprint: str | None, sloped: bool = False):
         self._sloped = sloped
-        self._weights = LoadedWeights(plan.model, fingerprint)
-        self._exchanged = None if source.takes_other_run else Exchanged(plan.model, graph, source, self._weights)
+        self.weights = LoadedWeights(plan.model, fingerprint)
+        self._exchanged = None if source.takes_other_run else Exchanged(plan.model, graph, source, self.weights)
         self.plan, self.graph = plan, graph
         self._runs: BothRuns | None = None
 
@@ -190,7 +185,7 @@ class Pairs:
         if self._runs is None or self._runs.example != example:
             # Freed before the next pair's runs are computed: both at once would take twice the memory.
             self._runs = None
-            self._runs = BothRuns(self.plan, self.graph, example, self._weights, self._exchanged, self._sloped)
+            self._runs = BothRuns(self.plan, self.graph, example, self.weights, self._exchanged, self._sloped)
         return self._runs
 
     def baselines(self, run: Run, recomputed: bool = True) -> Float[Tensor, "example metric 3"]:

@@ -22,7 +22,7 @@ if single edges were tried one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -38,7 +38,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.circuits.circuit import Circuit, checked_circuits, circuit_from_edges, graph_of
 from headwater.circuits.circuit_runs import MOST_PLACEBOS, CircuitsAndPlacebos, beside_placebos, ran, summarized
-from headwater.circuits.circuit_walk import CircuitRunner, Outcome
+from headwater.circuits.circuit_walk import CircuitRequest, CircuitRunner
 from headwater.circuits.edge_effects import edges as measured_edges
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.result import RANKED_BY, RankName
@@ -358,43 +358,46 @@ def find_circuit(
     budget = None if budget is None else checked_count("budget", budget)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
     hours = None if hours is None else checked_number("hours", hours, above=0.0)
-    outcome = Outcome.of(
+    # A screen reads them again.
+    listed: list[Any] = [list(one) if isinstance(one, Iterator) else one for one in (clean, corrupted, dataset)]
+    clean, corrupted, dataset = listed
+    request = CircuitRequest.of(
         model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
     )
-    if len(outcome.metrics) > 1:
-        raise InputError(f"One metric decides which edges stay; {len(outcome.metrics)} were given.")
+    if len(request.metrics) > 1:
+        raise InputError(f"One metric decides which edges stay; {len(request.metrics)} were given.")
     tries = graph.n_edges if budget is None else min(budget, graph.n_edges)
     begun = None if start is None else next(iter(checked_circuits(start, graph).values()))
     if begun is not None and not len(begun):
         raise InputError("start= has no edges: there is nothing to search.")
     screens = begun is None and tries < graph.n_edges
     # Reported before the screen, which costs as much as a search.
-    outcome.say_how_long(tries, progress, search=True, hours=hours)
-    options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **outcome.options}
+    request.say_how_long(tries, progress, search=True, hours=hours)
+    options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **request.options}
     options |= {"discovery": {FOUND: []}, "start": None if begun is None else digest(begun.names)}
 
     def strongest(_: object) -> dict[str, Tensor]:
-        options: dict[str, Any] = {"metric": metric, "method": "screened", "verify": tries, "batch_size": batch_size}
-        found = measured_edges(model, **outcome.given, **options, seed=seed, progress=progress)
+        pairs = {"metric": metric, "values": values, "dataset": dataset, "seed": seed, "batch_size": batch_size}
+        found = measured_edges(model, clean, corrupted, **pairs, method="screened", verify=tries, progress=progress)
         return {"edges": torch.from_numpy(found.circuit(tries, by=by).edges)}
 
     def work(run: Run) -> CircuitSearch:
         first = None if begun is None else begun.edges
         if screens:
             first = next(iter(run.pieces("start", [0], strongest)))["edges"].numpy()
-        done = searched(outcome, run, first)
+        done = searched(request, run, first)
         tested = CircuitsAndPlacebos.of({FOUND: circuit_from_edges(graph, done.inside)}, placebos, seed)
-        alone = ran(outcome, tested, run.part("alone"))
+        alone = ran(request, tested, run.part("alone"))
         return CircuitSearch(tabulated(done), run.record, alone.table, alone.shapes, alone.sizes, done.runs)
 
     return run_or_resume(CircuitSearch, "find_circuit", model, options, work, out=out, seed=seed, progress=progress)
 
 
-def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Greedy:
+def searched(request: CircuitRequest, run: Run, start: Indices | None = None) -> Greedy:
     """Search with the options in the record of a run, from all edges or from some."""
-    keep = outcome.pairs_to_keep(WALKS)
-    options, runner = run.record.options, CircuitRunner(outcome, run.record.fingerprint, keep)
-    pairs, steps = range(len(outcome)), count()
+    keep = request.pairs_to_keep(WALKS)
+    options, runner = run.record.options, CircuitRunner(request, run.record.fingerprint, keep)
+    pairs, steps = range(len(request)), count()
 
     def means(stage: str, circuits: Sequence[Indices], name: str) -> Tensor:
         pieces = run.pieces(stage, pairs, partial(runner.measure, circuits=circuits))
@@ -407,7 +410,7 @@ def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Greedy
     # The direction of a loss: a metric may be larger in the corrupted run.
     sign = (1 if clean >= corrupted else -1) if options["by"] == "signed" else 0
     layers = range(runner.graph.n_layers)
-    together = any(attention_post_norm(outcome.plan.model, layer) is not None for layer in layers)
+    together = any(attention_post_norm(request.plan.model, layer) is not None for layer in layers)
     rule = Rule(float(options["threshold"]), sign, options["budget"], together)
     with run.bar("edges decided", "edge", runner.graph.n_edges) as bar:
         return Greedy(runner.graph, rule, evaluate, lambda decided: bar.update(decided - bar.n), start).search()
