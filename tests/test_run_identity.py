@@ -202,12 +202,23 @@ WORDS = [" Paris", " Rome", " Madrid", " Berlin", " France", " Italy", " Spain",
 PAIRS = [(a.strip(), (b.strip(),)) for a in WORDS for b in WORDS if a != b][:40]
 
 
-def test_how_texts_begin_is_part_of_the_tokenizer(tmp_path):
-    model = tiny()
-    hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
-    model.bos = (2,)
-    with pytest.raises(RunFolderError, match="tokenizer"):
-        hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
+def test_how_texts_begin_is_part_of_the_run_also_if_each_model_has_its_own_default(tmp_path):
+    texts, out = tmp_path / "texts.txt", tmp_path / "out"
+    texts.write_text(f"{CLEAN}\n{CORRUPTED}\n")
+    tokenizer = tiny_tokenizer(bos=False)
+    model = hw.load(tiny_model("gpt2"), tokenizer=tokenizer)
+    model.raw.cfg.default_prepend_bos = False
+    other = hw.load(model.raw, tokenizer=tokenizer)
+    assert (model.bos, other.bos) == ((0,), ())
+    hw.score_file(model, texts, out=out, **QUIET)
+    with pytest.raises(RunFolderError, match=r"holds another run \(bos: "):
+        hw.score_file(other, texts, out=out, **QUIET)
+    assert model.fingerprint == other.fingerprint
+    assert model.tokenizer_digest == other.tokenizer_digest
+    assert model.digest() != other.digest()
+    run = hw.token_statistics(model, CLEAN, **QUIET).run
+    assert run.mismatch(model) is None
+    assert run.mismatch(other) == "another beginning of texts"
 
 
 def replaced(model):

@@ -90,7 +90,6 @@ class Model:
         config: the transformers config, or TransformerLens's own config for models without one.
         tokenizer: may be None.
         bos: the ids that every text begins with; set by `hw.load(..., bos=)`.
-        default_bos: the ids that every text would begin with by default.
         lock: held while the model runs; hold it to make several runs atomic.
         hinted: the names of one-time hints that were already given.
         misfits: by site and layer, why the activation is missing or is not what its name says; using it is an error.
@@ -122,7 +121,7 @@ class Model:
         self.shape = shape
         self.config = config
         self.tokenizer = tokenizer
-        self.bos = self.default_bos = self.resolve_bos(None)
+        self.bos = self.resolve_bos(None)
         self.lock = RunLock()
         self.hinted = set[str]()
         self.misfits: Mapping[tuple[str, int], str] = {}
@@ -180,15 +179,12 @@ class Model:
 
     @property
     def tokenizer_digest(self) -> str:
-        """A hash of the tokenizer and of the ids that texts begin with; "none" without a tokenizer."""
-        if self._hashes:
-            return self._hashes[1]
-        begins = "" if self.bos == self.default_bos else f", texts begin with {self.bos}"
-        return tokenizer_digest(self.tokenizer) + begins
+        """A hash of the tokenizer; "none" without one."""
+        return self._hashes[1] if self._hashes else tokenizer_digest(self.tokenizer)
 
     def digest(self) -> str:
         """Return this model's part of the identity of an object that contains it."""
-        return f"{self.fingerprint} {self.tokenizer_digest}"
+        return f"{self.fingerprint} {self.tokenizer_digest} {self.bos}"
 
     @contextlib.contextmanager
     def hashed_once(self) -> Iterator[None]:

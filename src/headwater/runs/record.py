@@ -125,11 +125,13 @@ class RunRecord:
         return None
 
     def mismatch(self, model: Recorded) -> str | None:
-        """Return how `model` differs from this run's, "other weights" or "another tokenizer"; None if it does not."""
+        """Return how `model` differs from this run's, such as "other weights"; None if it does not."""
         if self.fingerprint != model.fingerprint:
             return "other weights"
-        is_other = self.tokenizer is not None and self.tokenizer != model.tokenizer_digest
-        return "another tokenizer" if is_other else None
+        if self.tokenizer is not None and self.tokenizer != model.tokenizer_digest:
+            return "another tokenizer"
+        is_other = self.bos is not None and hasattr(model, "bos") and self.bos != list(model.bos)
+        return "another beginning of texts" if is_other else None
 
     def differences(self, other: RunRecord) -> list[str]:
         """Return the differences between this run and another; empty if `other` would compute the same result."""
@@ -156,7 +158,7 @@ class RunRecord:
     def _identity(self) -> dict[str, Any]:
         """The flattened fields that must agree for two runs to be the same run (date and device may differ)."""
         # Without the model's name: a moved folder, or a hub name for the same weights, is the same run.
-        fixed = {name: getattr(self, name) for name in ("analysis", "fingerprint", "tokenizer", "dtype", "seed")}
+        fixed = {name: getattr(self, name) for name in ("analysis", "fingerprint", "tokenizer", "bos", "dtype", "seed")}
         versions = {f"version of {name}": version for name, version in self.versions.items()}
         # Through JSON, so that a record from a file and a new one compare equal (tuples become lists).
         options = {f"option {name}": value for name, value in json.loads(json.dumps(self.options)).items()}
