@@ -132,6 +132,25 @@ def test_olmo_runs_and_is_swept_in_bfloat16_as_transformers_runs_it(name):
     assert float(effects.abs().max()) > 0.05
 
 
+class OwnConfig(tf.LlamaConfig):
+    model_type = "mine"
+
+
+def test_a_model_type_without_a_row_runs_and_is_recorded_although_it_uses_llamas_class():
+    config = OwnConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, bos_token_id=0
+    )
+    hf = tf.LlamaForCausalLM(config).eval()
+    model = hw.load(hf)
+    tokens = torch.arange(5, 15)[None]
+    torch.testing.assert_close(model.run(tokens), reference_logits(hf, tokens), rtol=0, atol=1e-5)
+    assert model.cache(tokens, sites="resid_post", progress=False).run.fingerprint == model.fingerprint
+    before = model.fingerprint
+    with torch.no_grad():
+        hf.model.layers[1].mlp.up_proj.weight.mul_(2)
+    assert model.fingerprint != before
+
+
 def test_a_model_in_training_mode_is_evaluated_without_changing_the_original():
     hf = tiny_model("gpt2").train()
     model = hw.load(hf, tokenizer=tiny_tokenizer())

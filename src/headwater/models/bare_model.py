@@ -35,7 +35,7 @@ from torch import Tensor
 from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import few_tokens, same_but_for_rounding
 from headwater.models.edits import Hook, points_of, read_hook
-from headwater.models.families import family_named
+from headwater.models.families import known_family
 from headwater.models.fingerprint import SameObjects, is_a, parameter_reader
 from headwater.models.forward import (
     DoneError,
@@ -187,7 +187,7 @@ def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
     unshared = [name for name, p in model.raw.named_parameters() if p.untyped_storage().data_ptr() not in memory]
     if not unshared:
         return True
-    family = family_named(model.shape.architecture)
+    family = known_family(model.config)
     if family is None or family.fused is None or not all(SPLIT.search(name) for name in unshared):
         return False
     parts = parameter_reader(model.raw, family, model.shape)
@@ -198,7 +198,7 @@ def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
 
 def is_the_same_in_one_pass(model: Model) -> bool:
     """Return whether attention in one pass computes the same as the architecture, with nothing between its steps."""
-    inner, family = model.raw.original_model, family_named(model.shape.architecture)
+    inner, family = model.raw.original_model, known_family(model.config)
     if family is None or not getattr(inner, "_supports_sdpa", False):
         return False
     return not any(getattr(inner.config, option, None) for option in family.not_in_one_pass)

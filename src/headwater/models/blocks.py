@@ -35,7 +35,7 @@ from headwater.kernels.devices import to_device
 from headwater.kernels.elementwise import softmax, tanh_gelu
 from headwater.models.bridge_check import difference, rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
-from headwater.models.families import FAMILIES, family_of
+from headwater.models.families import known_family
 from headwater.models.forward import (
     FixedPrefix,
     KeysValues,
@@ -420,8 +420,7 @@ def cannot_step(model: HookedModel) -> str | None:
         return "its modules have other hooks or attributes than when it was loaded"
     if keeps_an_index(raw):
         return "its attention caches an index of tokens in addition to keys and values"
-    known = is_bridge(raw) and getattr(model.config, "model_type", None) in FAMILIES
-    if known and family_of(model.config).positions_by_place:
+    if is_bridge(raw) and (family := known_family(model.config)) is not None and family.positions_by_place:
         return "its attention takes positions from the columns of whole rows (ALiBi)"
     if any(site in STATES and site != "resid_mid" for site, _ in model.misfits):
         return "its blocks add something other than the outputs of attention and MLP to the residual stream"

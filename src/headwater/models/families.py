@@ -167,7 +167,6 @@ OPT = Family(
     varies=_opt,
 )
 
-# The order matters: if two types share a class, `family_named` returns the first.
 for _model_type, _family in {
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -299,12 +298,17 @@ def text_config(config: Any) -> Any:
 
 def family_of(config: Any) -> Family:
     """Return the family of a transformers config."""
-    config = text_config(config)
-    if config.model_type not in FAMILIES:
-        raise ModelError(
-            f"The model type {config.model_type!r} is not supported; headwater reads {', '.join(FAMILIES)}."
-        )
-    return FAMILIES[config.model_type].of(config)
+    if (family := known_family(config)) is None:
+        kind = text_config(config).model_type
+        raise ModelError(f"The model type {kind!r} is not supported; headwater reads {', '.join(FAMILIES)}.")
+    return family
+
+
+def known_family(config: Any) -> Family | None:
+    """Return the family of a config; None if there is no row for it, and for a config that is not of transformers."""
+    config = text_config(config) if hasattr(config, "get_text_config") else config
+    kind = getattr(config, "model_type", None)
+    return FAMILIES[kind].of(config) if kind in FAMILIES else None
 
 
 def clip_limit(config: Any) -> float | None:
@@ -312,11 +316,6 @@ def clip_limit(config: Any) -> float | None:
     config = text_config(config) if hasattr(config, "get_text_config") else config
     parts = (config, getattr(config, "attn_config", None))
     return next((limit for part in parts if (limit := getattr(part, "clip_qkv", None))), None)
-
-
-def family_named(architecture: str) -> Family | None:
-    """Return the first family with this transformers class; None if there is no row for it."""
-    return next((family for family in FAMILIES.values() if family.architecture == architecture), None)
 
 
 # The sizes of a model, read from its transformers config, under the same names for every architecture.

@@ -47,7 +47,7 @@ from xxhash import xxh3_128_digest
 
 from headwater.errors import HeadwaterError
 from headwater.models.conversion import Conversion, join_heads
-from headwater.models.families import Family, ModelShape, family_named, family_of, shape_of, text_config
+from headwater.models.families import Family, ModelShape, family_of, known_family, shape_of, text_config
 from headwater.progress import progress_bar
 from headwater.runs.identity import UNKNOWN, content_of, without_type_checks
 from headwater.runs.storage import write_atomically
@@ -123,8 +123,9 @@ class KnownWeights:
         """Return the fingerprint of the current weights."""
         (parameters, buffers), raw = self._named(), self._raw
         # If headwater cannot read files of its family, TransformerLens's config specifies what a model computes.
-        is_foreign = not hasattr(raw, "original_model") or family_named(self._shape.architecture) is None
-        config = raw.cfg if is_foreign else raw.original_model.config
+        config = getattr(getattr(raw, "original_model", None), "config", None)
+        if is_foreign := known_family(config) is None:
+            config = raw.cfg
         state = _looks([*parameters, *buffers]), type(config), str(vars(config))
         if state != self._seen:
             changed = [(name, one) for name, one in buffers if self._buffers.get(name) != _hash_of(one)]

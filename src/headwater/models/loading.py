@@ -43,7 +43,7 @@ from headwater.models.checkpoint import (
     weight_files,
 )
 from headwater.models.conversion import Conversion, SkipWeightInit, split_heads
-from headwater.models.families import FAMILIES, ModelShape, family_of, shape_of, text_config
+from headwater.models.families import ModelShape, family_of, known_family, shape_of, text_config
 from headwater.models.fingerprint import is_a
 from headwater.models.gguf_file import is_gguf, read_gguf
 from headwater.models.hooked import HookedModel
@@ -213,7 +213,7 @@ def _config(folder: Path, trust_remote_code: bool) -> Any:
         return open_checkpoint(folder).config
     config = read_config(folder, trust_remote_code)
     refuse_to_run(folder, config)
-    if text_config(config).model_type in FAMILIES:
+    if known_family(config) is not None:
         # Checks the headers alone, to refuse an invalid checkpoint before reading its weights.
         open_checkpoint(folder, trust_remote_code)
     else:
@@ -266,8 +266,8 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
     hf.eval().requires_grad_(False)
-    model_type = text_config(hf.config).model_type
-    architecture = FAMILIES[model_type].architecture if model_type in FAMILIES else type(hf).__name__
+    family = known_family(hf.config)
+    architecture = type(hf).__name__ if family is None else family.architecture
     # A config made in memory names none, and TransformerLens 4.3 cannot otherwise infer it for Gemma 3's text model.
     hf.config.architectures = [architecture]
     if tokenizer is not None:
@@ -306,7 +306,7 @@ def _checked(model: HookedModel, reference: Reference | None = None) -> HookedMo
 
 
 def _shape(hf_config: object, cfg: Any) -> ModelShape:
-    if getattr(hf_config, "model_type", None) in FAMILIES or hasattr(hf_config, "text_config"):
+    if known_family(hf_config) is not None or hasattr(hf_config, "text_config"):
         return shape_of(hf_config)
     return ModelShape(
         architecture=str(getattr(cfg, "architecture", None) or getattr(cfg, "original_architecture", None) or "custom"),
@@ -799,8 +799,7 @@ def for_adapter(config: Any) -> tuple[Any, Callable[[Any], None] | None]:
 
 def keep_dtype_when_rotated(raw: Any, hf: Any) -> None:
     """Cast rotated queries and keys to the dtype of the weights, as transformers does."""
-    model_type = hf.config.model_type
-    if model_type not in FAMILIES or not FAMILIES[model_type].rotates_in_float32:
+    if (family := known_family(hf.config)) is None or not family.rotates_in_float32:
         return
 
     def cast(point: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headwater.calls import checked_calls
 from headwater.errors import ModelError
-from headwater.models.families import ModelShape, family_named, text_config
+from headwater.models.families import ModelShape, known_family, text_config
 from headwater.models.fingerprint import KnownModules, KnownWeights, SameModules, is_a
 from headwater.models.tokens import Batch, Bos, Inputs, Tokenizer, resolve_bos
 from headwater.runs.identity import tokenizer_digest
@@ -273,12 +273,12 @@ def generation_config(raw: object) -> Any:
 
 def logit_scale(model: Model) -> float:
     """Return the factor by which a model multiplies the output of its unembedding (Cohere, Granite)."""
-    family = family_named(model.shape.architecture)
+    family = known_family(model.config)
     return 1.0 if family is None or family.logit_scale is None else float(family.logit_scale(text_config(model.config)))
 
 
 def residual_scale(model: Model) -> float:
     """Return the factor that a model's blocks apply to attention and MLP outputs before adding them (Granite)."""
-    family = family_named(model.shape.architecture)
+    family = known_family(model.config)
     name = None if family is None else family.residual_scale
     return 1.0 if name is None else float(getattr(text_config(model.config), name))
