@@ -176,6 +176,11 @@ def test_a_hub_name_is_read_from_the_cache_when_offline(tmp_path, monkeypatch):
     source = open_weights("someone/tiny")
     assert (source.name, source.revision) == ("someone/tiny", commit)
     assert source.fingerprint == open_weights(snapshot).fingerprint
+    (tmp_path / "smollm2").mkdir()
+    cached.rename(tmp_path / "models--HuggingFaceTB--SmolLM2-135M-Instruct")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("headwater.models.checkpoint.packaged_file", lambda name: None)
+    assert open_weights("smollm2").revision == commit
 
 
 def test_short_names_of_transformer_lens_are_resolved_also_with_a_dot():

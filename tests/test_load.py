@@ -340,8 +340,9 @@ def test_an_absent_embedded_model_says_how_to_make_it(tmp_path, monkeypatch):
 def test_an_unknown_name_offers_the_nearest_ones():
     with pytest.raises(ModelError, match="gpt2-xl'"):
         hw.load("gpt2-xll")
-    with pytest.raises(ModelError, match="Did you mean 'embedded-instruct'"):
-        hw.load("embeded-instruct")
+    for call in (hw.load, open_weights):
+        with pytest.raises(ModelError, match="Did you mean 'embedded-instruct'"):
+            call("embeded-instruct")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c"])
@@ -356,6 +357,12 @@ def test_a_folder_misspelt_is_told_with_its_neighbour(tmp_path):
         hw.load(tmp_path / "lama")
     with pytest.raises(ModelError, match=r"There is no folder .*/gpt2\.$"):
         hw.load(tmp_path / "gpt2")
+
+
+def test_a_stray_json_with_sizes_does_not_turn_a_checkpoint_into_a_hooked_transformer(folder):
+    before = hw.load(folder).fingerprint
+    (folder / "a_probe.json").write_text(json.dumps({"d_model": 1, "n_layers": 1, "d_head": 1, "n_ctx": 1}))
+    assert hw.load(folder).fingerprint == before
 
 
 def test_a_file_is_not_a_checkpoint(folder):

@@ -23,11 +23,11 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from torch import Tensor
 
-from headwater.errors import ModelError, first_line, one_line
+from headwater.errors import ModelError, did_you_mean, first_line, one_line
 from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
 from headwater.models.families import family_of, refuse_impossible_sizes, shape_of, text_config
 from headwater.models.gguf_file import INSTALL, GGUFFile, config_of, is_gguf, names_in, read_as_stored, read_gguf
-from headwater.models.packaged import BASE, PACKAGED, embedded_folder, is_embedded, is_packaged, packaged_file
+from headwater.models.packaged import BASE, FOLDERS, PACKAGED, embedded_folder, is_embedded, is_packaged, packaged_file
 from headwater.models.tokens import panics_are_errors
 from headwater.models.transformers_names import (
     AutoConfig,
@@ -65,7 +65,18 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
         return path
     if path.is_file():
         raise ModelError(f"{what} is a file; give the folder of the checkpoint, or a GGUF file (its name in .gguf).")
-    return from_hub(str(what), NEEDED_FILES, revision)
+    name = str(what)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ModelError(f"There is no folder {path}.{did_you_mean(path.name, beside, or_all=False)}")
+    try:
+        return from_hub(name, NEEDED_FILES, revision)
+    except ModelError as error:
+        from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
+
+        known = {*OFFICIAL_MODEL_NAMES}.union(*MODEL_ALIASES.values())
+        near = "" if name in known else did_you_mean(name, known.union(FOLDERS, PACKAGED), or_all=False)
+        raise ModelError(f"{error}{near}") from error
 
 
 def from_hub(what: str, files: Sequence[str], revision: str | None = None) -> Path:
@@ -115,7 +126,7 @@ def revision_of(what: object, folder: Path) -> str | None:
     """Return the identity of weights: a commit of the hub; name, types and hash of a GGUF file; None for a folder."""
     if is_gguf(folder):
         return read_gguf(folder).revision
-    return None if is_embedded(what) or Path(str(what)).expanduser().is_dir() else folder.name
+    return None if is_embedded(what) or folder == Path(str(what)).expanduser() else folder.name
 
 
 def hub_name(name: str) -> str:

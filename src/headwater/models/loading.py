@@ -47,7 +47,7 @@ from headwater.models.families import ModelShape, family_of, known_family, shape
 from headwater.models.fingerprint import is_a
 from headwater.models.gguf_file import is_gguf, read_gguf
 from headwater.models.hooked import HookedModel
-from headwater.models.packaged import BASE, FOLDERS, PACKAGED, embedded_folder, is_embedded, is_packaged
+from headwater.models.packaged import BASE, is_embedded, is_packaged
 from headwater.models.tokens import Bos, resolve_bos, spelled_tokens
 from headwater.models.transformers_names import (
     CONFIG_MAPPING,
@@ -126,16 +126,16 @@ def load(
     # Report a wrong bos= now, not after reading the weights.
     if tokenizer is not None and bos is not None:
         resolve_bos(bos, tokenizer, True)
-    name = str(what or BASE) if what is None or is_embedded(what) else None
-    source = what if name is None else embedded_folder(name)
+    source = BASE if what is None else what
     if not isinstance(source, str | Path):
         model = _from_memory(source, tokenizer, device, kind, merge_adapters)
-    elif (config_of_lens := _lens_config(path := checked_path("what", source))) is not None:
+    elif (config_of_lens := _lens_config(source)) is not None:
         _refuse_spread(device, "the state dict of a HookedTransformer")
-        raw = read_lens_checkpoint(path, config_of_lens, tokenizer, device or _default_device(), kind, pickled=pickled)
+        path, where = checked_path("what", source), device or _default_device()
+        raw = read_lens_checkpoint(path, config_of_lens, tokenizer, where, kind, pickled=pickled)
         model = _from_lens(raw, tokenizer, None, None, name=str(source))
     else:
-        folder = _folder(source, revision)
+        folder = checkpoint_folder(source, revision)
         config = _config(folder, trust_remote_code)
         tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
         if bos is not None:
@@ -144,7 +144,7 @@ def load(
         if target_device is not None:
             refuse_unless_it_fits(folder, config, kind, target_device)
         hf = language_model(read_pretrained(folder, config, kind, trust_remote_code, target_device))
-        model = _boot(hf if target_device is None else hf.to(target_device), tokenizer, name or str(source))
+        model = _boot(hf if target_device is None else hf.to(target_device), tokenizer, str(source))
         model.revision = revision_of(source, folder)
     if bos is None:
         warn_of_other_beginnings(model)
@@ -320,24 +320,6 @@ def _shape(hf_config: object, cfg: Any) -> ModelShape:
         n_ctx=cfg.n_ctx,
         parallel_blocks=bool(cfg.parallel_attn_mlp) and getattr(cfg, "architecture", None) != NATIVE,
     )
-
-
-def _folder(checkpoint: str | Path, revision: str | None) -> Path:
-    """Find the folder of a checkpoint; TransformerLens's short names ("pythia-70m") are mapped to hub names."""
-    source, path = str(checkpoint), Path(checkpoint).expanduser()
-    if is_packaged(checkpoint) or path.exists() or is_gguf(path):
-        return checkpoint_folder(checkpoint, revision)
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ModelError(f"There is no folder {path}.{did_you_mean(path.name, beside, or_all=False)}")
-    from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
-
-    try:
-        return checkpoint_folder(source, revision)
-    except ModelError as error:
-        known = {*OFFICIAL_MODEL_NAMES}.union(*MODEL_ALIASES.values())
-        near = "" if source in known else did_you_mean(source, known.union(FOLDERS, PACKAGED), or_all=False)
-        raise ModelError(f"{error}{near}") from error
 
 
 def _default_device() -> torch.device:
@@ -610,20 +592,26 @@ def _read_state(path: Path, pickled: bool) -> dict[str, Tensor]:
     return tensors
 
 
-def _lens_config(path: Path) -> dict[str, Any] | None:
+def _lens_config(what: str | Path) -> dict[str, Any] | None:
     """Read the JSON with a HookedTransformer's config: in the folder, or next to the file (same name first)."""
+    path = checked_path("what", what)
     if path.is_file() and path.suffix in WEIGHTS:
         candidates = [path.with_suffix(".json"), *sorted(path.parent.glob("*.json"))]
+    elif is_embedded(what) or is_packaged(what) or "model_type" in _object_in(path / "config.json"):
+        return None
     else:
         candidates = sorted(path.glob("*.json")) if path.is_dir() else []
-    for file in candidates:
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(config, dict) and {"d_model", "n_layers", "d_head", "n_ctx"} <= config.keys():
-            return config
-    return None
+    configs = map(_object_in, candidates)
+    return next((config for config in configs if {"d_model", "n_layers", "d_head", "n_ctx"} <= config.keys()), None)
+
+
+def _object_in(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if there is no such file, or it contains something else."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 # Requirements on a transformers model before it is wrapped: a language model with plain float weights.
