@@ -1,5 +1,6 @@
 """Activations collected into a folder: the same numbers, flat memory, continued after a kill, shared by processes."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from headwater.errors import InputError, RunFolderError
 from headwater.models import cache_collection
 from headwater.runs import storage
 from headwater.runs.folder import processes
-from headwater.runs.identity import hash_of_tensor
+from headwater.runs.identity import UNKNOWN, hash_of_tensor
 from headwater.runs.storage import Shards
 from tests import chance
 from tests.counting_run import files
@@ -100,6 +101,23 @@ def test_a_part_that_was_changed_is_refused_when_it_is_read_and_loading_reads_no
 
 
 @pytest.mark.usefixtures("small_parts")
+def test_the_digest_of_a_cache_that_only_its_numbers_identify_covers_them(llama, tmp_path):
+    def collected(factor):
+        made = llama.cache(texts(), sites="z", **QUIET)
+        unknown = dataclasses.replace(made.run, options={"metric": {UNKNOWN: "a function"}})
+        parts = [{name: factor * one for name, one in part.items()} for part in made.activations]
+        return dataclasses.replace(made, run=unknown, activations=Shards(parts))
+
+    one, other = collected(1), collected(2)
+    assert one.run.unknown
+    kept, cache = one.digest(), hw.load_cache(one.save(tmp_path))
+    assert cache.digest() == kept != other.digest()
+    cache.rows("z", 1)
+    assert cache.digest() == kept
+    assert hw.load_cache(other.save(tmp_path)).digest() == other.digest()
+
+
+@pytest.mark.usefixtures("small_parts")
 def test_an_interrupted_collection_goes_on_behind_its_last_part(llama, tmp_path, monkeypatch):
     whole = llama.cache(texts(), sites=SITES, out=tmp_path / "whole", **QUIET)
     run, calls = llama.run, []
@@ -126,13 +144,12 @@ def test_a_part_that_changes_between_two_attempts_to_finish_is_replaced_and_noth
     llama, tmp_path, monkeypatch
 ):
     whole = llama.cache(texts(), sites="z", out=tmp_path / "whole", **QUIET)
-    out, copy = tmp_path / "out", Shards._copy
+    out, part = tmp_path / "out", tmp_path / "out/activations/000001.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(Shards, "_copy", lambda self, number, target: 1 / (number < 2) and copy(self, number, target))
+        patch.setattr(Shards, "write", lambda self, folder: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llama.cache(texts(), sites="z", out=out, **QUIET)
     (out / "activations" / ".000002.safetensors.bde0555e03ae.tmp").write_bytes(bytes(12))
-    part = next(piece for piece in (out / "pieces").iterdir() if piece.samefile(out / "activations/000001.safetensors"))
     content = part.read_bytes()
     part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.warns(UserWarning, match="is not the file that this run wrote: it is recomputed"):

@@ -210,7 +210,7 @@ def attack(name: str, tmp_path: Path, kills: int) -> int:
         out = tmp_path / f"run-{run}"
         while not killed_after(rng.uniform(0, duration), partial(call, model, out)):
             done += 1
-            pieces = sorted(out.glob("pieces/*.safetensors"))
+            pieces = sorted(out.glob("*/*.safetensors"))
             if pieces and rng.random() < 0.5:
                 piece = pieces[int(rng.integers(len(pieces)))]
                 piece.write_bytes(flipped(piece.read_bytes(), rng))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Optional
 
 import pandas as pd
 import pytest
@@ -34,6 +35,23 @@ class Noted(Result):
     notes: Sequence[Sequence[str]]
     maybe: str | None
     run: RunRecord
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Loose(Result):
+    table: pd.DataFrame
+    anything: Any
+    count: Optional[int]  # noqa: UP045  as in older code
+    run: RunRecord
+
+
+def test_fields_of_ones_own_class_may_be_optional_or_of_any_type(tmp_path):
+    loose = Loose(sample().table, [1, "a"], None, record())
+    loaded = Loose.load(loose.save(tmp_path))
+    assert (loaded.anything, loaded.count) == ([1, "a"], None)
+    dataclasses.replace(loose, count="three").save(tmp_path)
+    with pytest.raises(RunFolderError, match="its count is a str of the wrong kind"):
+        Loose.load(tmp_path)
 
 
 def test_a_saved_result_is_read_back_exactly(tmp_path):

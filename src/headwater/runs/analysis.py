@@ -23,7 +23,7 @@ from headwater.progress import Bar, progress_bar
 from headwater.runs.folder import Compute, RunFolder
 from headwater.runs.record import Recorded, RunRecord
 from headwater.runs.result import Result
-from headwater.runs.storage import Shards, shard_name
+from headwater.runs.storage import Shards, make_folder
 
 Item = TypeVar("Item")
 R = TypeVar("R", bound=Result)
@@ -60,6 +60,17 @@ class Run:
             bar: progress bar that counts finished items.
             size: how much an item counts on the bar.
         """
+        return self._computed(f"{self.prefix}{stage}-", items, compute, bar, size)
+
+    def _computed(
+        self,
+        names: str,
+        items: Iterable[Item],
+        compute: Callable[[Item], Mapping[str, Tensor]],
+        bar: Bar | None,
+        size: Callable[[Item], int],
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the piece of each item; the name of a piece is `names` and its number."""
 
         def work() -> Iterator[Compute]:
             done = bar.n if bar is not None else 0
@@ -71,7 +82,7 @@ class Run:
                     bar.update(done - bar.n)
 
         if self.folder is not None:
-            named = ((self._piece_name(stage, number), make) for number, make in enumerate(work()))
+            named = ((f"{names}{number:06d}", make) for number, make in enumerate(work()))
             yield from self.folder.pieces(named)
         else:
             for make in work():
@@ -89,17 +100,15 @@ class Run:
 
         The arguments are those of `pieces`; `stage` is also the name of the result's field that the parts belong to.
         """
-        computed = self.pieces(stage, items, compute, bar, size)
+        computed = self._computed(f"{stage}/", items, compute, bar, size)
         if self.folder is None:
             return Shards(list(computed))
+        make_folder(self.folder.path / stage)
         # Consume and drop all: each piece is in its file once it was yielded, and none is kept in memory.
         for _ in computed:
             pass
-        pieces = [self.folder.piece_file(self._piece_name(stage, number)) for number in range(len(items))]
-        return Shards.of_files([self.folder.path / stage / shard_name(i) for i in range(len(items))], pieces)
-
-    def _piece_name(self, stage: str, number: int) -> str:
-        return f"{self.prefix}{stage}-{number:06d}"
+        files = [self.folder.piece_file(f"{stage}/{number:06d}") for number in range(len(items))]
+        return Shards.of_files(files, checked=True)
 
     def part(self, name: str) -> Run:
         """Return the same run for a part of the analysis; the part's name is prefixed to its stages."""

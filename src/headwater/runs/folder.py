@@ -111,7 +111,7 @@ class RunFolder:
             yield tensors
 
     def finish(self, result: Result) -> None:
-        """Write the whole result and delete its pieces."""
+        """Write the whole result and delete its pieces, except the parts that it keeps."""
         self._processes.together(f"the result of {self.run.analysis}", None)
         self._processes.on_main(f"writing the result of {self.run.analysis}", lambda: self._close(result))
 
@@ -206,7 +206,9 @@ class RunFolder:
         return f"{name} of {self._identity}"
 
     def piece_file(self, name: str) -> Path:
-        """Return the file of a piece, which exists until the result is complete."""
+        """Return the file of a piece, which exists until the result is complete; `activations/000000` is its part."""
+        if re.fullmatch(r"\w+/\d{6,}", name):
+            return self.path / f"{name}.safetensors"
         if not re.fullmatch(r"[\w-][\w.-]*", name):
             raise ValueError(f"A piece cannot be named {name!r}: it must be usable in a file name.")
         return self._pieces / f"{name}.safetensors"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -372,7 +372,9 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
 def _is_of(value: object, kind: Any) -> bool:
     """Whether a value has an annotated type: a table, a tensor with its axes, a text, a literal, a union, or lists."""
     origin, inside = get_origin(kind), get_args(kind)
-    if origin is UnionType:
+    if kind is Any:
+        return True
+    if origin in (UnionType, Union):
         return any(_is_of(value, one) for one in inside)
     if origin is None:
         return isinstance(value, kind)

@@ -19,6 +19,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,11 @@ def _readable(file: Path) -> Iterator[None]:
         raise RunFolderError(f"{file} cannot be read ({error}). Delete the folder and run again.") from None
 
 
+def _content_of(file: Path) -> str:
+    """Return the hash of a tensor file's content according to its seal."""
+    return seal_of(file).rpartition(" ")[2]
+
+
 def _hash_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     # Sorted, since safetensors uses its own order.
     parts = (part for name in sorted(tensors) for part in (name.encode(), hash_of_tensor(tensors[name])))
@@ -212,17 +218,11 @@ def _flush(path: Path) -> None:
 # Tensors in parts: data too large for memory is a sequence of files, memory-mapped on request.
 #
 # A part is a dict of named tensors. In memory the parts are a list; on disk each is a safetensors file in one folder,
-# in the order of the file names. A run writes such files one by one (`Run.stored`), and the finished result takes them
-# over by hard links, so that nothing is written twice. Each file carries the hash of its content, which is checked at
-# the first read.
+# in the order of the file names. A run writes each file where it stays (`Run.stored`). Each file carries the hash of
+# its content, which is checked at the first read.
 
 
 NAME = re.compile(r"\d{6,}\.safetensors")
-
-
-def shard_name(number: int) -> str:
-    """Return the file name of a part."""
-    return f"{number:06d}.safetensors"
 
 
 class Shards:
@@ -231,28 +231,19 @@ class Shards:
     def __init__(self, parts: Sequence[Mapping[str, Tensor]] = ()):
         self._parts = [dict(part) for part in parts]
         self._files: list[Path] = []
-        self._pieces: list[Path] = []
         self._checked: set[int] = set()
 
     @classmethod
-    def of_files(cls, files: Sequence[Path], pieces: Sequence[Path] = ()) -> Shards:
-        """Return parts in files; until `write` creates `files`, the parts are in `pieces` that this run checked."""
+    def of_files(cls, files: Sequence[Path], checked: bool = False) -> Shards:
+        """Return parts in files; `checked` if this process wrote them, or has already checked their hashes."""
         made = cls()
-        # Pieces were hashed when this run wrote or read them, so they need no second check.
-        made._files, made._pieces, made._checked = list(files), list(pieces), set(range(len(pieces)))
+        made._files, made._checked = list(files), set(range(len(files))) if checked else set()
         return made
 
     @property
     def in_memory(self) -> bool:
         """Whether the tensors are in memory rather than in files."""
         return not self._files
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes of the tensors, or of their files."""
-        if self.in_memory:
-            return sum(tensor.nbytes for part in self._parts for tensor in part.values())
-        return sum(self._place(number).stat().st_size for number in range(len(self)))
 
     def __len__(self) -> int:
         return len(self._parts) or len(self._files)
@@ -265,7 +256,7 @@ class Shards:
         if self.in_memory:
             return self._parts[number]
         read = load_tensors if number in self._checked else read_tensors
-        tensors = read(self._place(number))
+        tensors = read(self._files[number])
         self._checked.add(number)
         return tensors
 
@@ -278,40 +269,25 @@ class Shards:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Shards({len(self)} parts, {self.nbytes / 2**20:,.1f} MiB{'' if self.in_memory else ' in files'})"
+        return f"Shards({len(self)} parts{'' if self.in_memory else ' in files'})"
+
+    def digest(self) -> str:
+        """Return a hash of the content of all parts, the same in memory and in files; files are not read for it."""
+        contents = map(_hash_of_tensors, self._parts) if self.in_memory else map(_content_of, self._files)
+        return hashed("shards", *(content.encode() for content in contents)).hex()
 
     def write(self, folder: Path) -> list[str]:
         """Write the parts into a folder and return the names of their files; files already in place are kept."""
         make_folder(folder)
-        names = [shard_name(number) for number in range(len(self))]
+        names = [f"{number:06d}.safetensors" for number in range(len(self))]
         for number, name in enumerate(names):
+            target = folder / name
             if self.in_memory:
-                write_tensors(folder / name, self._parts[number])
-            else:
-                self._copy(number, folder / name)
+                write_tensors(target, self._parts[number])
+            elif not (target.exists() and target.samefile(self._files[number])):
+                write_atomically(target, partial(shutil.copyfile, self._files[number]))
         for file in folder.iterdir():
             # It belongs to an earlier, longer result in the same folder.
             if NAME.fullmatch(file.name) and file.name not in names:
                 file.unlink()
         return names
-
-    def _copy(self, number: int, target: Path) -> None:
-        piece = self._pieces[number] if self._pieces else None
-        source = piece if piece and piece.exists() else self._place(number)
-        if target.exists() and source.samefile(target):
-            return
-        # Link only this run's own piece, which is removed soon; two results must not share a file.
-        put = _linked if source in self._pieces else shutil.copyfile
-        write_atomically(target, lambda temporary: put(source, temporary))
-
-    def _place(self, number: int) -> Path:
-        file = self._files[number]
-        return file if not self._pieces or file.exists() else self._pieces[number]
-
-
-def _linked(source: Path, target: Path) -> None:
-    """Hard-link a file to a second name, or copy it if the file system has no hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
