@@ -26,7 +26,7 @@ TIERS = """
 axes colors errors version
 foreign_names
 calls rooms options registry progress
-kernels stats data
+kernels stats data figure_options
 runs
 models
 probes

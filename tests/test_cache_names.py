@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import headwater as hw
 from headwater.errors import ModelError
-from headwater.models.fingerprint import HOOKS
+from headwater.models.fingerprint import TORCH_HOOKS
 from headwater.models.forward import NAMES, attentions_of, name_of_cache, name_read, takes_cache
 from headwater.models.generation import generate_tokens
 from tests.own_models import HAS_BRIDGE_ONLY, raw_model
@@ -69,7 +69,7 @@ def is_now(kind):
 
 
 def hooks_on(model):
-    return [hook for module in model.raw.modules() for key in HOOKS for hook in vars(module)[key].values()]
+    return [hook for module in model.raw.modules() for key in TORCH_HOOKS for hook in vars(module)[key].values()]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])

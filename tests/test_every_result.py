@@ -16,6 +16,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.figure_options import checked_size
 from headwater.heads.ablation import ablate_heads
 from headwater.heads.dynamic import dynamic_scores
 from headwater.heads.weight_maps import composition_scores, singular_vectors
@@ -23,7 +24,7 @@ from headwater.pathways.refusal_rates import refusals
 from headwater.pathways.token_map import probe_map
 from headwater.reference.published import Reproduction, compared
 from headwater.runs.record import RunRecord
-from headwater.runs.result import DRAWINGS, FITTING, VIEWS, Result, View, checked_size, whole_summary
+from headwater.runs.result import DRAWINGS, FITTING, VIEWS, Result, View, whole_summary
 from tests import chance
 from tests.fuzzing import flipped
 from tests.readable import COLUMN, PAGE, assert_all_is_readable, drawn

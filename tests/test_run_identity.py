@@ -313,13 +313,13 @@ def test_a_checksum_tells_one_changed_number_and_two_rows_in_another_order(hashe
     monkeypatch.setattr(fingerprint, "HASHED", hashed)
     held = torch.randn(700, 600)
     made = {"whole": held, "transposed": held.T, "with gaps": held[:, :500]}[layout]
-    seen = [fingerprint._looks([("w", made)])]
+    seen = [fingerprint._checksums([("w", made)])]
     held.data[313, 7] += 1e-6
-    seen.append(fingerprint._looks([("w", made)]))
+    seen.append(fingerprint._checksums([("w", made)]))
     held.data[[3, 4]] = held.data[[4, 3]]
-    seen.append(fingerprint._looks([("w", made)]))
+    seen.append(fingerprint._checksums([("w", made)]))
     assert all(one != other for one, other in itertools.combinations(seen, 2))
-    assert fingerprint._looks([("w", made)]) == seen[-1]
+    assert fingerprint._checksums([("w", made)]) == seen[-1]
 
 
 @pytest.mark.parametrize("hashed", [fingerprint.HASHED, frozenset()], ids=["on the host", "as on a card"])
@@ -334,10 +334,10 @@ def test_memory_that_tensors_share_is_read_once_and_every_change_in_it_is_seen(h
             "xxh3_128_digest",
             lambda memory, read=read: read.append(memory.nbytes) or xxh3_128_digest(memory),
         )
-        seen = fingerprint._looks(named)
+        seen = fingerprint._checksums(named)
         assert read == ([held.nbytes] if hashed else [])
         q.data[699, 19] += 1e-6
-        assert fingerprint._looks(named) != seen
+        assert fingerprint._checksums(named) != seen
 
 
 def test_one_row_of_a_large_embedding_changes_the_fingerprint():

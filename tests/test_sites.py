@@ -5,7 +5,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, InterventionError
-from headwater.models.sites import HOOKS, SITES, Site, Stage, hook_name, place_named, register_site
+from headwater.models.sites import OTHER_ACTIVATIONS, SITES, Site, Stage, hook_name, place_named, register_site
 
 NEURONS = Site("mlp_pre", "blocks.{layer}.mlp.hook_pre", ("position", "d_mlp"), Stage.NEURONS)
 PROMPT = " the capital of France is"
@@ -45,7 +45,7 @@ def test_every_site_has_the_size_its_axes_say(models, family):
 def test_a_hook_name_leads_back_to_its_site_and_layer():
     assert [place_named(site.hook_name(3)) for site in SITES.values()] == [(site, 3) for site in SITES.values()]
     assert place_named(hook_name("attn_scores", 2)) is None
-    assert not set(HOOKS) & set(SITES)
+    assert not set(OTHER_ACTIVATIONS) & set(SITES)
 
 
 def test_a_hook_in_place_of_a_site_is_told_the_site_and_the_layer():

@@ -53,7 +53,8 @@ class HeadShares:
     """The shares of the heads of one layer; the model's weights are loaded once for all layers."""
 
     def __init__(self, model: HookedModel, layer: int, weights: LoadedWeights):
-        self.weight, bias = weights.attention_out(layer)
+        factors = weights.layer(layer)
+        self.weight, bias = factors.W_O, factors.b_O
         self.scale = residual_scale(model)
         self.bias = self.scale * bias if bias is not None else torch.zeros_like(self.weight[0, 0])
         self.norm = attention_post_norm(model, layer)

@@ -22,6 +22,7 @@ from matplotlib.transforms import Affine2D
 from headwater.calls import checked_call
 from headwater.colors import FAINT, INK, PURPLE
 from headwater.errors import InputError
+from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.published import StyleName, is_published, model_name
 from headwater.figures.style import checked_place, legend_beside, new_figure, set_figure_title, whole_numbers
 from headwater.figures.style import label as drawn_label
@@ -29,7 +30,7 @@ from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
 from headwater.options import checked_count
-from headwater.runs.result import DRAWINGS, Size, apply_title_and_size
+from headwater.runs.result import DRAWINGS
 
 NONE = ("#d4d4d4", "o")
 SEVERAL = (("#b08fd8", "p"), (PURPLE, "h"), ("#45156e", "*"), ("#1f0833", "P"))

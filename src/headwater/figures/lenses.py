@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from headwater.colors import BLUE, DIVERGING, FAINT, GREEN, INK, ORANGE, PURPLE
 from headwater.errors import InputError
+from headwater.figure_options import requested_size
 from headwater.figures.style import (
     MOST_TICKS,
     cell_ticks,
@@ -29,7 +30,7 @@ from headwater.lenses.direct_attribution import DirectAttribution
 from headwater.lenses.predictions import LayerPredictions
 from headwater.options import shown as said
 from headwater.options import whole_number
-from headwater.runs.result import DRAWINGS, requested_size
+from headwater.runs.result import DRAWINGS
 
 # Prediction of each layer: layers upwards, positions to the right, the top token in every cell.
 #

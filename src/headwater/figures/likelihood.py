@@ -27,6 +27,7 @@ from scipy.stats import gaussian_kde
 from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError, did_you_mean
+from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.published import StyleName, is_published, model_name, with_letter
 from headwater.figures.style import (
     BANDS_ARE,
@@ -55,7 +56,7 @@ from headwater.likelihood.members import BASELINE, Membership
 from headwater.likelihood.profile import DepthProfile
 from headwater.likelihood.scores import MemorizationScores
 from headwater.likelihood.statistics import TextStatistics
-from headwater.runs.result import DRAWINGS, Size, apply_title_and_size
+from headwater.runs.result import DRAWINGS
 
 DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
 DEPTH_MARKS = ("o", "s", "^", "D", "v")

@@ -25,6 +25,7 @@ from scipy.stats import gaussian_kde
 from headwater.calls import checked_call
 from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PURPLE, RED, SETS, looks_of_sets, places_of_sets
 from headwater.errors import InputError, did_you_mean
+from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_name, set_names
 from headwater.figures.style import (
     BANDS_ARE,
@@ -54,7 +55,7 @@ from headwater.pathways.report import SetAtBest, share_of
 from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, RELATION, RELATION_ANSWER, SPANS
 from headwater.pathways.tables import WRONG_ANSWER as WRONG
 from headwater.pathways.trace import Pathways
-from headwater.runs.result import DRAWINGS, Size, apply_title_and_size, whole_summary, with_interval
+from headwater.runs.result import DRAWINGS, whole_summary, with_interval
 
 PUBLISHED = (ORANGE, RED, BROWN, FAINT)
 """The published colours of A-anchored examples, by question set."""

@@ -26,6 +26,7 @@ from scipy.stats import gaussian_kde
 from headwater.calls import checked_call
 from headwater.colors import looks_of_sets
 from headwater.errors import InputError
+from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_names
 from headwater.figures.style import (
     DAGGER,
@@ -41,7 +42,7 @@ from headwater.figures.style import (
 from headwater.figures.style import style as shared_look
 from headwater.options import checked_name
 from headwater.pathways.attention_saliency import LossName, Saliency
-from headwater.runs.result import DRAWINGS, Size, apply_title_and_size, with_interval
+from headwater.runs.result import DRAWINGS, with_interval
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, Interval, interval
 

@@ -33,8 +33,8 @@ from PIL import Image
 from headwater.calls import checked_call
 from headwater.colors import INK
 from headwater.errors import InputError
+from headwater.figure_options import Size, checked_size, requested_size
 from headwater.options import checked_name, checked_path, one_or_several
-from headwater.runs.result import Size, checked_size, requested_size
 from headwater.runs.storage import make_folder
 
 if TYPE_CHECKING:

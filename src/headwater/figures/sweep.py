@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from headwater.calls import checked_call
 from headwater.colors import DIVERGING, FAINT, SETS, UNSEEN
 from headwater.errors import InputError
+from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.style import (
     LONGEST,
     MOST_TICKS,
@@ -45,7 +46,7 @@ from headwater.options import checked_kind, checked_number
 from headwater.patching.runners import AttributionRunner
 from headwater.patching.summaries import ROLES, NormalizeName, chosen_rows, grid_of, measure_of, summarize
 from headwater.patching.sweep import Sweep
-from headwater.runs.result import DRAWINGS, Size, apply_title_and_size
+from headwater.runs.result import DRAWINGS
 
 HATCH = "#cfcfcf"
 DONE = {"patch": "patched", "ablate": "ablated"}

@@ -24,6 +24,8 @@ TAKE_A_COPY_FIRST = frozenset({"cuda"})
 """Devices to which pageable memory is sent from a copy of it: the source may be changed or freed at once."""
 COPIED_AT_ONCE = 2**16
 """Most bytes for which this needs no wait; larger arrays go through pinned memory, which torch caches for reuse."""
+PINNED_AT_MOST = 2**29
+"""Most bytes of an array that goes through pinned memory; the host waits for a larger one."""
 
 
 def usable_device(device: str | torch.device) -> torch.device:
@@ -58,13 +60,13 @@ def is_on(device: torch.device, here: torch.device) -> bool:
 
 
 def to_device(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:
-    """Copy numbers from the host to a device without waiting; the device receives them after its earlier work.
+    """Copy numbers from the host to a device without waiting (up to 512 MiB); they arrive after its earlier work.
 
     `tensor.to(device)`, `torch.tensor(..., device=device)` and an index by a list wait until all of that work is done.
     """
     host = torch.from_numpy(host) if isinstance(host, np.ndarray) else host
     asynchronous = host.device.type == "cpu" and torch.device(device).type in TAKE_A_COPY_FIRST
-    if asynchronous and host.nbytes > COPIED_AT_ONCE:
+    if asynchronous and COPIED_AT_ONCE < host.nbytes <= PINNED_AT_MOST:
         # The driver would stage pageable memory of this size, which makes the host wait for it.
         host = host.pin_memory()
     return host.to(device, non_blocking=asynchronous)

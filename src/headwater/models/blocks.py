@@ -64,7 +64,8 @@ if TYPE_CHECKING:
 
 
 WIRING = "transformer_lens.model_bridge.component_setup"
-"""TransformerLens's module of the wiring hooks that fire an MLP's hook points when its parts are in the block."""
+"""The module of the hooks by which TransformerLens fires an MLP's hook points if its layers are attributes of the block
+(OPT)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Checks of a running model: that its bridge computes the same as the model, and that numbers are finite."""
+"""Checks of a model: a bridge that computes the same, finite numbers, evaluation mode, a tokenizer that fits.
+
+Also the tolerances of such comparisons (`rounding`), and the check of a knockout's pattern (`edges_are_cut`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError, ModelError, one_line
+from headwater.models.families import text_config
 from headwater.models.forward import raw_logits
 from headwater.models.sites import SITES, STATES, Site, hook_name
 from headwater.models.transformers_names import PreTrainedTokenizerBase
@@ -64,7 +68,7 @@ class Reference:
 
 def record_reference(hf: Any, name: str) -> Reference:
     """Run a few tokens through a transformers model before TransformerLens takes it apart."""
-    config = hf.config.get_text_config(decoder=True)
+    config = text_config(hf.config)
     n_ctx = max(getattr(config, "max_position_embeddings", None) or 0, 0) or N_TOKENS  # XLNet has -1
     tokens = few_tokens(config.vocab_size, n_ctx, next(iter(hf.parameters())).device)
     with watched(hf) as calls:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from headwater.models.model import Model
 
 
-LARGEST = 1e30
+LARGEST_ACTIVATION = 1e30
 """Larger numbers are not activations: a mask wrote them into scores."""
 AT_ONCE = 256
 """Number of texts to tokenize together."""
@@ -568,7 +568,7 @@ class Cache(TokenizedTexts, Result):
             # Part by part, because a cache in files may be larger than memory.
             for part in self.activations:
                 sizes = part[activation.name][place].double().abs().flatten()
-                sizes = sizes[sizes < LARGEST]
+                sizes = sizes[sizes < LARGEST_ACTIVATION]
                 squares, count = squares + float(sizes.square().sum()), count + sizes.numel()
                 largest = max(largest, float(sizes.max()) if sizes.numel() else 0.0)
             rms = (squares / max(count, 1)) ** 0.5

@@ -32,7 +32,7 @@ from headwater.models.dictionaries import Features
 from headwater.models.edits import Hook, read_hook
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Where
-from headwater.models.sites import AXES, HOOKS, SITES, Site, SiteName, sites_named
+from headwater.models.sites import AXES, OTHER_ACTIVATIONS, SITES, Site, SiteName, sites_named
 from headwater.models.tokens import Batch, Inputs, by_length
 from headwater.options import checked_count, checked_flag, checked_path, one_or_several, resolve_indices, shown
 from headwater.progress import Bar
@@ -249,7 +249,7 @@ def _parts(lengths: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
 
 # How names resolve to activations: sites by short names, hooks by TransformerLens's names, with `*`.
 #
-# 1. A short name is a row of `SITES` or `HOOKS`: it selects that activation at every layer requested.
+# 1. A short name is a row of `SITES` or `OTHER_ACTIVATIONS`: it selects that activation at every layer requested.
 # 2. A hook's name selects that activation; `*` matches one part between dots, so that "blocks.*.mlp.hook_post" is one
 #    activation at every layer. The hook of a site resolves to the site.
 # 3. The axes of a site are in its row. The axes of any other hook come from two small runs: the axis that matches the
@@ -273,7 +273,7 @@ def activations_named(
             for hook, layer in _places(name.name if isinstance(name, Site) else name, layers, model):
                 # One entry per hook under any of its names: "z" and "blocks.*.attn.hook_z" are kept once.
                 hooks.setdefault(hook, {}).update({} if layer is None else {layer: None})
-    short = {hook: name for name, hook in HOOKS.items()} | {site.hook: name for name, site in SITES.items()}
+    short = {hook: name for name, hook in OTHER_ACTIVATIONS.items()} | {site.hook: name for name, site in SITES.items()}
     layouts = _axes_seen({hook: at for hook, at in hooks.items() if short.get(hook) not in SITES}, model)
     activations = []
     for hook, at in hooks.items():
@@ -324,8 +324,8 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
     if name in SITES:
         (site,) = sites_named(name, model)
         return [(site.hook, layer) for layer in site.among(layers, model)]
-    if name in HOOKS:
-        hook = HOOKS[name]
+    if name in OTHER_ACTIVATIONS:
+        hook = OTHER_ACTIVATIONS[name]
         return [(hook, layer) for layer in layers] if "{layer}" in hook else [(hook, None)]
     hook_dict, parts = model.raw.hook_dict, name.split(".")
     matching = [name] if name in hook_dict else []
@@ -334,7 +334,7 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
         matching = [hook for hook, own in split.items() if len(own) == len(parts) and all(map(fnmatchcase, own, parts))]
     if not matching:
         open_names = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.*.", hook) for hook in hook_dict)
-        known_names = [*SITES, *HOOKS, *(open_names if "." in name else ())]
+        known_names = [*SITES, *OTHER_ACTIVATIONS, *(open_names if "." in name else ())]
         near = did_you_mean(re.sub(r"^blocks\.\d+\.", "blocks.*.", name), known_names)
         raise InputError(f"{model.name} has no activation named {shown(name)}.{near}")
     places: list[tuple[str, int | None]] = []

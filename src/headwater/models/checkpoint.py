@@ -217,7 +217,7 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
         names = names_in(file, config)
         return Checkpoint(folder, config, names, dict.fromkeys(names, folder), gguf=file)
     whole_config = read_config(folder, trust_remote_code)
-    with _believed(folder):
+    with _config_errors_named(folder):
         n_layers = shape_of(whole_config).n_layers
         refuse_packed(folder, whole_config)
         block = block_size(whole_config)
@@ -227,7 +227,7 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
             del config.quantization_config
     stored = stored_tensors(folder, n_layers, float8=quantization_of(whole_config) is not None)
     names = canonical_names(folder, config, stored)
-    with _believed(folder):
+    with _config_errors_named(folder):
         shape = shape_of(config)
         if shape.d_model > WIDEST:  # a model this large cannot even be built on the meta device
             embedding = names[f"{family_of(config).embedding}.weight"]
@@ -316,7 +316,7 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
 
 
 @contextlib.contextmanager
-def _believed(folder: Path) -> Iterator[None]:
+def _config_errors_named(folder: Path) -> Iterator[None]:
     """Turn any exception from a config whose sizes are not numbers, impossible or inconsistent into a `ModelError`."""
     try:
         yield
@@ -516,9 +516,11 @@ def dequantized(
 
 # Tokenizers, loaded exactly as their files specify.
 #
-# transformers builds the tokenizer of a GGUF file from the file's vocabulary, merges and special tokens. This code
-# corrects what transformers sets differently from the file: how a byte-level vocabulary splits texts into words
-# (`tokenizer.ggml.pre`, a name for rules that llama.cpp knows), and whether texts begin with the BOS token.
+# transformers builds the tokenizer of a GGUF file from the file's vocabulary, merges and special tokens. This code sets
+# what transformers leaves out: how a byte-level vocabulary splits texts into words (`tokenizer.ggml.pre`, a name for
+# rules that llama.cpp knows), and whether texts begin with the BOS token. transformers 5.23 itself applies the splits
+# of Llama 3 and Qwen 2. It does not know digits one by one (smollm, starcoder), stablelm2, the splits of files that
+# name none, Qwen 2's NFC, and Llama 3's words that are one token whatever the merges.
 
 
 TOKENIZER_FILES = (
@@ -553,10 +555,10 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
     for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS):
         refuse_pointer(folder / name)
     with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
-        return _faithful(str(folder), trust_remote_code)
+        return _tokenizer_of_file(str(folder), trust_remote_code)
 
 
-def _faithful(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _tokenizer_of_file(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Return the tokenizer that the file describes, completed by the class that it names.
 
     If that class itself follows the file, the file is read only once.
@@ -593,7 +595,7 @@ QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 GPT_2, DIGITS = "gpt-2", "digits"
 SPACE = "\u2581"
 """SentencePiece's character for a space."""
-RULES = {
+WORD_SPLITS = {
     **dict.fromkeys(("gpt-2", "olmo", "phi-2"), GPT_2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), LLAMA_3),
@@ -601,7 +603,7 @@ RULES = {
 }
 """Rules for splitting words, by their name in files: GPT-2's; GPT-2's with digits split one by one; or a pattern."""
 PASS = "Pass tokenizer=, the one of the checkpoint that the file was converted from."
-UNSAID = {"gpt2": GPT_2, "qwen2": QWEN_2, "qwen3": QWEN_2}
+DEFAULT_SPLITS = {"gpt2": GPT_2, "qwen2": QWEN_2, "qwen3": QWEN_2}
 """Rules of architectures whose files do not name any."""
 
 
@@ -614,7 +616,7 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         raise ModelError(f"{path} {problem}; headwater reads byte-level BPE (gpt2) and SentencePiece (llama). {PASS}")
     rules = None
     if kind == "gpt2":
-        rules = UNSAID.get(file.architecture) if rules_named is None else RULES.get(str(rules_named))
+        rules = DEFAULT_SPLITS.get(file.architecture) if rules_named is None else WORD_SPLITS.get(str(rules_named))
         if rules is None:
             raise ModelError(f"{path} splits texts by unknown rules, tokenizer.ggml.pre={rules_named!r}. {PASS}")
     try:

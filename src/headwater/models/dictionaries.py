@@ -432,7 +432,7 @@ ARCHITECTURES = {
     "abstopk": ("b_enc",),
 }
 """By architecture: its parameters with one number per feature."""
-LARGEST = ("topk", "abstopk")
+TOP_K = ("topk", "abstopk")
 """Architectures, and activation functions, that keep only the k largest features."""
 OTHER_NAMES = (
     (r"blocks\.(\d{1,9})\.hook_in", "resid_pre"),
@@ -508,7 +508,7 @@ class Autoencoder:
         return rows / scale, rows.new_zeros(()), scale
 
     def _activated(self, before: Tensor) -> Tensor:
-        if self.activation not in LARGEST:
+        if self.activation not in TOP_K:
             return before.relu().tanh() if self.activation == "tanh-relu" else before.relu()
         size, kept = (before.abs(), before) if self.activation == "abstopk" else (before, before.relu())
         indices = size.topk(self.k or 1, dim=-1).indices
@@ -653,17 +653,17 @@ def _autoencoder(config: Mapping[str, object], tensors: Mapping[str, Tensor], pa
     if k is not None and k > weights["W_enc"].shape[1]:
         raise InputError(f"{where} asks for the {k} largest of {weights['W_enc'].shape[1]} features.")
     centre = _flag(config, "apply_b_dec_to_input", True, where)
-    rescaled = activation in LARGEST and _flag(config, "rescale_acts_by_decoder_norm", False, where)
+    rescaled = activation in TOP_K and _flag(config, "rescale_acts_by_decoder_norm", False, where)
     return Autoencoder(architecture, weights, activation, k, centre, rescaled, norm)
 
 
 def _activation(config: Mapping[str, object], architecture: str, where: Path) -> tuple[str, int | None]:
     """Return the activation function, and the number k of largest features it keeps (None if it keeps all)."""
     named = config.get("activation_fn_str", config.get("activation_fn"))
-    activation = architecture if architecture in LARGEST else named or "relu"
-    if activation not in ("relu", "tanh-relu", *LARGEST):
+    activation = architecture if architecture in TOP_K else named or "relu"
+    if activation not in ("relu", "tanh-relu", *TOP_K):
         raise InputError(f"{where} has activation_fn_str {shown(activation)}; supported are relu, tanh-relu, topk.")
-    if activation not in LARGEST:
+    if activation not in TOP_K:
         return activation, None
     options = config.get("activation_fn_kwargs") or {}
     k = config.get("k", options.get("k") if isinstance(options, dict) else None)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 PLACES = {"x": "attn_in", "z": "z", "weight": "pattern", "out": "attn_written"}
 """Hooks of a bridge for the input of attention, the outputs and the weights of its heads, and attention's output."""
-SEVERAL = 4
+N_TOKENS = 4
 """Number of tokens to check."""
 
 
@@ -147,7 +147,7 @@ class SingleTokenHeads:
 
 
 def _some_tokens(model: Model) -> Int[Tensor, " token"]:
-    return torch.arange(min(SEVERAL, model.shape.d_vocab))
+    return torch.arange(min(N_TOKENS, model.shape.d_vocab))
 
 
 def _plus(product: Tensor, bias: Tensor | None) -> Tensor:

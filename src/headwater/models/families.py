@@ -293,7 +293,7 @@ for _model_type, _family in {
 
 def text_config(config: Any) -> Any:
     """Return the config of the language model: the text part of a multimodal config, any other config unchanged."""
-    return config.get_text_config(decoder=True)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def family_of(config: Any) -> Family:
@@ -306,14 +306,14 @@ def family_of(config: Any) -> Family:
 
 def known_family(config: Any) -> Family | None:
     """Return the family of a config; None if there is no row for it, and for a config that is not of transformers."""
-    config = text_config(config) if hasattr(config, "get_text_config") else config
+    config = text_config(config)
     kind = getattr(config, "model_type", None)
     return FAMILIES[kind].of(config) if kind in FAMILIES else None
 
 
 def clip_limit(config: Any) -> float | None:
     """Return the size to which queries, keys and values are clipped (OLMo, MPT, DBRX), from any config; None if not."""
-    config = text_config(config) if hasattr(config, "get_text_config") else config
+    config = text_config(config)
     parts = (config, getattr(config, "attn_config", None))
     return next((limit for part in parts if (limit := getattr(part, "clip_qkv", None))), None)
 
@@ -326,7 +326,7 @@ SIZES = (
     "max_position_embeddings", "head_dim",
 )  # fmt: skip
 """Config entries that are sizes, in every model that has them."""
-UNSAID_CONTEXT = 2048
+DEFAULT_CONTEXT = 2048
 """The longest sequence if a config does not specify it (Bloom); TransformerLens uses the same default."""
 
 
@@ -389,6 +389,6 @@ def shape_of(config: Any) -> ModelShape:
         d_head=getattr(config, "head_dim", None) or d_model // n_heads,
         d_mlp=getattr(config, family.mlp_width, None) or 4 * d_model,
         d_vocab=config.vocab_size,
-        n_ctx=getattr(config, family.context, None) or UNSAID_CONTEXT,
+        n_ctx=getattr(config, family.context, None) or DEFAULT_CONTEXT,
         parallel_blocks=bool(getattr(config, parallel, False)) if isinstance(parallel, str) else parallel,
     )

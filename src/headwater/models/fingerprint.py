@@ -126,7 +126,7 @@ class KnownWeights:
         config = getattr(getattr(raw, "original_model", None), "config", None)
         if is_foreign := known_family(config) is None:
             config = raw.cfg
-        state = _looks([*parameters, *buffers]), type(config), str(vars(config))
+        state = _checksums([*parameters, *buffers]), type(config), str(vars(config))
         if state != self._seen:
             changed = [(name, one) for name, one in buffers if self._buffers.get(name) != _hash_of(one)]
             config = config if is_foreign else text_config(config)
@@ -157,8 +157,8 @@ def _tensors_of(raw: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
     for name in sorted(set(parameters) - expected):
         tensor = parameters[name]
         is_split = fused is not None and split.search(name)
-        mine = _bytes_of(tensor)
-        is_view = any(mine[0] in one and mine[-1] in one for one in memory)
+        own = _bytes_of(tensor)
+        is_view = any(own[0] in one and own[-1] in one for one in memory)
         if not is_split and not is_view:
             yield name, tensor
 
@@ -230,7 +230,7 @@ def _hash_of(values: Tensor) -> bytes:
     return hasher.digest()
 
 
-def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
+def _checksums(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
     """Return a value that changes with any tensor: the place and version of each, and a checksum of their memory.
 
     Memory that several tensors share (queries, keys and values of one matrix) is read once.
@@ -278,14 +278,14 @@ def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
 # there is one: attention stores its last result there.
 
 
-HOOKS = {
+TORCH_HOOKS = {
     "_forward_hooks": "forward hook",
     "_forward_pre_hooks": "forward pre-hook",
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
 """Names of the kinds of hooks, by the attribute in which torch keeps them."""
-WITHIN = (*HOOKS, "_modules", "_parameters")
+WITHIN = (*TORCH_HOOKS, "_modules", "_parameters")
 
 
 class SameObjects:
@@ -352,16 +352,16 @@ LIBRARIES = frozenset(
     ["accelerate", "builtins", "headwater", "peft", "torch", "transformer_lens", "transformers", "transformers_modules"]
 )
 """Packages whose hooks and classes belong to a model; `transformers_modules` is code included in a checkpoint."""
-MOVERS = frozenset(("accelerate", "headwater"))
+HARMLESS_LIBRARIES = frozenset(("accelerate", "headwater"))
 """Packages whose hooks and methods may come and go: they do not change what is computed, or are recorded elsewhere."""
-NOT_LOOKED_AT = frozenset(vars(torch.nn.Module())) - {"training"} | {
+IGNORED_ATTRIBUTES = frozenset(vars(torch.nn.Module())) - {"training"} | {
     "context_level",
     "max_seq_len_cached",
     "processor",
     "tokenizer",
 }
 """Attributes that are internal to torch, that change with use, or that the record of a run has in another place."""
-PLAIN = frozenset((bool, int, float, str, type(None)))
+COMPARED_TYPES = frozenset((bool, int, float, str, type(None)))
 SHOWN = 3
 """Number of places that a message names."""
 
@@ -389,13 +389,13 @@ class KnownModules:
 
         The result is the same object as last time if the modules hold the same objects.
         """
-        if self._other_forwards() or any(_everywhere()):
+        if self._other_forwards() or any(_global_hooks()):
             return None
         if self._loaded is None or not self._loaded.are_as_they_were():
             modules = dict(_modules(self._raw))
             # The slow comparison by value runs only after an object was replaced.
-            is_so = {path: _held(module) for path, module in modules.items()} == self._before
-            self._loaded = SameModules(modules.values()) if is_so else None
+            is_unchanged = {path: _held(module) for path, module in modules.items()} == self._before
+            self._loaded = SameModules(modules.values()) if is_unchanged else None
         return self._loaded
 
     def alterations(self) -> list[Any]:
@@ -405,7 +405,7 @@ class KnownModules:
         """
         if self.as_loaded() is not None:
             return []
-        values, unnamed = list[str](), list(_everywhere())
+        values, unnamed = list[str](), list(_global_hooks())
         unnamed += [f"a forward of the class {kind.__name__}" for kind in self._other_forwards()]
         gone = dict(self._before)
         for path, module in _modules(self._raw):
@@ -453,15 +453,16 @@ def _held(module: torch.nn.Module) -> Held:
     methods: dict[str, Function] = {}
     state, kind = vars(module), type(module)
     for name, value in tuple(state.items()):  # a running model may store its last result meanwhile
-        if name in NOT_LOOKED_AT:
+        if name in IGNORED_ATTRIBUTES:
             continue
-        if type(value) in PLAIN:
+        if type(value) in COMPARED_TYPES:
             if name[0] != "_":
                 values[name] = value
         elif callable(value) and not isinstance(value, torch.nn.Module) and _is_method(module, name, value):
             methods[name] = value
     # transformers leaves its hooks on a model after a request for states or attentions: they edit nothing.
-    hooks = {key: [h for h in state[key].values() if _sources(h) != {"transformers"}] for key in HOOKS if state[key]}
+    held = {key: state[key].values() for key in TORCH_HOOKS if state[key]}
+    hooks = {key: [hook for hook in hooks if _sources(hook) != {"transformers"}] for key, hooks in held.items()}
     return Held(kind, values, methods, {key: listed for key, listed in hooks.items() if listed})
 
 
@@ -492,15 +493,15 @@ def _other_values(name: str, before: Mapping[str, object], now: Mapping[str, obj
 def _other_methods(before: Mapping[str, Function], now: Mapping[str, Function]) -> Iterator[str]:
     for name in dict(before) | dict(now):
         one, other = before.get(name), now.get(name)
-        if one is not other and not _sources(one, other) <= MOVERS:
+        if one is not other and not _sources(one, other) <= HARMLESS_LIBRARIES:
             yield f"a {name}" if other is not None else f"no longer a {name} of its own"
 
 
 def _other_hooks(before: Held, now: Held) -> Iterator[str]:
     """Yield names of added and removed hooks, except hooks of a library on modules that it wraps."""
     # At a hook point, TransformerLens attaches the functions that callers pass, so its hooks there are not exempt.
-    usual = MOVERS if is_a(now.kind, "HookPoint") else LIBRARIES - {"builtins"}
-    for key, what in HOOKS.items():
+    usual = HARMLESS_LIBRARIES if is_a(now.kind, "HookPoint") else LIBRARIES - {"builtins"}
+    for key, what in TORCH_HOOKS.items():
         known, left = set(map(id, before.hooks.get(key, ()))), set(map(id, now.hooks.get(key, ())))
         came = [hook for hook in now.hooks.get(key, ()) if id(hook) not in known]
         went = [hook for hook in before.hooks.get(key, ()) if id(hook) not in left]
@@ -519,9 +520,9 @@ def is_a(thing: object, *names: str) -> bool:
     return any(one.__name__ in names for one in kind.__mro__)
 
 
-def _everywhere() -> Iterator[str]:
+def _global_hooks() -> Iterator[str]:
     """Yield names of the hooks that torch calls at every module of every model."""
-    for key, what in HOOKS.items():
+    for key, what in TORCH_HOOKS.items():
         if any(not _sources(hook) <= LIBRARIES for hook in getattr(torch_modules, f"_global{key}").values()):
             yield f"a {what} on all modules of torch"
 

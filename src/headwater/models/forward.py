@@ -363,14 +363,14 @@ def columns_kept(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
         columns = torch.tensor([operator.index(i) for i in keep], dtype=torch.long)
     except TypeError:
         raise InputError(f"keep={shown(keep)} is neither 'last' nor a list of positions.") from None
-    if columns.ndim != 1 or not len(columns) or not -width <= int(columns.min()) <= int(columns.max()) < width:
+    if not len(columns) or not -width <= int(columns.min()) <= int(columns.max()) < width:
         raise InputError(f"keep={shown(keep)} is not a list of positions of sequences of {width} tokens.")
     return columns % width
 
 
 # The common start of all rows, such as a prompt's examples, runs once (`keys_values`), and then the rest of each row
-# after it (`FixedPrefix`: one row of a cache serves all). Families may use a cache differently, so every caller that
-# shares a start first compares some rows with whole runs.
+# after it (`FixedPrefix`: one row of a cache serves all). Families may use a cache differently, so most callers first
+# compare some rows with whole runs.
 
 
 KeysValues: TypeAlias = dict[int, tuple[Tensor, Tensor]]

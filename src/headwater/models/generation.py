@@ -45,6 +45,7 @@ from headwater.models.edits import (
     refuse_silent,
     replace_hook,
 )
+from headwater.models.families import text_config
 from headwater.models.forward import (
     Reading,
     angles_by_row,
@@ -56,13 +57,13 @@ from headwater.models.forward import (
     reads,
     takes_cache,
 )
-from headwater.models.model import RULES, Model, generation_config, settings
+from headwater.models.model import TOKEN_RULES, Model, generation_config, settings
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id
 from headwater.models.transformers_names import DynamicCache, PreTrainedTokenizerBase
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, one_or_several, shown
 from headwater.progress import progress_bar
-from headwater.runs.record import HOOKS, RunRecord
+from headwater.runs.record import MODEL_HOOKS, RunRecord
 
 Stream: TypeAlias = Callable[[int, str], Any]
 """Called with the number of a prompt and a piece of its text, as soon as the piece is final."""
@@ -346,7 +347,7 @@ def generate_tokens(
     max_new_tokens = checked_count("max_new_tokens", max_new_tokens)
     check_context_length(model, prompts, max_new_tokens)
     hooks = hooks_over(model, listed_hooks(hooks), prompts)
-    if not steps_with_hooks(model, prompts, max_new_tokens) and HOOKS in model.interventions:
+    if not steps_with_hooks(model, prompts, max_new_tokens) and MODEL_HOOKS in model.interventions:
         raise InputError(
             f"{model.name} ({model.shape.architecture}) runs the whole text again for every token here, and hooks that "
             "`with model.hooks(...)` attached would act on all of it each time: pass them to generate as hooks=."
@@ -501,9 +502,9 @@ def drawn_with(sampling: Sampling | None, numbers: Float[Tensor, "row token"]) -
 
 # The model's generation config: the tokens that end a text, and the rules that restrict tokens.
 #
-# `RULES` are transformers' own logits processors, created for each row as if it were alone. They change which token is
-# chosen, not its reported probability. Temperature, top_k and the like are options of the call, not rules. The
-# settings in `UNUSED` are ignored, with one warning per model.
+# For each setting in `TOKEN_RULES`, transformers' own logits processor is created, for each row as if it were alone. It
+# changes which token is chosen, not its reported probability. Temperature, top_k and the like are options of the call,
+# not rules. The settings in `UNUSED` are ignored, with one warning per model.
 
 
 UNUSED: dict[str, object] = {
@@ -532,7 +533,7 @@ def processors_of(model: Model, prompts: Batch, max_new_tokens: int) -> list[Any
             "transformers would generate other texts. This warning is given once.",
             stacklevel=2,
         )
-    if not settings(model.raw, RULES):
+    if not settings(model.raw, TOKEN_RULES):
         return []
     config = copy.deepcopy(generation_config(model.raw))
     # Otherwise temperature, top_k and top_p of the config would add processors.
@@ -581,7 +582,7 @@ def steps_of(
             yield _UncachedSteps(model, prompts, hooks)
         elif not hooks and (bare := bare_model(model)) is not None:
             yield _CachedSteps(model, prompts, bare, _common_start(model, prompts, max_new_tokens))
-        elif hooks or HOOKS in model.interventions:
+        elif hooks or MODEL_HOOKS in model.interventions:
             yield _HookedSteps(model, prompts, hooks, stack)
         else:
             yield _CachedSteps(model, prompts)
@@ -596,8 +597,7 @@ def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
 def keeps_keys(model: Model) -> bool:
     """Whether keys and values are the model's only state: a recurrent state would also absorb padding."""
     original: Any = getattr(model.raw, "original_model", None)
-    config = getattr(original, "config", None)
-    kinds = getattr(config.get_text_config(), "layer_types", None) or () if config is not None else ()
+    kinds = getattr(text_config(getattr(original, "config", None)), "layer_types", None) or ()
     recurrent = any("attention" not in kind or "linear" in kind for kind in kinds)
     return takes_cache(model.raw) and not (recurrent or getattr(original, "_is_stateful", False))
 
@@ -614,7 +614,7 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
     Padding comes between the prefix and the rest of each prompt, and a window counts that padding: 0 unless everything
     fits into the shortest window.
     """
-    config: Any = model.raw.original_model.config.get_text_config()
+    config = text_config(model.raw.original_model.config)
     # Families call it sliding_window, window_size (GPT-Neo) or attention_chunk_size (Llama 4).
     widths = (width for name, width in config.to_dict().items() if "window" in name or "chunk" in name)
     # `> 1` leaves out flags such as use_sliding_window, since True is the int 1.

@@ -194,13 +194,13 @@ def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
     return config
 
 
-_ASKED = object()
+_REQUIRED = object()
 
 
-def _entry(file: GGUFFile, key: str, default: Any = _ASKED) -> Any:
+def _entry(file: GGUFFile, key: str, default: Any = _REQUIRED) -> Any:
     """Return one architecture entry: a list with the same number for all layers as one number, floats as written."""
     entry = file.metadata.get(f"{file.architecture}.{key}", default)
-    if entry is _ASKED:
+    if entry is _REQUIRED:
         raise ModelError(f"{file.path} does not say {file.architecture}.{key}, which its model needs; fetch it again.")
     if isinstance(entry, list) and len(set(entry)) == 1:
         entry = entry[0]

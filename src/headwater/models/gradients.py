@@ -1,4 +1,4 @@
-"""Gradients: of a linear readout of one state at every head, and of a text's loss at every parameter."""
+"""Gradients with respect to every head's output (of a linear readout of one state) and every parameter (of a loss)."""
 
 from __future__ import annotations
 

@@ -55,13 +55,13 @@ from headwater.models.forward import (
     reached,
     reads,
 )
-from headwater.models.model import RULES, settings
+from headwater.models.model import TOKEN_RULES, settings
 from headwater.models.packaged import is_packaged
 from headwater.models.sites import hook_name, place_named
 from headwater.models.tokens import Batch, ChatText, Inputs, make_batch, spelled_tokens, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
-from headwater.runs.record import HOOKS, PAST_HOOKS
+from headwater.runs.record import MODEL_HOOKS, PAST_HOOKS
 
 
 class _WithAdvice(type):
@@ -219,8 +219,9 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         included: this property waits until that thread has finished.
         """
         with self.lock:
-            acting: dict[str, object] = {HOOKS: self._attachments.edits(), PAST_HOOKS: self._modules.alterations()}
-        acting["generation_config"] = settings(self.raw, RULES)
+            acting: dict[str, object] = {MODEL_HOOKS: self._attachments.edits()}
+            acting[PAST_HOOKS] = self._modules.alterations()
+        acting["generation_config"] = settings(self.raw, TOKEN_RULES)
         return {option: what for option, what in acting.items() if what}
 
     @contextlib.contextmanager
@@ -282,7 +283,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
     @cached_property
     def _reporters(self) -> list[torch.nn.Module]:
-        """The attentions that call a hook only after its activation was used (GPT-J, GPT-Neo, OPT)."""
+        """The attentions; where Hugging Face's own code computes them, hooks on scores and pattern come too late."""
         return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
 
 

@@ -271,7 +271,7 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
     # A config made in memory names none, and TransformerLens 4.3 cannot otherwise infer it for Gemma 3's text model.
     hf.config.architectures = [architecture]
     if tokenizer is not None:
-        bridge_check.tokenizer_fits(tokenizer, hf.config.get_text_config().vocab_size)
+        bridge_check.tokenizer_fits(tokenizer, text_config(hf.config).vocab_size)
     reference, embedding = record_reference(hf, name), hf.get_input_embeddings()
     copied = copy.deepcopy(tokenizer)  # since the bridge adds special tokens, and reloads a tokenizer without a name
     if copied is not None:

@@ -248,7 +248,7 @@ def is_bridge(raw: object) -> bool:
     return is_a(raw, "TransformerBridge")
 
 
-RULES: dict[str, object] = {
+TOKEN_RULES: dict[str, object] = {
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "min_length": 0,

@@ -300,7 +300,7 @@ for _site in (
     Site("resid_post", "blocks.{layer}.hook_resid_post", _TOKEN, Stage.BLOCK_OUTPUT),
 ):
     register_site(_site)
-HOOKS = {
+OTHER_ACTIVATIONS = {
     "embed": "hook_embed",
     "attn_in": "blocks.{layer}.attn.hook_in",
     "attn_scores": "blocks.{layer}.attn.hook_attn_scores",
@@ -315,8 +315,8 @@ logits."""
 
 
 def hook_name(name: str, layer: int = 0) -> str:
-    """Return the hook name at one layer of a site or of an entry of `HOOKS`."""
-    return (HOOKS[name] if name in HOOKS else SITES[name].hook).format(layer=layer)
+    """Return the hook name at one layer of a site or of an entry of `OTHER_ACTIVATIONS`."""
+    return (OTHER_ACTIVATIONS[name] if name in OTHER_ACTIVATIONS else SITES[name].hook).format(layer=layer)
 
 
 def kv_site_of(sites: Iterable[Site]) -> str | None:

@@ -297,8 +297,7 @@ class TransformerLensNames(Model):
     @property
     def b_U(self) -> Float[Tensor, " d_vocab"]:
         """The bias of the unembedding; zeros if there is none."""
-        bias = getattr(self.raw.unembed, "b_U", None)
-        return self.W_U.new_zeros(self.shape.d_vocab) if bias is None else bias.detach().clone()
+        return self.raw.unembed.b_U.detach().clone()
 
     W_Q: Float[Tensor, "layer head d_model d_head"] = _factor("W_Q", "Normed residual stream to queries.")
     W_K: Float[Tensor, "layer head d_model d_head"] = _factor("W_K", "Normed residual stream to keys, by query head.")
@@ -320,7 +319,7 @@ class TransformerLensNames(Model):
             elif name[-1] in "KV":
                 factor = weights.expand_kv(factor)
             layers.append(factor)
-        return torch.stack(layers).clone()
+        return torch.stack(layers)
 
     def _given(self, input: Any, prepend_bos: bool | None) -> Batch:
         """Make a batch as TransformerLens does: every id of a tensor is a real token."""

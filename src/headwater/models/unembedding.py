@@ -35,7 +35,7 @@ from headwater.models.bridge_check import difference, rounding
 from headwater.models.model import logit_scale
 from headwater.models.tokens import Batch
 from headwater.models.weights import LoadedWeights, finite
-from headwater.runs.record import HOOKS, PAST_HOOKS, RunRecord
+from headwater.runs.record import MODEL_HOOKS, PAST_HOOKS, RunRecord
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -111,13 +111,13 @@ def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tup
     other changes to the model never skips it.
     """
     raw = model.raw
-    bias, scale = getattr(raw.unembed, "b_U", None), logit_scale(model)
+    bias, scale = raw.unembed.b_U.detach(), logit_scale(model)
     # TransformerLens writes -1 for a model without a cap.
     cap = float(getattr(raw.cfg, "output_logits_soft_cap", None) or -1.0)
     head = UnembeddingHead(
         W_U=raw.unembed.W_U.detach(),
-        # A HookedTransformer has a zero b_U if the model has none: adding it would cost a pass over all logits.
-        bias=scale * bias.detach() if bias is not None and bool(bias.any()) else None,
+        # b_U is zero if the model has no bias: adding it would cost a pass over all logits.
+        bias=scale * bias if bool(bias.any()) else None,
         softcap=cap if cap > 0 else None,
     )
     norm = final_norm(model)
@@ -130,7 +130,7 @@ def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tup
         return norm(residual)
 
     checked: tuple[object, ...] | None = None  # the weights' fingerprint; the head's address, dtype and device
-    if record is not None and not record.options.keys() & {HOOKS, PAST_HOOKS}:
+    if record is not None and not record.options.keys() & {MODEL_HOOKS, PAST_HOOKS}:
         checked = record.fingerprint, head.W_U.data_ptr(), head.W_U.dtype, head.W_U.device
     if checked is None or model.head_checked != checked:
         finite(head.W_U, "unembed.W_U")

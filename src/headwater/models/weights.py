@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError, ModelError, first_line
-from headwater.kernels.devices import usable_device
+from headwater.kernels.devices import to_device, usable_device
 from headwater.models.bridge_check import is_finite, tokenizer_fits
 from headwater.models.checkpoint import Checkpoint, checkpoint_folder, load_tokenizer, open_checkpoint, revision_of
 from headwater.models.conversion import UNEMBEDDING, expected_tensors, split_heads
@@ -204,13 +204,6 @@ class LoadedWeights(_Weights):
         factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
         return OVWeights(layer, factors["W_V"], factors["W_O"], norm_gain=factors["norm_gain"])
 
-    def attention_out(
-        self, layer: int
-    ) -> tuple[Float[Tensor, "head d_head d_model"], Float[Tensor, " d_model"] | None]:
-        """Return W_O and b_O of one layer's heads."""
-        factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
-        return factors["W_O"], factors["b_O"]
-
     @torch.inference_mode()
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
         """Return W_E as the residual stream receives it (Gemma: times √d_model), without positions."""
@@ -319,10 +312,6 @@ class LoadedWeights(_Weights):
 
     def _checked(self, tensor: Tensor, name: str) -> Tensor:
         return self._given(finite(tensor.detach(), name))
-
-
-PINNED_AT_MOST = 2**29
-"""Most bytes of a tensor that goes to a CUDA device through pinned memory, which torch keeps."""
 
 
 class StreamedWeights(_Weights):
@@ -454,11 +443,7 @@ class StreamedWeights(_Weights):
 
     def _stored(self, name: str) -> Tensor:
         """Return one tensor on the device, after checking there that it is finite."""
-        tensor = self.checkpoint.read(name)
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory() if tensor.nbytes <= PINNED_AT_MOST else tensor
-            tensor = tensor.to(self.device, non_blocking=True)
-        return finite(tensor, name)
+        return finite(to_device(self.checkpoint.read(name), self.device), name)
 
     def _read(self, name: str) -> Tensor:
         return self._given(self._stored(name))

@@ -50,7 +50,7 @@ DIGITS = 16
 """Hexadecimal digits of a digest in a record."""
 UNKNOWN = "identity unknown"
 """The key under which a record says why a value has no identity."""
-PLAIN = (bool, int, float, str, type(None))
+JSON_TYPES = (bool, int, float, str, type(None))
 AS_THEY_ARE = frozenset({bool, int, str, type(None)})
 """Types that a record keeps unchanged."""
 SAMPLED = 512
@@ -158,7 +158,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
         own = None if is_library(kind.__module__) else kind
         return digest([_digest_of_rules(backend, look), settings, own])
     model = getattr(tokenizer, "sp_model", None)
-    options = {name: one for name, one in getattr(tokenizer, "init_kwargs", {}).items() if isinstance(one, PLAIN)}
+    options = {name: one for name, one in getattr(tokenizer, "init_kwargs", {}).items() if isinstance(one, JSON_TYPES)}
     added = sorted((number, str(token)) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items())
     rules = model.serialized_model_proto() if model is not None else getattr(tokenizer, "bpe_ranks", None)
     return digest([sorted(tokenizer.get_vocab().items()), added, rules, options, settings, kind])
@@ -261,7 +261,7 @@ class _Digests:
         if isinstance(value, dict):
             return hashed(kind, *(p for k, v in value.items() for p in (self.of(k), self._named(str(k)[:40], v))))
         # Convert long lists of tokens to JSON in one call, not number by number.
-        if all(type(item) in PLAIN for item in value):
+        if all(type(item) in JSON_TYPES for item in value):
             return hashed(kind, json.dumps(value).encode())
         return self._parts(kind, *value)
 

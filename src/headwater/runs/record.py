@@ -20,7 +20,7 @@ from headwater.runs.storage import read_json, read_sealed, refuse_foreign
 RUN_FILE = "run.json"
 FORMAT = 4
 """Version of the layout of a run folder; no other version is read."""
-HOOKS, PAST_HOOKS = "hooks of the model", "past model.hooks"
+MODEL_HOOKS, PAST_HOOKS = "hooks of the model", "past model.hooks"
 """The options that record the hooks of `with model.hooks(...)`, and other changes to the model."""
 NAME_IT = 'Give it a text attribute that you change with it (f.identity = "v1")'
 _LIBRARIES = ("headwater", "transformer-lens", "transformers", "torch")
@@ -82,7 +82,7 @@ class RunRecord:
     tokenizer: str | None = None
     """A hash of the tokenizer; "none" for a model without one, None if unknown."""
     bos: list[int] | None = None
-    """The ids that every text began with; None if only weights were read, and no text."""
+    """The ids that every text began with; None for the weights of a model, which are read without texts."""
     revision: str | None = None
     seed: int | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=library_versions)
