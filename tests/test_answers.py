@@ -519,7 +519,7 @@ def test_options_that_cannot_be_used_are_named(options, message):
 
 
 def test_questions_must_be_loaded_and_the_tokenizer_must_be_there():
-    with pytest.raises(InputError, match=r"questions must be what hw.load_questions returns, found a str"):
+    with pytest.raises(InputError, match=r"questions must be a Questions, as hw.load_questions.* found a str"):
         hw.answer(tiny(), "popqa.jsonl", batch_size=1)
     with pytest.raises(
         InputError, match=r"extractor must be a name, a model or a callable \(question, answer\), found 3"

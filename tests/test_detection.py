@@ -318,9 +318,11 @@ def test_strengths_stay_where_no_attention_weight_can_turn_negative(model, answe
     assert {0.0, 1.0} & set(alpha.flatten().tolist())
 
 
-def test_p_true_is_the_share_of_true_in_the_softmax_of_the_model_alone(model, answered):
+def test_p_true_is_the_share_of_true_in_the_softmax_of_the_model_alone(model, answered, monkeypatch):
     part = dataclasses.replace(answered, table=answered.table.iloc[:5])
-    found = p_true(model, part, ask="{answer}, asked {question}? Say", words=(("perhaps not", "no"), ("true", "false")))
+    monkeypatch.setattr(methods, "ASK", "{answer}, asked {question}? Say")
+    monkeypatch.setattr(methods, "WORDS", (("perhaps not", "no"), ("true", "false")))
+    found = p_true(model, part)
     for row, probability in zip(part.table.to_dict("records"), found, strict=True):
         text = f"{row['answer'].strip()}, asked {row['question']}? Say"
         ids = [*model.bos, *model.tokenizer(text, add_special_tokens=False)["input_ids"]]
@@ -330,12 +332,14 @@ def test_p_true_is_the_share_of_true_in_the_softmax_of_the_model_alone(model, an
         assert probability == pytest.approx(float(shares[true] / (shares[true] + shares[false])), abs=1e-5)
 
 
-def test_p_true_of_an_instruct_model_goes_through_its_chat_template(model, answered):
+def test_p_true_of_an_instruct_model_goes_through_its_chat_template(model, answered, monkeypatch):
     chat = copy.copy(model)
     chat.tokenizer = copy.deepcopy(model.tokenizer)
     chat.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %} true or false?"
     part = dataclasses.replace(answered, table=answered.table.iloc[:3])
-    asked = p_true(chat, part, ask="{question} {answer}", words=(("true", "false"), ("1", "2"), ("A", "B")))
+    monkeypatch.setattr(methods, "ASK", "{question} {answer}")
+    monkeypatch.setattr(methods, "WORDS", (("true", "false"), ("1", "2"), ("A", "B")))
+    asked = p_true(chat, part)
     ids = [chat.tokenizer(w, add_special_tokens=False)["input_ids"] for w in ("1", "2", "A", "B", "true", "false")]
     pair = next(p for p in (ids[4:], ids[:2], ids[2:4]) if all(len(one) == 1 for one in p))
     for row, probability in zip(part.table.to_dict("records"), asked, strict=True):
@@ -345,11 +349,10 @@ def test_p_true_of_an_instruct_model_goes_through_its_chat_template(model, answe
         assert probability == pytest.approx(float(odds.softmax(-1)[0]), abs=1e-5)
 
 
-def test_a_tokenizer_without_the_two_words_leaves_p_true_out_and_says_so(checkpoint, answered, model):
+def test_a_tokenizer_without_the_two_words_leaves_p_true_out_and_says_so(answered, model, monkeypatch):
+    monkeypatch.setattr(methods, "WORDS", (("maybe one", "maybe two"),))
     with pytest.raises(InputError, match="has none of maybe one/maybe two"):
-        p_true(model, answered, words=(("maybe one", "maybe two"),))
-    with pytest.raises(InputError, match="must contain"):
-        p_true(model, answered, ask="true?")
+        p_true(model, answered)
 
 
 def test_a_detector_scores_answers_as_in_the_test_half_also_when_saved_and_loaded(detection, model, answered, tmp_path):
@@ -492,11 +495,11 @@ def test_the_report_and_the_figure_say_what_was_measured(detection):
     assert len(said) == 2
     for dataset, paragraph in zip(detection.datasets, said, strict=True):
         part = detection.table[detection.table["dataset"] == dataset].set_index("method")
-        assert f"{NAMES[part['auc'].idxmax()]} has the highest AUC ({part['auc'].max():.3f}" in paragraph
+        assert f"{NAMES[part['auc'].idxmax()]} has the highest AUC, {part['auc'].max():.3f} (" in paragraph
         gain = part.loc["pr"]
         better, worse = gain["gain_low"] > 0, gain["gain_high"] < 0
         verdict = "does better than" if better else "does worse than" if worse else "is indistinguishable from"
-        assert f"Pathway reweighting (PR) {verdict} the single probe (AUC difference {gain['gain']:+.3f}" in paragraph
+        assert f"Pathway reweighting (PR) {verdict} the single probe: AUC difference {gain['gain']:+.3f} (" in paragraph
     ax = detection.plot()
     drawn = {line.get_label(): line.get_xdata() for line in ax.get_lines() if "wrong" in line.get_label()}
     assert len(drawn) == 2

@@ -38,11 +38,16 @@ def checked_flag(option: str, value: object) -> bool:
     return bool(value)
 
 
+def a_or_an(name: str) -> str:
+    """Return the name of a type with its article."""
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"  # of U alone, most begin as "unit" does
+
+
 def checked_kind(option: str, value: object, kind: type[T], source: str) -> T:
     """Return an object if it is of a kind; `source` names what returns one, as "hw.patch(...)"."""
     if not isinstance(value, kind):
-        a = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise InputError(f"{option} must be {a} {kind.__name__}, as {source} returns; found a {type(value).__name__}.")
+        wanted, found = a_or_an(kind.__name__), a_or_an(type(value).__name__)
+        raise InputError(f"{option} must be {wanted}, as {source} returns; found {found}.")
     return value
 
 
@@ -70,8 +75,8 @@ def has_no_order(value: object) -> bool:
 def checked_several(option: str, value: Any, wanted: str) -> list[Any]:
     """Return several things as a list, in their order; `wanted` describes valid input, as "a list of texts"."""
     if is_one(value) or has_no_order(value):
-        kind = type(value).__name__
-        raise InputError(f"A{'n' * (kind[0] in 'aeio')} {kind} was given as {option}: give {wanted}.")
+        found = a_or_an(type(value).__name__)
+        raise InputError(f"A{found[1:]} was given as {option}: give {wanted}.")
     return list(value)
 
 

@@ -15,7 +15,7 @@ from headwater.causes.naming import BASELINES, NAMED, WAYS, shuffled_p
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_seed
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, whole_summary
+from headwater.runs.result import Result, Size, whole_summary, with_interval
 from headwater.stats.resample import Bootstrap, interval
 from headwater.stats.significance import q_values
 
@@ -287,4 +287,4 @@ def _head(row: Mapping[Any, Any]) -> str:
 
 
 def _share(row: Mapping[Any, Any]) -> str:
-    return f"{row['share']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+    return with_interval(row["share"], row["low"], row["high"])

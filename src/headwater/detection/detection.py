@@ -34,7 +34,7 @@ from headwater.detection.methods import COUNTS, METHODS, AnswerSet, Detector, De
 from headwater.detection.reweighting import Reweighting
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_flag, checked_layer, checked_name, checked_repeats
+from headwater.options import checked_flag, checked_kind, checked_layer, checked_name, checked_repeats
 from headwater.patching.edge_knockout import VARIANTS, VariantName
 from headwater.pathways.tables import span_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
@@ -43,7 +43,7 @@ from headwater.questions.states import ProbeSiteName, TokenName, check_probe_opt
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, rounded
+from headwater.runs.result import Result, Size, rounded, with_interval
 from headwater.stats.discrimination import against_chance, auc
 from headwater.stats.resample import Bootstrap, percentile_interval
 
@@ -194,14 +194,13 @@ def detect(
         >>> detection.detector("natural").score(model, answered, progress=False).columns.tolist()
         ['dataset', 'example', 'logit_min', 'probe']
     """
-    methods, reweighting = check_methods(methods), Reweighting() if reweighting is None else reweighting
+    methods = check_methods(methods)
     check_answered(model, answered)
     layer = None if layer is None else checked_layer("layer", layer, model.shape.n_layers)
+    reweighting = Reweighting() if reweighting is None else reweighting
+    checked_kind("reweighting", reweighting, Reweighting, "hw.detection.Reweighting(...)").check()
     recipe = DetectorSetup(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
     check_probe_options(site, token, batch_size)
-    if not isinstance(reweighting, Reweighting):
-        raise InputError(f"reweighting must be a Reweighting, found a {type(reweighting).__name__}.")
-    reweighting.check()
     checked_name("variant", variant, VARIANTS)
     checked_repeats("seeds", seeds)
     checked_flag("cross_fit", cross_fit)
@@ -303,8 +302,8 @@ def _span_note(answer_set: AnswerSet, scored: pd.DataFrame, questions: pd.Series
     if not (row["low"] > 0.5 and row["gain_high"] >= 0):
         return {}
     return {
-        "probe": f"the length and position of the exact answer alone give {_auc(row)}: this is no evidence that the "
-        "states encode which answer is wrong"
+        "probe": f"the length and position of the exact answer alone give AUC {_auc(row)}: this is no evidence that "
+        "the states encode which answer is wrong"
     }
 
 
@@ -370,21 +369,21 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     many = f"of {len(measured)} methods, " if len(measured) > 1 else ""
     sentences = [
         f"{dataset}: {best['wrong']:,.0f} of {best['answers']:,.0f} test answers are wrong; {many}"
-        f"{NAMES[best['method']]} has the highest AUC ({_interval(best)}{f'; {chance}' if chance else ''})."
+        f"{NAMES[best['method']]} has the highest AUC, {_auc(best)}{f', {chance}' if chance else ''}."
     ]
     rows: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
     # Only the first letter changes case, so that abbreviations at the start of a sentence stay in capitals.
     sentences += [
-        f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(rows[name])} the single probe (AUC difference "
-        f"{_signed(rows[name])})."
+        f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(rows[name])} the single probe: AUC difference "
+        f"{_gain(rows[name])}."
         for name in ("mop", "pr")
         if name in rows and np.isfinite(rows[name]["gain"])
     ]
     if "question" in rows and "probe" in rows:
         alone = rows["question"]
         sentences.append(
-            f"The baseline of relation and popularity ({_auc(alone)}) {_verdict(alone)} the probe (AUC difference "
-            f"{_signed(alone)})."
+            f"The baseline of relation and popularity has AUC {_auc(alone)} and {_verdict(alone)} the probe: AUC "
+            f"difference {_gain(alone)}."
         )
     notes = table[table["note"] != ""]
     sentences += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
@@ -392,11 +391,7 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
 
 
 def _auc(row: Mapping[str, Any] | pd.Series) -> str:
-    return f"AUC {_interval(row)}"
-
-
-def _interval(row: Mapping[str, Any] | pd.Series) -> str:
-    return f"{row['auc']:.3f}, {row['low']:.3f} to {row['high']:.3f}"
+    return with_interval(row["auc"], row["low"], row["high"], ".3f")
 
 
 def _verdict(row: Mapping[str, Any]) -> str:
@@ -405,5 +400,5 @@ def _verdict(row: Mapping[str, Any]) -> str:
     return "does worse than" if row["gain_high"] < 0 else "is indistinguishable from"
 
 
-def _signed(row: Mapping[str, object]) -> str:
-    return f"{row['gain']:+.3f}, {row['gain_low']:+.3f} to {row['gain_high']:+.3f}"
+def _gain(row: Mapping[str, Any]) -> str:
+    return with_interval(row["gain"], row["gain_low"], row["gain_high"], "+.3f")

@@ -29,6 +29,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
+from scipy.special import expit
 from torch import Tensor
 
 from headwater.calls import checked_calls
@@ -64,6 +65,7 @@ CLASSIFIERS = ("probe", "gate", "question_expert", "answer_expert", "first_half"
 """The linear classifiers of the state at l*, in the order of `Detector.weight`."""
 ASK = "Question: {question}\nProposed answer: {answer}\nIs the proposed answer true or false? It is"
 WORDS = (("True", "False"), ("true", "false"))
+"""Pairs in order of preference."""
 QUESTION_NUMBERS = ("popularity", "depth")
 TENSORS, DESCRIPTION = "detector.safetensors", "detector.json"
 
@@ -127,7 +129,7 @@ class Detector:
         states = probe_states(model, answered, **read)[self.layer]  # type: ignore[arg-type]
         scores = self.from_states(states, answered.table)
         if "p_true" in names:
-            scores["p_true"] = 1 - p_true(model, answered, batch_size=batch_size)
+            scores["p_true"] = 1 - p_true(model, answered, batch_size)
         if "pr" in names:
             scores["pr"] = self.reweighted_scores(model, answered, states, batch_size)
         named = {"dataset": answered.table["dataset"].to_numpy(), "example": np.arange(len(answered.table))}
@@ -201,46 +203,36 @@ def question_features(table: pd.DataFrame, relations: Sequence[str]) -> NDArray[
     return np.stack([*columns, *((named == relation).astype(np.float64) for relation in relations)], axis=1)
 
 
-def p_true(
-    model: HookedModel,
-    answered: AnsweredQuestions,
-    *,
-    ask: str = ASK,
-    words: Sequence[tuple[str, str]] = WORDS,
-    batch_size: int = 64,
-) -> NDArray[np.float64]:
+def p_true(model: HookedModel, answered: AnsweredQuestions, batch_size: int = 64) -> NDArray[np.float64]:
     """Ask the model whether each of its answers is true, and return P(True) / (P(True) + P(False)).
 
-    `ask` is sent as the user's message if the model has a chat template; `words` are pairs (true, false) in order of
-    preference, of which the first pair of single tokens is used.
+    `ASK` is sent as the user's message if the model has a chat template.
     """
-    if "{question}" not in ask or "{answer}" not in ask:
-        raise InputError(f"ask={shown(ask)} must contain {{question}} and {{answer}}.")
     plain = [
-        ask.replace("{question}", row["question"]).replace("{answer}", row["answer"].strip())
+        ASK.replace("{question}", row["question"]).replace("{answer}", row["answer"].strip())
         for row in answered.table[["question", "answer"]].to_dict("records")
     ]
     chat = [chat_text(model.tokenizer, text) for text in plain] if model.tokenizer is not None else []
     is_chat = bool(chat) and chat[0] is not None
-    true, false = truth_tokens(model, words)
+    true, false = truth_tokens(model)
     prompts = [encode(model.tokenizer, text, model.bos)[0] for text in (chat if is_chat else plain)]  # type: ignore[arg-type]
     odds = np.empty(len(prompts))
     for rows in by_length([len(prompt) for prompt in prompts], batch_size):
         logits = next_logits(model, model.tokenize([prompts[row] for row in rows])).double().cpu()
         # P(True) / (P(True) + P(False)) is the sigmoid of the difference, so no sum over the vocabulary is needed.
         odds[rows] = (logits[:, true] - logits[:, false]).numpy()
-    return sigmoid(odds)
+    return np.asarray(expit(odds))
 
 
-def truth_tokens(model: HookedModel, words: Sequence[tuple[str, str]] = WORDS) -> tuple[int, int]:
-    """Return the ids of the first pair of words that are one token each: after a space, except in a chat."""
+def truth_tokens(model: HookedModel) -> tuple[int, int]:
+    """Return the ids of the first pair of `WORDS` that are one token each: after a space, except in a chat."""
     tokenizer: Any = model.tokenizer
     space = "" if getattr(tokenizer, "chat_template", None) else " "
-    for pair in words:
+    for pair in WORDS:
         ids = [encode(tokenizer, space + word)[0] for word in pair]
         if all(len(one) == 1 and one[0] != tokenizer.unk_token_id for one in ids):
             return ids[0][0], ids[1][0]
-    listed = ", ".join(f"{true}/{false}" for true, false in words)
+    listed = ", ".join(f"{true}/{false}" for true, false in WORDS)
     raise InputError(f"P(True) needs a pair of single tokens, and {model.name} has none of {listed}. Leave p_true out.")
 
 
@@ -253,11 +245,6 @@ def check_methods(methods: Sequence[str], allowed: Sequence[str] = METHODS) -> t
         if not isinstance(method, str) or method not in allowed:
             raise InputError(f"There is no detection method {shown(method)} here.{did_you_mean(method, allowed)}")
     return tuple(dict.fromkeys(listed))
-
-
-def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return 1 / (1 + exp(-logits)), without overflow."""
-    return 0.5 * (1 + np.tanh(0.5 * logits))
 
 
 # Fit detectors on half of a question set: probe, gate, experts and reweighted edges (`detection` explains how and why).
@@ -322,7 +309,7 @@ class AnswerSet:
     @cached_property
     def self_reports(self) -> NDArray[np.float64]:
         """P(False) of every answer, according to the model."""
-        return 1 - p_true(self.model, self.answered, batch_size=self.recipe.batch_size)
+        return 1 - p_true(self.model, self.answered, self.recipe.batch_size)
 
     def forget(self) -> None:
         """Drop the states, which take gigabytes per set for a large model; they are recomputed if needed again."""
@@ -440,7 +427,7 @@ class AnswerSet:
             gate[predicted] = read_linear(states[predicted], *fit_linear(states[fitted], anchored[fitted]))
         spread = states.std(0)
         alpha, reads = train_reweighting(
-            Reweighted.of(self.model, part, detector.probe(), torch.from_numpy(sigmoid(gate))),
+            Reweighted.of(self.model, part, detector.probe(), torch.from_numpy(expit(gate))),
             torch.tensor(part.z, dtype=torch.float64),
             detector.probe(),
             torch.from_numpy(np.where(spread > 0, spread, 1.0)),

@@ -56,6 +56,7 @@ from headwater.likelihood.members import BASELINE, Membership
 from headwater.likelihood.profile import DepthProfile
 from headwater.likelihood.scores import MemorizationScores
 from headwater.likelihood.statistics import TextStatistics
+from headwater.options import checked_kind
 from headwater.runs.result import DRAWINGS
 
 DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
@@ -505,8 +506,7 @@ def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str
 
 def _tokens_of(profile: DepthProfile, nodes: Sequence[str] | None) -> dict[str, pd.DataFrame]:
     """Find the tokens of each node; nodes with the same text share the tokens of the first."""
-    if not hasattr(profile, "tokens"):
-        raise InputError(f"profile must be what hw.memorization returns, found a {type(profile).__name__}.")
+    checked_kind("profile", profile, DepthProfile, "hw.memorization(...)")
     by_id = dict(list(profile.tokens.groupby("id", sort=False)))
     table = profile.table.set_index("id")
     if nodes is None:

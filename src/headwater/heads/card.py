@@ -20,6 +20,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.behaviour import AttentionBehaviour
 from headwater.heads.categories import SAYS, by_sign
+from headwater.heads.weight_maps import PIECE, known_tokens
 from headwater.models.effective_embedding import KINDS, EmbeddingName
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
@@ -182,8 +183,6 @@ def _cell(value: Any) -> str:
 
 SIGNS = ("writes", "suppresses")
 COLUMNS = ("rank", "sigma", "source", "source_id", "sign", "place", "target", "target_id", "logit")
-PIECE = 8192
-"""Tokens whose effective embeddings are in memory at a time."""
 Factors: TypeAlias = tuple[Float[Tensor, "d_model d_head"], Float[Tensor, "d_head d_model"]]
 """A head's W_V and W_O."""
 
@@ -261,9 +260,8 @@ def gains_of_heads(
     # |z W_O|² = z (W_O W_Oᵀ) zᵀ needs d_head² numbers per head and no token's output.
     grams = [(W_O @ W_O.T).double() for _, W_O in factors]
     gains: list[list[Tensor]] = [[] for _ in factors]
-    # Vocabularies are padded; rows beyond the tokenizer's are no tokens.
-    known = min(len(weights.tokenizer), weights.shape.d_vocab)
-    for tokens in torch.arange(known, device=factors[0][0].device if factors else None).split(piece):
+    every = torch.arange(known_tokens(weights), device=factors[0][0].device if factors else None)
+    for tokens in every.split(piece):
         # For all heads at once, because the MLP's output for the vocabulary costs more than the heads.
         x = weights.effective_embedding(tokens, embedding)
         read = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)

@@ -250,7 +250,7 @@ def correlate(table: pd.DataFrame) -> pd.DataFrame:
             for context in ("with", "without"):
                 dynamic = scores[f"{context}_context{suffix}"].to_numpy()
                 r = float(pearson(scores[f"static{suffix}"].to_numpy(), dynamic))
-                rows.append((relation, sign, context, r, *fisher_interval(r, n_heads, 0.95), n_heads))
+                rows.append((relation, sign, context, r, *fisher_interval(r, n_heads), n_heads))
     return pd.DataFrame(rows, columns=["relation", "sign", "context", "pearson", "low", "high", "heads"])
 
 

@@ -41,11 +41,11 @@ from headwater.heads.scoring import (
     sentences_of_embedding,
 )
 from headwater.models.effective_embedding import EmbeddingName
-from headwater.models.hooked import HookedModel
+from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
 from headwater.models.part_names import Counts, HeadName, head_named, parts_of_kind
 from headwater.models.weights import WeightSource
-from headwater.options import checked_count, checked_name, checked_repeats, one_or_several, shown
+from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, one_or_several, shown
 from headwater.runs.analysis import Run
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
@@ -383,10 +383,8 @@ def relations_of(
     `multi_token` selects the token that represents a word of several tokens; by default only items of single tokens are
     returned, even if the map has others. With `some`, `relations` may be a part of the map's relations.
     """
-    if not isinstance(head_map, HeadMap):
-        raise InputError(f"head_map={shown(head_map)} is not a head map: give what hw.classify_heads returns.")
-    if not isinstance(model, HookedModel):
-        raise ModelError(f"model={shown(model)} cannot be run: give what hw.load returns.")
+    checked_kind("head_map", head_map, HeadMap, "hw.classify_heads(...)")
+    check_model(model)
     if other := head_map.run.mismatch(model):
         raise ModelError(
             f"{model.name} does not have the weights and tokenizer of this head map ({head_map.run.model}): it has "

@@ -3,7 +3,7 @@
     score     the share of a query's attention on the behaviour's keys, averaged over the queries that have such keys
     expected  the same for as many keys, drawn at random from those that the query can see: shuffled positions
 
-TransformerLens's detector divides by all queries instead (`detector_scores`).
+TransformerLens's detector divides by all queries instead.
 
 1. The model runs on a few sequences at a time. A hook on each layer's pattern immediately reduces it to sums over
    queries, so only one layer's pattern is in memory at a time.
@@ -16,7 +16,7 @@ TransformerLens's detector divides by all queries instead (`detector_scores`).
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -29,13 +29,14 @@ from headwater.calls import checked_call
 from headwater.colors import INK, SETS
 from headwater.errors import InputError, ModelError
 from headwater.heads.relations import load_relations, word_tokens
+from headwater.heads.weight_maps import PIECE
 from headwater.kernels.devices import in_halves, to_device
 from headwater.models.edits import read_hook
-from headwater.models.hooked import HookedModel
+from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import SITES, sites_named
 from headwater.models.tokens import Batch, token_strings
 from headwater.models.weights import WeightSource
-from headwater.options import checked_count, checked_number, checked_seed, shown
+from headwater.options import checked_count, checked_number, checked_seed
 from headwater.progress import Bar
 from headwater.registry import Registry
 
@@ -73,11 +74,10 @@ def attention_classes(
         `attention_class` (one of these names, or "none").
 
     Raises:
-        ModelError: the model cannot be run.
-        InputError: the vocabulary or the context is too small for a repeated sequence, or an option is not a number.
+        InputError: the model cannot be run, the vocabulary or the context is too small for a repeated sequence, or an
+            option is not a number.
     """
-    if not isinstance(model, HookedModel):
-        raise ModelError(f"model={shown(model)} cannot be run: give what hw.load returns.")
+    check_model(model)
     sequences = checked_count("sequences", sequences, most=MOST_SEQUENCES)
     length = checked_count("length", length, least=2)
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
@@ -124,8 +124,8 @@ def pattern_sums(
 
     Returns:
         For each part: `on, expected, variance` (example class layer head), sums over the queries that have keys of the
-        class; `queries, keys` (example class), the numbers of such queries and of their keys; `tokens`, the length of
-        each sequence; and with `said_once` also `count, first, second` (layer head query key): the number, sum and sum
+        class; `queries, keys` (example class), the numbers of such queries and of their keys;
+        and with `said_once` also `count, first, second` (layer head query key): the number, sum and sum
         of squares of centred scores over sequences.
     """
     return in_halves(range(len(batch)), lambda rows: _sums(model, batch.rows(rows[0], rows[-1] + 1), kinds, said_once))
@@ -157,8 +157,7 @@ def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range 
         for name, values in collected.items()
     }
     counts = keys.sum(-1)
-    sums |= {"queries": (counts > 0).sum(-1).T.contiguous(), "keys": counts.sum(-1).T.contiguous()}
-    return sums | {"tokens": batch.lengths}
+    return sums | {"queries": (counts > 0).sum(-1).T.contiguous(), "keys": counts.sum(-1).T.contiguous()}
 
 
 def attention_on(
@@ -212,22 +211,6 @@ def position_share(
     position = torch.where(used, mean.square() - within / n, 0).sum((-1, -2)).clamp(min=0) / cells
     whole = content + position
     return torch.where(whole > 1e-10, position / whole, torch.nan)
-
-
-def detector_scores(sums: Mapping[str, Tensor]) -> dict[str, Float[Tensor, "class layer head"]]:
-    """Return the scores of TransformerLens's detector for its two error measures, averaged over sequences.
-
-    For a pattern A and keys D (0 or 1) of a sequence of T tokens, with ΣA = T:
-
-        mul   Σ A D / ΣA              the score times the share of queries that have such keys
-        abs   1 - Σ |A - D| / T       = 2 mul - ΣD / T
-
-    `sums` comes from `pattern_sums`, with all sequences along the first axis.
-    """
-    tokens = sums["tokens"].double()
-    mul = (sums["on"].double() / tokens[:, None, None, None]).mean(0)
-    per_query = (sums["keys"].double() / tokens[:, None]).mean(0)
-    return {"mul": mul, "abs": 2 * mul - per_query[:, None, None]}
 
 
 # The keys of each attention behaviour, and random tokens in which every behaviour can occur.
@@ -427,8 +410,6 @@ def _piece_of_a_series(kinds: TokenKinds, length: int, generator: torch.Generato
 # Biases, norms, and a norm after the attention are left out.
 
 
-PIECE = 8192
-"""Tokens in memory at a time."""
 ROUNDING = 1e-5
 """Eigenvalues count as 0 if the sum of their sizes is below this fraction of that of random factors of equal norm."""
 RANDOM_HEADS = 200

@@ -31,6 +31,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+PIECE = 8192
+"""Tokens of a vocabulary in memory at a time."""
+
+
+def known_tokens(weights: WeightSource) -> int:
+    """Return the number of tokens that the tokenizer knows: vocabularies are padded, and rows beyond are no tokens."""
+    return min(len(weights.tokenizer), weights.shape.d_vocab)
+
+
 # Composition of heads: how strongly a later head reads the output of an earlier head, from parameters alone.
 #
 # Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021. With rows as vectors, W_OV = W_V W_O of the
@@ -233,8 +242,6 @@ CIRCUITS = {"ov": ("reads", "writes"), "qk": ("query", "key")}
 """The two sides of each circuit."""
 SIGNS = ("+", "-")
 RANDOM_DRAWS = 8
-PIECE = 8192
-"""Tokens in memory at a time."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -361,11 +368,8 @@ def _factors(
 
 def _embedded(weights: WeightSource, embedding: str, vectors: Float[Tensor, "d_model k"]) -> Float[Tensor, "k token"]:
     """Return the products of every known token's embedding with the vectors."""
-    known = min(len(weights.tokenizer), weights.shape.d_vocab)
-    parts = [
-        weights.effective_embedding(tokens, embedding).double() @ vectors
-        for tokens in torch.arange(known, device=vectors.device).split(PIECE)
-    ]
+    tokens = torch.arange(known_tokens(weights), device=vectors.device)
+    parts = [weights.effective_embedding(piece, embedding).double() @ vectors for piece in tokens.split(PIECE)]
     return torch.cat(parts).T
 
 
@@ -373,10 +377,9 @@ def _unembedded(
     weights: WeightSource, vectors: Float[Tensor, "d_model k"], norm_gain: bool
 ) -> Float[Tensor, "k token"]:
     """Return the logits of the vectors for every known token."""
-    known = min(len(weights.tokenizer), weights.shape.d_vocab)
     vectors = vectors * weights.final_norm_gain().double()[:, None] if norm_gain else vectors
     unembedding = weights.unembedding()
-    return (vectors.to(unembedding.dtype).T @ unembedding)[:, :known].double()
+    return (vectors.to(unembedding.dtype).T @ unembedding)[:, : known_tokens(weights)].double()
 
 
 def _listed(weights: WeightSource, along: Mapping[str, Float[Tensor, "k token"]], tokens: int) -> pd.DataFrame:

@@ -40,6 +40,7 @@ from headwater.models.packaged import world_folder
 from headwater.options import (
     checked_count,
     checked_flag,
+    checked_kind,
     checked_number,
     checked_path,
     checked_seed,
@@ -153,8 +154,7 @@ def membership(
     """
     if isinstance(scores, TextStatistics):
         scores = memorization_scores(scores)
-    if not isinstance(scores, MemorizationScores):
-        raise InputError(f"scores must be what hw.memorization_scores returns, found a {type(scores).__name__}.")
+    checked_kind("scores", scores, MemorizationScores, "hw.memorization_scores(...)")
     checked_number("level", level, above=0.0, below=1.0)
     checked_count("resamples", resamples, most=MOST_RESAMPLES)
     baseline, seed = checked_flag("baseline", baseline), checked_seed(seed)

@@ -48,7 +48,7 @@ from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.report import POPULARITY, SHUFFLED, comparisons, discrepancies, judged, report
 from headwater.likelihood.scores import checked_shares
 from headwater.models.hooked import check_model
-from headwater.options import checked_count, checked_flag, checked_name, checked_seed
+from headwater.options import checked_count, checked_flag, checked_kind, checked_name, checked_seed
 from headwater.questions.asking import RAW, Messages, answer_ends
 from headwater.questions.labels import Judge
 from headwater.runs.analysis import Run, run_or_resume
@@ -223,8 +223,7 @@ def memorization(
         RunFolderError: `out` holds another run.
     """
     check_model(model)
-    if not isinstance(graph, DepthGraph):
-        raise InputError(f"graph must be what hw.load_depth_graph returns, found a {type(graph).__name__}.")
+    checked_kind("graph", graph, DepthGraph, "hw.load_depth_graph(...)")
     checked_name("span", span, SPANS)
     checked_name("aggregate", aggregate, AGGREGATES)
     checked_name("quartiles", quartiles, AGGREGATES)

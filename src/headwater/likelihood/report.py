@@ -16,7 +16,7 @@ import pandas as pd
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from headwater.runs.result import each_row
+from headwater.runs.result import each_row, with_interval
 from headwater.stats.discrimination import spearman
 from headwater.stats.resample import Bootstrap, Interval, interval
 
@@ -123,15 +123,15 @@ def _answers(profile: Profiled) -> str:
         )
     rows = each_row(profile.judged)
     accuracy = ", ".join(f"{row['value']:.2f} at depth {row['depths']}" for row in rows if row["measure"] == "accuracy")
-    lines = [f"{cut}Scores (1 to 5) are {SCORED_BY[scores]}. Accuracy: {accuracy}."]
-    if scores == "data":
-        lines.append("They judge the answers in the data, whichever model wrote them.")
-    for name, words in (("forward", "Forward discrepancy:"), ("backward", "backward:"), ("backward_first", None)):
-        row = next(r for r in rows if r["measure"] == name and r["depths"] == "all")
-        words = words or "backward by the first successor alone, as in the released code:"
-        lines.append(f"{words} {_plain(row)} over {row['nodes']:,} questions" + (";" if words[0] == "F" else ","))
-    text = " ".join(lines)
-    return text[:-1] + "."
+    whose = " They judge the answers in the data, whichever model wrote them." if scores == "data" else ""
+    named = {
+        "forward": "Forward discrepancy",
+        "backward": "backward",
+        "backward_first": "backward by the first successor alone, as in the released code",
+    }
+    overall = {row["measure"]: row for row in rows if row["depths"] == "all"}
+    listed = [f"{named[name]}: {_interval(row)} over {row['nodes']:,} questions" for name, row in overall.items()]
+    return f"{cut}Scores (1 to 5) are {SCORED_BY[scores]}. Accuracy: {accuracy}.{whose} {'; '.join(listed)}."
 
 
 def _gaps(profile: Profiled) -> str:
@@ -141,16 +141,16 @@ def _gaps(profile: Profiled) -> str:
     difference = rows["quartile 75 - 25"]
     rank = _rows(profile, "spearman with gap", profile.main)[0]
     return (
-        f"The mean score gap of the deepest questions is {_plain(rows['quartile 25'])} in the quarter with the lowest "
-        f"Min-K% and {_plain(rows['quartile 75'])} in the quarter with the highest; the difference is "
-        f"{_plain(difference)}{_verdict(difference)}. Over all deepest questions, the rank correlation between "
-        f"likelihood and gap is {_plain(rank)}."
+        f"The mean score gap of the deepest questions is {_interval(rows['quartile 25'])} in the lowest quartile of "
+        f"Min-K% and {_interval(rows['quartile 75'])} in the highest; the difference is "
+        f"{_interval(difference)}{_verdict(difference)}. Over all deepest questions, the rank correlation between "
+        f"likelihood and gap is {_interval(rank)}."
     )
 
 
 def _popularity(profile: Profiled) -> str:
     rows = _rows(profile, f"spearman with {POPULARITY}", profile.main)
-    listed = ", ".join(f"{_plain(row)} at depth {row['depths']}" for row in rows if not math.isnan(row["value"]))
+    listed = ", ".join(f"{_interval(row)} at depth {row['depths']}" for row in rows if not math.isnan(row["value"]))
     return (
         f"The frequency of each fact in the training data is known; its rank correlation with minus Min-K% (higher = "
         f"more likely seen) is {listed}."
@@ -169,21 +169,17 @@ def _rows(profile: Profiled, measure: str, score: str, control: str | None = Non
 def _moves(row: dict[str, Any]) -> str:
     """Return words for how the figure's Min-K%, which is minus the score, changes with depth."""
     if row["low"] > 0:
-        return f"falls by {_plain(row)}"
+        return f"falls by {_interval(row)}"
     return f"{'rises by' if row['high'] < 0 else 'shows no clear change:'} {_number(row)}"
 
 
 def _number(row: dict[str, Any]) -> str:
     """Format a difference with the sign of the figure."""
-    return _plain({"value": -row["value"], "low": -row["high"], "high": -row["low"]})
+    return with_interval(-row["value"], -row["high"], -row["low"])
 
 
-def _plain(row: dict[str, Any]) -> str:
-    if math.isnan(row["value"]):
-        return "not measured"
-    if math.isnan(row["low"]):
-        return f"{row['value']:.2f} (one graph: no interval)"
-    return f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+def _interval(row: dict[str, Any]) -> str:
+    return with_interval(row["value"], row["low"], row["high"])
 
 
 def _verdict(row: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from headwater.errors import InputError
 from headwater.kernels.likelihood import PrecisionName
 from headwater.likelihood.formulas import SCORES, Score, TextTokens
 from headwater.likelihood.statistics import TextStatistics, token_statistics
-from headwater.options import checked_number, checked_several, one_or_several, shown
+from headwater.options import checked_kind, checked_number, checked_several, one_or_several, shown
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, each_row, whole_summary
@@ -169,8 +169,7 @@ def memorization_scores(
     Raises:
         InputError: a share or the variance is out of range, or the other statistics are not of the same texts.
     """
-    if not isinstance(stats, TextStatistics):
-        raise InputError(f"stats must be what hw.token_statistics returns, found a {type(stats).__name__}.")
+    checked_kind("stats", stats, TextStatistics, "hw.token_statistics(...)")
     if (repeated := stats.texts["text"].duplicated()).any():
         number = stats.texts["text"][repeated].iloc[0]
         raise InputError(f"Text {number} is twice in the statistics: number the texts of joined statistics apart.")
@@ -371,8 +370,7 @@ def _means_like(
     """Return the mean log-probabilities of the same texts in other statistics, by rows of `_frame_of_texts(stats)`."""
     if other is None:
         return None
-    if not isinstance(other, TextStatistics):
-        raise InputError(f"{name} must be what hw.token_statistics returns, found a {type(other).__name__}.")
+    checked_kind(name, other, TextStatistics, "hw.token_statistics(...)")
     same = str.endswith if name == "prefixed" else str.__eq__
     pairs = list(zip(other.texts["content"], contents, strict=False))
     differing = [place for place, pair in enumerate(pairs) if not same(*pair)]

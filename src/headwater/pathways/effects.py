@@ -168,7 +168,7 @@ def measure(
 
 def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> list[Intervention]:
     others = other_question_tokens(model, answered)
-    listed = [block_random_tokens(answered, setup, others, seed=0)]
+    listed = [block_random_tokens(answered, setup, others)]
     listed += [swap_subjects(model, answered, setup, seed) for seed in range(SWAPS)]
     listed += [swap_random_tokens(answered, setup, others, seed) for seed in range(SWAPS)]
     listed.append(answer_only(model, answered, setup))

@@ -28,7 +28,7 @@ import pandas as pd
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, shown
+from headwater.options import checked_count, checked_kind
 from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES
 from headwater.pathways.trace import Pathways
 from headwater.questions.answers import AnsweredQuestions, check_answered
@@ -128,8 +128,7 @@ def refusals(
         RunFolderError: `out` holds another run.
     """
     check_answered(model, answered)
-    if not isinstance(pathways, Pathways):
-        raise InputError(f"pathways must be what hw.trace_pathways returns, found {shown(pathways)}.")
+    checked_kind("pathways", pathways, Pathways, "hw.trace_pathways(...)")
     if pathways.run.options["answered"] != describe(answered):
         raise InputError("pathways was traced on other answers. Pass the answers that it was traced on.")
     checked_count("batch_size", batch_size)

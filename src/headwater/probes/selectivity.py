@@ -42,7 +42,7 @@ from headwater.options import (
     is_label,
     shown,
 )
-from headwater.probes.linear import C, GivenStates, Probe, fit_linear, given_states, grouped_folds
+from headwater.probes.linear import C, GivenStates, Probe, fit_linear, given_states, grouped_folds, read_linear
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
@@ -79,8 +79,7 @@ def cross_fitted(
     for number, (others, fold) in enumerate(splits):
         chosen = chosen_strength(states[others], labels[others], [groups[i] for i in others], strengths, seed)
         weight, bias = fit_linear(states[others], labels[others], chosen)
-        # Not a matrix product, whose rounding depends on a row's place (`linear.linear_logits`).
-        fit.logit[fold] = (states[fold] * weight).sum(-1) + bias
+        fit.logit[fold] = read_linear(states[fold], weight, bias)
         fit.fold[fold] = number
         fit.C[fold] = chosen
     return fit
@@ -106,7 +105,7 @@ def chosen_strength(
     for others, fold in splits:
         for place, strength in enumerate(ordered):
             weight, bias = fit_linear(states[others], labels[others], strength)
-            logits = states[fold] @ weight + bias
+            logits = read_linear(states[fold], weight, bias)
             # -log sigmoid(±logit), without overflow of exp.
             losses[place] += np.logaddexp(0, np.where(labels[fold] == 1, -logits, logits)).sum()
     return float(ordered[int(losses.argmin())])

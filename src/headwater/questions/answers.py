@@ -35,7 +35,7 @@ from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, hooks_over, listed_hooks
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, Offsets, Tokenizer, encode, note_on_chats, pad_id
-from headwater.options import checked_count, checked_name
+from headwater.options import checked_count, checked_kind, checked_name
 from headwater.questions.asking import SLOT, Example, Frame, WrittenAnswer, answer_ends, answering_frame, ask, limit_of
 from headwater.questions.endpoint import FailureLimit, workers_of
 from headwater.questions.extract import Extractor, call_extractor_on, extractor_of
@@ -213,8 +213,7 @@ def answer(
         RunFolderError: `out` holds another run.
     """
     check_model(model)
-    if not isinstance(questions, Questions):
-        raise InputError(f"questions must be what hw.load_questions returns, found a {type(questions).__name__}.")
+    checked_kind("questions", questions, Questions, "hw.load_questions(...)")
     if model.tokenizer is None or not getattr(model.tokenizer, "is_fast", False):
         raise InputError(
             f"{model.name} needs a tokenizer that returns character offsets (a fast one) to answer questions."
@@ -256,11 +255,10 @@ def answer(
     return run_or_resume(AnsweredQuestions, "answer", model, options, work, out=out, progress=progress)
 
 
-def check_answered(model: HookedModel, answered: object) -> None:
+def check_answered(model: HookedModel, answered: AnsweredQuestions) -> None:
     """Refuse anything but answers of this same model."""
     check_model(model)
-    if not isinstance(answered, AnsweredQuestions):
-        raise InputError(f"answered must be what hw.answer returns, found a {type(answered).__name__}.")
+    checked_kind("answered", answered, AnsweredQuestions, "hw.answer(...)")
     if other := answered.run.mismatch(model):
         raise InputError(
             f"These questions were answered by {answered.run.model} ({other} than {model.name}'s): its probes "

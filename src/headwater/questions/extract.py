@@ -24,7 +24,7 @@ from headwater.kernels.devices import failures_named
 from headwater.models.generation import Wrote, end_tokens, generate_tokens
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length, chat_text, encode
-from headwater.options import shown
+from headwater.options import checked_kind, shown
 from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object, workers_of
 from headwater.questions.sources import Questions
 from headwater.questions.words import Span, find_words
@@ -161,8 +161,7 @@ def agreement(
     Raises:
         InputError: no question marks its words, or the extractor cannot be used.
     """
-    if not isinstance(questions, Questions):
-        raise InputError(f"questions must be what hw.load_questions returns, found a {type(questions).__name__}.")
+    checked_kind("questions", questions, Questions, "hw.load_questions(...)")
     table = questions.table
     named = table[(table["subject"].map(len) > 0) | (table["property"].map(len) > 0)]
     if named.empty:

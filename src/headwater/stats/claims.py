@@ -78,16 +78,6 @@ class Judgement:
     notes: tuple[str, ...]
     """Facts that weaken the claim, such as prompts that discovery and test share; the verdict ends with them."""
 
-    @property
-    def holds(self) -> bool:
-        """Whether the claim holds; see the first lines of this file."""
-        return bool(self.table["holds"].iloc[0])
-
-    @property
-    def sentence(self) -> str:
-        """Both sentences in one line."""
-        return f"{self.measured} {self.verdict}"
-
 
 def claim_of(
     evidence: ClaimEffects,

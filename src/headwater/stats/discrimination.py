@@ -149,11 +149,11 @@ def spearman(x: Values, y: Values, *, counts: Counts | None = None) -> Float[nda
     return pearson(rankdata(x), rankdata(y), counts=drawn)
 
 
-def fisher_interval(r: float, n: int, level: float) -> tuple[float, float]:
-    """Return the interval of a correlation of n pairs: tanh(artanh r ± z / √(n − 3)); NaN for fewer than four pairs."""
+def fisher_interval(r: float, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of a correlation of n pairs: tanh(artanh r ± z / √(n − 3)); NaN for fewer than four."""
     if n < 4 or np.isnan(r):
         return float("nan"), float("nan")
-    half = ndtri((1 + level) / 2) / np.sqrt(n - 3)
+    half = ndtri(0.975) / np.sqrt(n - 3)
     centre = np.arctanh(np.clip(r, -1 + 1e-12, 1 - 1e-12))
     return float(np.tanh(centre - half)), float(np.tanh(centre + half))
 
