@@ -169,7 +169,9 @@ def test_a_cache_gives_the_rows_of_a_site_and_its_prompts_are_the_groups():
         ({"cache": {0: torch.randn(N, 2), 1: torch.randn(5, 2)}}, "Layer 1 has states of shape"),
         ({"cache": "states"}, "The states to probe are a str"),
         ({"labels": [0, 1]}, f"2 labels were given for {N} rows"),
-        ({"labels": [0, 1, 2] * 40}, "Label 2 is 2"),
+        ({"labels": [0, 1, 2] * 40}, "Labels must be 0 or 1; label 2 is 2. For several classes fit one probe for each"),
+        ({"labels": ["eu", "af"] * 60}, r"label 0 is 'eu'\. .* labels=\[label == 'eu' for label in labels\]"),
+        ({"cache": {0: torch.randn(N, 2, 3)}}, rf"of shape \({N}, 2, 3\) and type float32"),
         ({"labels": [1] * N}, "0 groups with label 0"),
         ({"groups": ["a"] * 3}, f"3 groups were given for {N} rows"),
         ({"groups": ["a"] * N}, "1 groups with label 0 and 1 with label 1 are too few for 5 folds"),
@@ -213,4 +215,20 @@ def test_a_label_for_each_text_beside_a_row_for_each_token_names_positions_last(
 
 def test_a_probe_says_in_one_line_what_it_is(labels):
     fit = fitted(torch.randn(N, 8), labels, groups=[f"question {i}" for i in range(N)])
-    assert repr(fit.probe()) == f"Probe(given at given, layer 0: 8 weights, fitted on {N} questions, 0 folds)"
+    assert repr(fit.probe()) == f"Probe(given at given rows, layer 0: 8 weights, fitted on {N} rows)"
+
+
+def test_a_single_position_of_a_cache_needs_no_index_and_a_probe_predicts_from_arrays(labels):
+    states = torch.randn(N, 1, 8)
+    probe = fitted({3: states}, labels, controls=0, strengths=(0.1,)).probe()
+    logits = probe.logits(states[:, 0].numpy())
+    assert torch.equal(logits, probe.logits(states[:, 0]))
+    assert probe.predict(states[:, 0].numpy()).tolist() == [int(logit > 0) for logit in logits]
+
+
+def test_layers_that_tie_are_counted_and_the_first_is_taken(labels):
+    states = torch.randn(3, N, 8)
+    states[1:, :, 3] += 30 * torch.from_numpy(labels)
+    fit = fitted(states, labels, controls=0)
+    assert fit.best == 1
+    assert fit.report()[0].startswith("2 layers tie at AUC 1.000 (1.000 to 1.000); the first is layer 1, accuracy")

@@ -1,5 +1,7 @@
 """Probes: states against Hugging Face, fits against scikit-learn, splits by question, whatever the batch."""
 
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,7 +14,7 @@ from sklearn.preprocessing import StandardScaler
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.probes.linear import Probes, fit_linear, fit_probes, grouped_folds, linear_logits
+from headwater.probes.linear import Probes, fit_linear, fit_probes, grouped_folds, linear_logits, row_space_regression
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions, probe_states
 from headwater.runs.record import RunRecord
@@ -116,6 +118,19 @@ def test_a_linear_reading_is_scikit_learns_pipeline_and_a_constant_where_there_i
     weight, bias = fit_linear(features, np.ones(80, dtype=int), 0.3)
     assert not weight.any()
     assert expit(bias) == pytest.approx(80.5 / 81)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (16, 40), (60, 60), (100, 300)])
+@pytest.mark.parametrize("C", [0.001, 0.1, 10.0])
+def test_few_rows_of_many_features_are_fitted_to_the_minimum_of_scikit_learn(shape, C):
+    features, labels = np.array(chance.rng().normal(size=shape)), np.arange(shape[0]) % 2
+    features[:, 0] += 3 * labels
+    weight, intercept = row_space_regression(features, labels, C)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = LogisticRegression(C=C, solver="newton-cg", max_iter=1000, tol=1e-12).fit(features, labels)
+    np.testing.assert_allclose(weight, whole.coef_[0], rtol=0, atol=1e-6 * np.abs(weight).max())
+    np.testing.assert_allclose(intercept, whole.intercept_[0], rtol=1e-6, atol=1e-6)
 
 
 def test_all_layers_at_once_give_the_logits_of_each_probe():

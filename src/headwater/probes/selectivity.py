@@ -139,7 +139,7 @@ class ProbeFit(Result):
 
     @property
     def best(self) -> int:
-        """The layer with the highest AUC."""
+        """The layer with the highest AUC, the first of these if there are several."""
         return int(self.table["layer"].iloc[int(self.table["auc"].argmax())])
 
     def probe(self, layer: int | None = None) -> Probe:
@@ -154,7 +154,10 @@ class ProbeFit(Result):
             raise InputError(f"There is no probe of layer {shown(layer)}; there are {', '.join(map(str, layers))}.")
         place = layers.index(wanted)
         seen = frozenset(one for one in self.predictions["group"] if isinstance(one, str))
-        return Probe(self.site, "given", layers[place], self.weight[place], float(self.bias[place]), seen)
+        rows = self.predictions["row"].nunique()
+        return Probe(
+            self.site, "given rows", layers[place], self.weight[place], float(self.bias[place]), seen, rows=rows
+        )
 
     def report(self) -> list[str]:
         """Return the performance at the best layer, and how much of it a probe reaches on random labels."""
@@ -162,8 +165,12 @@ class ProbeFit(Result):
         layers = len(self.table)
         auc_text = with_interval(row["auc"], row["auc_low"], row["auc_high"], ".3f")
         accuracy = with_interval(row["accuracy"], row["accuracy_low"], row["accuracy_high"], ".3f")
+        ties = int((self.table["auc"] == row["auc"]).sum())
+        found = f"The best probe is at layer {row['layer']:.0f}: AUC {auc_text}"
+        if ties > 1:
+            found = f"{ties} layers tie at AUC {auc_text}; the first is layer {row['layer']:.0f}"
         sentences = [
-            f"The best probe is at layer {row['layer']:.0f}: AUC {auc_text}, accuracy {accuracy} against "
+            f"{found}, accuracy {accuracy} against "
             f"{row['majority']:.3f} for the majority class, over {row['rows']:.0f} rows of {row['groups']:.0f} groups "
             "held out in turn."
         ]
@@ -284,7 +291,11 @@ def fit_probe(
         raise InputError(f"{len(entries)} labels were given for {states.rows} rows of states.{hint}")
     wrong = [i for i, label in enumerate(entries) if not is_label(label)]
     if wrong:
-        raise InputError(f"Label {wrong[0]} is {shown(entries[wrong[0]])}; labels are 0 and 1.")
+        found = shown(entries[wrong[0]])
+        raise InputError(
+            f"Labels must be 0 or 1; label {wrong[0]} is {found}. For several classes fit one probe for each: "
+            f"labels=[label == {found} for label in labels]."
+        )
     of_groups = _named("groups", groups, states.rows) or list(states.groups)
     listed = [checked_number("strengths", one, above=0.0) for one in checked_several("strengths", strengths, "a list")]
     if not listed:
