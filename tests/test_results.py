@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from headwater.errors import InputError, RunFolderError
 from headwater.runs.folder import RunFolder
 from headwater.runs.record import FORMAT, RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, with_interval
 from headwater.runs.storage import read_sealed, write_atomically, write_sealed
 from tests.made_up import Sample, record, sample
 
@@ -430,3 +431,21 @@ def test_a_path_that_nothing_can_be_under_is_refused_in_one_line(path, tmp_path,
             use()
         assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((0.524, 0.41, 0.6), "0.52 (0.41 to 0.60)"),
+        ((-0.001, -0.3, 0.004), "0.00 (-0.30 to 0.00)"),
+        ((-0.0004, -0.0012, 0.0003), "-0.0004 (-0.0012 to 0.0003)"),
+        ((0.0012,), "0.0012"),
+        ((-0.0,), "0.00"),
+        ((-3e-8, -3e-8, 0.0), "0.00 (0.00 to 0.00)"),
+        ((np.nan, 0.0, 1.0), "not measured"),
+        ((-0.01, -0.02, 0.03, "+.1f", " points"), "-0.010 points (-0.020 to +0.030)"),
+        ((-0.01, -0.2, 0.03, "+.1f", " points"), "+0.0 points (-0.2 to +0.0)"),
+    ],
+)
+def test_a_number_with_its_interval_is_never_minus_zero_nor_zero_where_it_is_not(numbers, text):
+    assert with_interval(*numbers) == text

@@ -110,7 +110,7 @@ class AttentionBehaviour(Result):
         for on, part in whole_summary(self).groupby("on", sort=False):
             called = [row for row in each_row(part) if row["heads"]]
             named = ", ".join(f"{row['heads']} {words(row['behaviour'])}{self._heads_by(on, row)}" for row in called)
-            sentences.append(f"{_where(on)}, heads classified by behaviour: {named or 'none'}.")
+            sentences.append(f"{_where(on)}, heads by behaviour (a head can have several): {named or 'none'}.")
             called = [row for row in called if row["behaviour"] != RESTING]
             if called:
                 best = max(called, key=lambda row: row["excess"])

@@ -458,11 +458,19 @@ def frame_of(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:
 def with_interval(
     value: float, low: float = math.nan, high: float = math.nan, digits: str = ".2f", unit: str = ""
 ) -> str:
-    """Format a number with its interval (if any): "0.52 (0.41 to 0.60)"."""
+    """Format a number with its interval (if any): "0.52 (0.41 to 0.60)".
+
+    Numbers that would all be 0.00 have more decimals, down to a millionth. There is no -0.00.
+    """
     if not math.isfinite(value):
         return "not measured"
-    interval = f" ({low:{digits}} to {high:{digits}})" if math.isfinite(low) and math.isfinite(high) else ""
-    return f"{value:{digits}}{unit}{interval}"
+    numbers = [number for number in (value, low, high) if math.isfinite(number)]
+    sign, decimals = digits.removesuffix("f").split(".")
+    largest, places = max(map(abs, numbers)), int(decimals)
+    if largest >= 1e-6 and round(largest, places) == 0:
+        places = 1 - math.floor(math.log10(largest))  # two significant digits
+    texts = [f"{number:{sign}z.{places}f}" for number in numbers]
+    return texts[0] + unit + (f" ({texts[1]} to {texts[2]})" if len(texts) == 3 else "")
 
 
 def plain_text(text: str) -> str:
