@@ -648,6 +648,29 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped_and_gives_the_same_table(
         hw.patch(model, clean, corrupted, out=tmp_path / "run", **options | {"direction": "noise"})
 
 
+def test_a_sweep_interrupted_before_its_first_piece_says_that_nothing_is_saved(models, tmp_path, monkeypatch):
+    from headwater.patching.runners import WalkRunner
+
+    def dies(self, cells):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WalkRunner, "measure", dies)
+    with pytest.raises(KeyboardInterrupt, match=r"Nothing is saved in .*run' yet: the same call begins anew\."):
+        hw.patch(models("gpt2"), *random_pairs([8]), sites="z", metric=hw.logit_difference(5, 9), out=tmp_path / "run")
+
+
+def test_on_a_cpu_a_wave_is_a_few_seconds_of_work_and_at_least_a_thousand_tokens(models, monkeypatch):
+    from headwater.patching import plan
+
+    model = models("gpt2")
+    size = sum(parameter.numel() for parameter in model.raw.blocks.parameters())
+    assert plan.wave_tokens(model) == plan.WAVE_TOKENS
+    monkeypatch.setattr(plan, "CPU_WORK", 5000 * size)
+    assert plan.wave_tokens(model) == 5000
+    monkeypatch.setattr(plan, "CPU_WORK", 1)
+    assert plan.wave_tokens(model) == plan.CPU_TOKENS
+
+
 def test_every_family_is_listed():
     assert len(FAMILIES) == 11
 

@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from headwater.errors import InputError, Interrupted, did_you_mean
@@ -61,7 +62,12 @@ def _how_to_continue(known: Sequence[str], options: Mapping[str, Any]) -> str:
         return ""
     if options.get("out") is None:
         return " Nothing was kept; with out=FOLDER a run can be continued."
-    return f" The same call with out={str(options['out'])!r} continues from what is saved there."
+    folder = str(options["out"])
+    # The pieces of the run, or the results of its steps; the record of the run is written before any work.
+    names = (path.name for path in Path(folder).rglob("*") if path.is_file())
+    if any(name != "run.json" and not name.startswith(".") for name in names):
+        return f" The same call with out={folder!r} continues from what is saved there."
+    return f" Nothing is saved in {folder!r} yet: the same call begins anew."
 
 
 def checked_calls(kind: C) -> C:

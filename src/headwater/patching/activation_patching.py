@@ -164,7 +164,7 @@ def patch(
         engine: `auto` takes all cells through the layers at once; `whole runs` runs whole prompts through the model
             with its ordinary hooks: simpler, and slower. The numbers are the same.
         progress: show a progress bar.
-        out: a folder: finished cells are saved as they come, and an interrupted sweep resumes where it stopped.
+        out: a folder: finished cells are saved every few seconds, and an interrupted sweep resumes after these.
 
     Raises:
         InputError: an option or prompt cannot be used; pairs that do not align are shown side by side.

@@ -34,6 +34,9 @@ Kept: TypeAlias = Sequence[tuple[int, ...]]
 """By example: the positions that are read."""
 WAVE_TOKENS = 1 << 15
 """Most tokens that go through the layers together."""
+CPU_WORK, CPU_TOKENS = 5e11, 1024
+"""About the most multiplications in a wave on a CPU, so that cells are finished, and saved, every few seconds; and the
+fewest tokens of such a wave: with fewer, products of matrices are slower."""
 GROUP_FLOATS = 1 << 26
 """About the most numbers in the recorded activations of a group of examples."""
 
@@ -279,12 +282,20 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     for group in groups:
         examples = range(group[0], group[-1] + 1)
         cells = plan.cells.among(examples)
-        for wave in _cut(plan.cells.part(cells), of_cell[cells.start : cells.stop]):
+        for wave in _cut(plan.cells.part(cells), of_cell[cells.start : cells.stop], wave_tokens(plan.model)):
             yield examples, range(cells.start + wave.start, cells.start + wave.stop)
 
 
-def _cut(cells: CellTable, tokens: Int[np.ndarray, " cell"]) -> Iterator[range]:
-    """Cut a group's cells into waves of at most `WAVE_TOKENS` tokens; nested cells stay together."""
+def wave_tokens(model: HookedModel) -> int:
+    """Return the most tokens of a wave: on a CPU those of a few seconds of work."""
+    if model.device.type == "cuda":
+        return WAVE_TOKENS
+    of_a_token = sum(parameter.numel() for parameter in model.raw.blocks.parameters())
+    return min(WAVE_TOKENS, max(CPU_TOKENS, int(CPU_WORK / of_a_token)))
+
+
+def _cut(cells: CellTable, tokens: Int[np.ndarray, " cell"], most: int) -> Iterator[range]:
+    """Cut a group's cells into waves of at most so many tokens; nested cells stay together."""
     filled = np.cumsum(tokens)
     keys = {key: number for number, key in enumerate(dict.fromkeys(template.nested for template in cells.used))}
     by_template = [-1 if one.nested is None else keys.get(one.nested, -1) for one in cells.templates]
@@ -293,7 +304,7 @@ def _cut(cells: CellTable, tokens: Int[np.ndarray, " cell"]) -> Iterator[range]:
     begins = 1 + np.flatnonzero((key[1:] < 0) | (key[1:] != key[:-1]))
     start, before = 0, 0
     while start < len(cells):
-        over = int(np.searchsorted(filled, before + WAVE_TOKENS, side="right"))
+        over = int(np.searchsorted(filled, before + most, side="right"))
         later = begins[np.searchsorted(begins, max(over, start + 1)) :]
         stop = int(later[0]) if over < len(cells) and len(later) else len(cells)
         yield range(start, stop)

@@ -32,7 +32,7 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching import summaries
 from headwater.patching.edits import AXES
-from headwater.patching.plan import Measured, Plan, waves
+from headwater.patching.plan import Measured, Plan, wave_tokens, waves
 from headwater.patching.prompts import DIRECTIONS, prompt_options
 from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
 from headwater.patching.runners import AttributionRunner, CannotStepError, Runner, WalkRunner, WholeRuns
@@ -100,7 +100,9 @@ def run_sweep(
             what, advice = f"{len(plan.cells):,} cells", "Fewer layers, positions or prompts take less time."
             say_how_long(plan.model, what, _whole_tokens(plan), advice, progress=run.progress)
         with run.bar("cells", "cell", len(plan.cells)) as bar:
-            pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
+            # The tokens are part of a piece's name: another device may cut the same run into other waves.
+            stage = f"wave-of-{wave_tokens(plan.model)}"
+            pieces = run.pieces(stage, planned, compute, bar, lambda wave: len(wave[1]))
             for (_, cells), piece in zip(planned, pieces, strict=True):
                 for name, table in measured.tables().items():
                     table[cells.start : cells.stop] = piece[name]
