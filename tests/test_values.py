@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from headwater.errors import InputError, InterventionError
 from headwater.models.sites import SITES
 from headwater.patching.prompts import draw
 from tests.plain_hooks import hooked_plainly, pattern_plainly
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import FAMILIES, tiny_hooked, tiny_model
 
 CLEAN, CORRUPTED = [2, 40, 41, 42, 43, 44, 45], [2, 40, 51, 42, 43, 44, 45]
 LAYER, POSITION, HEAD = 1, 3, 1
@@ -372,3 +373,32 @@ def test_a_summary_averages_the_draws_of_each_prompt_and_resamples_prompts(llama
     (alone,) = one.summary().itertuples()
     assert (alone.examples, alone.mean) == (1, pytest.approx(one.table["effect"].mean()))
     assert alone.low < alone.high
+
+
+def test_prompts_to_resample_from_are_drawn_with_the_seed_of_the_call():
+    model = tiny_hooked("llama")
+    pool = [f" the {one} of France is" for one in ("cat", "dog", "big", "see", "capital", "one")]
+    options = {"sites": "z", "metric": hw.logit_difference(" Paris", " Rome"), "layers": [1], "progress": False}
+
+    def effects(values, **more):
+        return hw.patch(model, " the two of France is", values=values, **options, **more).table["effect"].tolist()
+
+    drawn = [effects(hw.resample(pool), seed=seed) for seed in range(4)]
+    assert drawn == [effects("resample", dataset=pool, seed=seed) for seed in range(4)]
+    assert drawn == [effects(hw.resample(pool, seed)) for seed in range(4)]
+    assert len(set(map(tuple, drawn))) > 1
+
+
+def test_makers_of_values_that_were_not_called_are_named_and_numbers_may_have_a_library():
+    model = tiny_hooked("llama")
+    with pytest.raises(InputError, match=r"values=hw\.noise is a function that makes values: call it"):
+        hw.edit("z", 1, hw.noise)
+    for two in (torch.tensor(2.0), np.array(2.0), np.float32(2)):
+        assert hw.scale(two).arguments == {"factor": 2.0}
+    with pytest.raises(InputError, match=r"'2\.1' is in layer 2, which is not in layers=1\.$"):
+        model.run(" cat", hooks=[hw.edit("z", 1, "zero", heads="2.1")])
+    alone = hw.patch(
+        model, " see the cat", sites="z", values="zero", metric=hw.probability(" cat"), layers=[1], progress=False
+    )
+    with pytest.raises(InputError, match=r"value='normalized_effect' needs pairs of prompts"):
+        alone.summary(value="normalized_effect")

@@ -7,7 +7,7 @@ same shape (`Circuit.placebos`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -252,10 +252,11 @@ def claim_of_circuit(
 ) -> Claim:
     """Run a circuit with its placebos and with other values, and judge it; see `Circuit.claim`."""
     metric_of_a_claim(run["metric"])
-    runs = run_circuits(model, clean, corrupted, {"given": circuit}, **run)
+    clean, corrupted = (list(one) if isinstance(one, Iterator) else one for one in (clean, corrupted))
     other_runs = None
-    if other is not None:
+    if other is not None:  # before the placebos, so that values that cannot be used are refused at once
         other_runs = run_circuits(model, clean, corrupted, {"given": circuit}, **run | {"values": other, "placebos": 0})
+    runs = run_circuits(model, clean, corrupted, {"given": circuit}, **run)
     return runs.claim(other=other_runs, **claim)
 
 

@@ -32,6 +32,7 @@ from headwater.errors import InputError, InterventionError, UnknownNameError, di
 from headwater.foreign_names import missing
 from headwater.kernels.devices import to_device
 from headwater.models import cache_collection, generation
+from headwater.models.bridge_check import evaluation_mode
 from headwater.models.edits import (
     REPORT,
     Attached,
@@ -168,7 +169,8 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
             hooks: hooks that read or edit activations: pairs (name, function) or `hw.edit(...)`; each must fire.
             keep: positions whose logits are returned; fewer are cheaper.
             stop_at: run only the layers before this one and return its input, the residual stream.
-            grad: record gradients (otherwise the run is under `torch.inference_mode()`).
+            grad: record gradients (otherwise the run is under `torch.inference_mode()`). The parameters are frozen: a
+                graph begins where a hook returns a tensor that requires gradients.
             past_key_values: the keys and values of earlier tokens, as a transformers cache; passed to the model
                 under the argument name that it expects.
             attention_mask: with such a cache, `[batch, position]` over all tokens, 1 at real ones.
@@ -217,10 +219,15 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         These are the attached hooks of `with model.hooks(...)` that may edit; other changes to the model since it was
         loaded (`headwater.models.fingerprint`); and the rules of its generation config. Another thread's hooks are not
         included: this property waits until that thread has finished.
+
+        Raises:
+            ModelError: the model is in training mode.
         """
         with self.lock:
             acting: dict[str, object] = {MODEL_HOOKS: self._attachments.edits()}
-            acting[PAST_HOOKS] = self._modules.alterations()
+            if changed := self._modules.alterations():
+                evaluation_mode(self)
+            acting[PAST_HOOKS] = changed
         acting["generation_config"] = settings(self.raw, TOKEN_RULES)
         return {option: what for option, what in acting.items() if what}
 

@@ -331,8 +331,10 @@ class Noise(_Changing):
         return activation + (arguments["std"] * unit * other).to(activation.dtype)
 
 
-def _number(option: str, value: object) -> float:
+def _number(option: str, value: Any) -> float:
+    # A tensor or an array with one number counts as a number, and text does not.
+    number = value.item() if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0 else value
     try:
-        return checked_number(option, value, above=-float("inf"))
+        return checked_number(option, number, above=-float("inf"))
     except InputError:
         raise InputError(f"{option}={shown(value)} is not a finite number.") from None

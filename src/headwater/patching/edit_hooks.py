@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class EditHook(PromptHook):
-    """The result of `hw.edit`: a hook for `model.run`, `model.hooks` and everything else that takes hooks."""
+    """The result of `hw.edit`: a hook for `hooks=` of `model.run`, `model.generate`, `hw.answer`, and `model.hooks`."""
 
     site: Site
     layer: int
@@ -136,7 +136,10 @@ class EditHook(PromptHook):
     ) -> Callable[[Tensor], Tensor]:
         """Return the function that applies the edit to an activation of these prompts, or of their last tokens."""
         assert self.replacement is not None
-        _, numbers = layers_and_heads(layer, self.heads, model.shape, kv_site_of([site]))
+        try:
+            _, numbers = layers_and_heads(layer, self.heads, model.shape, kv_site_of([site]))
+        except InputError as error:
+            raise InputError(f"{self!r}: {str(error).removesuffix(': leave layers= out.')}.") from None
         heads = None if numbers is None else resolve_indices(numbers, site.n_heads(model.shape), "head")
         units = None if site.units is None or len(site.units) == site.width(model.shape, 1) else tuple(site.units)
         prompts, examples = self.replacement.inputs.pair.base, [self.numbers[name] for name in names]

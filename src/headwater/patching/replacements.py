@@ -41,6 +41,7 @@ from headwater.registry import Registry
 
 TensorLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
 ValueName: TypeAlias = Literal["other run", "zero", "mean", "resample"]
+WITH_ARGUMENTS = "hw.add(direction), hw.scale(factor), hw.noise(std), hw.mean(prompts), hw.resample(prompts)"
 NOT_WRITTEN, LEFT, CHANGED = range(3)
 """Outcomes of computed values so far: none was computed yet, every row was left unchanged, or some row was changed."""
 
@@ -236,13 +237,16 @@ def replacement_spec(values: object) -> ReplacementSpec:
     if isinstance(values, list | tuple) or hasattr(values, "__array__"):
         return ReplacementSpec("tensor", {"tensor": checked_tensor("values", values)})
     if callable(values) and not isinstance(values, type):
+        name = getattr(values, "__name__", "")
+        if getattr(values, "__module__", "").startswith("headwater.") and f"{name}(" in WITH_ARGUMENTS:
+            raise InputError(f"values=hw.{name} is a function that makes values: call it, as in {WITH_ARGUMENTS}.")
         return ReplacementSpec("function", {"function": values})
     kinds = tuple(name for name, row in VALUES.items() if not row.needs)
     if not isinstance(values, str) or values not in kinds:
         near = did_you_mean(values, kinds, or_all=False)
         raise InputError(
-            f"values={shown(values)} is not one of {', '.join(kinds)}, nor hw.add(direction), hw.scale(factor), "
-            f"hw.noise(std), a tensor or a function.{near}"
+            f"values={shown(values)} is not one of {', '.join(kinds)}, nor {WITH_ARGUMENTS}, a tensor or a "
+            f"function.{near}"
         )
     return ReplacementSpec(values, {})
 
@@ -459,7 +463,7 @@ def mean(prompts: Prompts) -> ReplacementSpec:
 
 
 @checked_call
-def resample(prompts: Prompts, seed: int = 0, *, positions: Where | None = None) -> ReplacementSpec:
+def resample(prompts: Prompts, seed: int | None = None, *, positions: Where | None = None) -> ReplacementSpec:
     """Values: for each prompt, the activations of another one of these, drawn at random.
 
     The same as `values="resample"` with `dataset=` and `seed=`.
@@ -467,14 +471,14 @@ def resample(prompts: Prompts, seed: int = 0, *, positions: Where | None = None)
     Args:
         prompts: the prompts to draw from. For each edited prompt, the drawn one differs in its tokens and has the same
             length; or, if the sweep's positions are named by role, any length and as many tokens in each role.
-        seed: of the draw.
+        seed: of the draw; default: the seed of the call.
         positions: the positions of the roles in these prompts, by the same names; default: the positions specified for
             the prompts that are edited, such as `"last"` or a function.
 
     Raises:
         InputError: the seed is invalid.
     """
-    given = {"prompts": prompts, "seed": checked_seed(seed)}
+    given = {"prompts": prompts} | ({} if seed is None else {"seed": checked_seed(seed)})
     return ReplacementSpec("resample", given if positions is None else given | {"positions": positions})
 
 

@@ -57,11 +57,8 @@ def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
     column = checked_name("value", value, MEASURES)
     column = column if normalize is None else "normalized_effect"
     if column not in table.columns:
-        raise InputError(
-            f"value={shown(value)} is not a column that can be summarized; use 'effect' or 'normalized_effect'."
-            if normalize is None
-            else f"normalize={shown(normalize)} needs pairs of prompts: this sweep has a single run."
-        )
+        option = f"value={shown(value)}" if normalize is None else f"normalize={shown(normalize)}"
+        raise InputError(f"{option} needs pairs of prompts: this sweep has a single run, and effects alone.")
     return normalize if normalize == "ratio of means" else column
 
 
