@@ -182,7 +182,8 @@ def test_numbers_are_sent_without_waiting_to_devices_that_take_a_copy_first_and_
         assert [part.tolist() for part in parts] == [[0, 1, 2], [], [0, 1]]
         pinned, pin = [], torch.Tensor.pin_memory
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tensor.nbytes), pin(tensor))[1])
-        for n in (2**13, 2**13 + 1):  # numbers of eight bytes
+        monkeypatch.setattr(devices, "PINNED_AT_MOST", 8 * (2**13 + 1))
+        for n in (2**13, 2**13 + 1, 2**13 + 2):  # numbers of eight bytes
             assert devices.to_device(torch.arange(n), there)[-1].item() == n - 1
         assert pinned == [8 * (2**13 + 1)]
 

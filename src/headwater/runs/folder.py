@@ -206,7 +206,10 @@ class RunFolder:
         return f"{name} of {self._identity}"
 
     def piece_file(self, name: str) -> Path:
-        """Return the file of a piece, which exists until the result is complete; `activations/000000` is its part."""
+        """Return the file of a piece.
+
+        A piece such as `activations/000000` is a part of the result and stays; others exist until it is complete.
+        """
         if re.fullmatch(r"\w+/\d{6,}", name):
             return self.path / f"{name}.safetensors"
         if not re.fullmatch(r"[\w-][\w.-]*", name):
