@@ -109,7 +109,7 @@ def test_what_would_take_longer_than_is_allowed_is_refused_before_any_run(call, 
 def test_the_runs_of_fewer_pairs_are_kept_where_each_is_large(monkeypatch):
     clean, corrupted = ([one] * 6 for (one,) in prompts())
     request = CircuitRequest.of(wide("llama"), clean, corrupted, metric=hw.logit_difference(5, 9))
-    a_pair = 3 * (1 + 4 * 7) * 12 * 96  # senders, tokens from the first difference on, width
+    a_pair = 2 * (1 + 4 * 7) * 12 * 96  # senders, tokens from the first difference on, width
     for numbers, kept in ((0, 1), (3 * a_pair, 3), (100 * a_pair, 6)):
         monkeypatch.setattr("headwater.circuits.circuit_walk.KEPT_FLOATS", numbers)
         assert request.pairs_to_keep(256) == kept

@@ -6,6 +6,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, ModelError, RunFolderError
+from headwater.stats.significance import q_values, sign_flip_p
 from tests.edge_pairs import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference, loaded, pair_of
 from tests.edge_reference import Reference
 from tests.random_models import random_model
@@ -114,6 +115,28 @@ def test_receivers_without_any_head_are_measured_too():
     found = hw.edges(loaded("gpt2"), CLEAN, CORRUPTED, **options)
     assert bool((found.effects[..., 0].abs() > 1e-4).any())
     assert set(found.table["receiver"]) == {"mlp", "logits"}
+
+
+@pytest.mark.parametrize("method", ["exact", "screened", "path"])
+def test_q_values_of_a_summary_are_over_all_edges_or_paths(method):
+    model, n = loaded("gpt2"), 5
+    clean = [f" the capital of{name} is in A" for name in (" France", " Italy", " Spain", " cat", " dog")][:n]
+    corrupted = [text.replace(" is in A", " saw of A") for text in clean]
+    options = {"metric": [DIFFERENCE, hw.log_probability(5)], **QUIET}
+    if method == "path":
+        found = hw.path_patch(model, clean, corrupted, senders=None, receivers=["q 2", "mlp", "logits"], **options)
+        table = found.table.set_index(["metric", "sender", "receiver", "example"])["effect"].unstack("example")
+        effects = {metric: table.loc[metric].to_numpy() for metric in found.metrics}
+    else:
+        found = hw.edges(model, clean, corrupted, method=method, verify=60, **options)
+        effects = {metric: found.effects[:, 0, :, m].double().numpy().T for m, metric in enumerate(found.metrics)}
+    summary = found.summary(seed=3)
+    for metric, of_metric in effects.items():
+        known = of_metric[~np.isnan(of_metric).any(1)]
+        p_values = [sign_flip_p(one, 3) for one in known]
+        every = q_values(np.array(p_values + [1.0] * (len(of_metric) - len(known))))[: len(known)]
+        largest = np.argsort(-np.abs(known.mean(1)), kind="stable")[:20]
+        assert summary[summary["metric"] == metric]["q_value"].to_numpy() == pytest.approx(every[largest])
 
 
 @pytest.mark.parametrize("batch_size", [3, 1000])

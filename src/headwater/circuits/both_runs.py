@@ -34,7 +34,6 @@ from torch import Tensor
 from headwater.circuits.graph import Graph
 from headwater.errors import InputError, ModelError
 from headwater.kernels.devices import to_device
-from headwater.models.forward import original_length
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.hooked import HookedModel
 from headwater.models.model import residual_scale
@@ -100,7 +99,10 @@ def hook_names(graph: Graph) -> list[str]:
 def written(
     model: HookedModel, graph: Graph, weights: LoadedWeights, run: Recorded, base: Recorded | None = None
 ) -> Iterator[Float[Tensor, "sender position d_model"]]:
-    """Yield what each sender adds in a run (minus what it adds in the base run, if given), a few senders at a time."""
+    """Yield what each sender adds in a run (minus what it adds in the base run, if given), a few senders at a time.
+
+    What heads add is of the dtype in which it was computed, if it is not a difference of runs.
+    """
     remainders = list[Left]()
 
     def added(site: str, layer: int) -> Tensor:
@@ -118,7 +120,8 @@ def written(
             remainders.append((layer, *_sizes(outputs.sum(1) - added("attn_out", layer).to(outputs), before)))
             yield outputs.movedim(1, 0).to(before)
         else:
-            yield _by_heads(shares, run, layer, remainders) - _by_heads(shares, base, layer, remainders)
+            before = base("attn_out", layer)
+            yield (_by_heads(shares, run, layer, remainders) - _by_heads(shares, base, layer, remainders)).to(before)
         yield added("mlp_out", layer)[None]
     # One copy to the host checks all layers.
     parts = torch.stack([part.double().to(remainders[0][1].device) for _, part, _ in remainders]).tolist()
@@ -136,7 +139,7 @@ def _by_heads(
     outputs, added = shares.outputs(recorded("z", layer)), recorded("attn_out", layer)
     by_head = shares.of(outputs)
     remainders.append((layer, *_sizes(by_head.sum(1) + shares.of_bias(outputs) - added.to(outputs), added)))
-    return by_head.movedim(1, 0).to(added)
+    return by_head.movedim(1, 0)
 
 
 def _sizes(left: Tensor, added: Tensor) -> tuple[Tensor, float]:
@@ -184,7 +187,7 @@ class Exchanged:
         batch = Batch.of([list(prompt.ids)], pad_id(self.model.tokenizer))
         activations, _ = capture(self.model, batch, hook_names(self.graph))
         recorded = lambda site, layer: activations[SITES[site].hook_name(layer)][0]  # noqa: E731
-        return torch.cat([*written(self.model, self.graph, self._weights, recorded)])
+        return torch.cat([one.to(self.model.dtype) for one in written(self.model, self.graph, self._weights, recorded)])
 
 
 READ = ("q", "k", "v", "mlp_in")
@@ -251,14 +254,9 @@ class BothRuns:
         self.first = 0  # first position at which senders differ from their replacements
         if exchanged is None:
             assert plan.pair.other is not None
-            base, other = plan.pair.base[example], plan.pair.other[example]
-            short = original_length(self.model.rotary_by_length)
-            # If only one prompt is longer than this, the rotary embedding rotates equal tokens differently.
-            if (len(base) > short) == (len(other) > short):
-                self.first = first_difference(base, other)
+            self.first = first_difference(plan.pair.base[example], plan.pair.other[example])
         # Metrics read recomputed rows, so these include every position read, even one before the first difference.
         self.start = min(self.first, self.kept[0])
-        self.changes = self._changes()
 
     def base(self, site: str, layer: int) -> Tensor:
         """Return an activation of the base run, shape `position ...`."""
@@ -277,18 +275,13 @@ class BothRuns:
         alone[:, at] = changes[:, at]
         return alone
 
-    def _changes(self) -> Float[Tensor, "sender position d_model"]:
-        changing = slice(self.start, self.stop)
-
-        def base(site: str, layer: int) -> Tensor:
-            return self.base(site, layer)[changing]
-
-        def other(site: str, layer: int) -> Tensor:
-            return self.other(site, layer)[changing]
-
+    @cached_property
+    def changes(self) -> Float[Tensor, "sender position d_model"]:
+        """Δ of each sender at the recomputed positions."""
+        base, other = self._at_recomputed(self.base), self._at_recomputed(self.other)
         if self.exchanged is not None:
-            outside = self.exchanged.of(self.example, len(self.plan.pair.base[self.example]))
-            return outside[:, changing] - torch.cat([*written(self.model, self.graph, self.weights, base)])
+            sent = self.sent()
+            return sent - torch.cat([one.to(sent) for one in written(self.model, self.graph, self.weights, base)])
         size = len(self.graph.senders), self.stop - self.start, self.model.shape.d_model
         changes, first = self.base("resid_pre", 0).new_empty(size), 0
         # Filled layer by layer: concatenating at the end would hold the largest tensor in memory twice.
@@ -296,3 +289,13 @@ class BothRuns:
             changes[first : first + len(some)] = some
             first += len(some)
         return changes
+
+    def sent(self) -> Float[Tensor, "sender position d_model"]:
+        """Return what each sender adds in the other run, or what replaces it, at the recomputed positions."""
+        if self.exchanged is not None:
+            length = len(self.plan.pair.base[self.example])
+            return self.exchanged.of(self.example, length)[:, self.start : self.stop]
+        return torch.cat([*written(self.model, self.graph, self.weights, self._at_recomputed(self.other))])
+
+    def _at_recomputed(self, run: Recorded) -> Recorded:
+        return lambda site, layer: run(site, layer)[self.start : self.stop]

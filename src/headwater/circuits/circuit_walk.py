@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.circuits.both_runs import BothRuns, Exchanged, HeadShares
+from headwater.circuits.both_runs import BothRuns, HeadShares
 from headwater.circuits.exact import EdgeRows, Receivers, are_near, refuse_heads_that_meet
 from headwater.circuits.graph import KINDS, Graph, Indices, leads_to_logits, on_a_path
 from headwater.circuits.pairs import OTHER_RUN, Pairs, changed_tokens, plan_of
@@ -97,11 +97,10 @@ class CircuitRequest:
         say_how_long(self.plan.model, what, tokens, advice, hours=hours, progress=progress)
 
     def pairs_to_keep(self, most: int) -> int:
-        """Return for how many pairs the runs are kept between batches; most of the memory is each sender's changes."""
-        shape = self.plan.model.shape
-        a_pair = (
-            3 * len(Graph.of(shape).senders) * int(changed_tokens(self.plan, self.source.since).max()) * shape.d_model
-        )
+        """Return for how many pairs the runs are kept between batches."""
+        shape, tokens = self.plan.model.shape, int(changed_tokens(self.plan, self.source.since).max())
+        # What each sender adds outside of circuits, and the recorded activations, which are about as many numbers.
+        a_pair = 2 * len(Graph.of(shape).senders) * tokens * shape.d_model
         return max(1, min(most, len(self), KEPT_FLOATS // a_pair))
 
     @property
@@ -152,8 +151,7 @@ class CircuitRunner:
             if len(self._walks) >= self.keep:
                 self._walks.popitem()  # the last one, so that the first ones can be reused in every round
             runs, shares = self._pairs.runs(example), self._shares
-            outside = of_other_run(runs, shares) if runs.exchanged is None else of_values(runs, shares, runs.exchanged)
-            walk = CircuitWalk(EdgeRows(runs, outside.start), outside, shares, runs.weights)
+            walk = CircuitWalk(EdgeRows(runs, runs.start), ComplementRun.of(runs, shares), shares, runs.weights)
             if example == 0:
                 refuse_heads_that_meet(walk.rows)
             self._walks[example] = walk, self._baselines(walk)
@@ -209,54 +207,36 @@ def _largest_logit(walk: CircuitWalk) -> float:
 
 @dataclass(frozen=True, eq=False)
 class ComplementRun:
-    """What is carried outside of a circuit in one example, at the recomputed positions; sequences are by layer."""
+    """What is carried outside of a circuit in one example, at the recomputed positions."""
 
-    start: int
-    """The first recomputed position."""
     is_run: bool
     """Whether it is a prompt's run, so that a sender differs from it only if a change reaches the sender."""
-    embedded: Float[Tensor, "position d_model"]
-    """Output of the embedding."""
+    sent: Float[Tensor, "sender position d_model"]
+    """Output of each sender."""
     entering: Sequence[Float[Tensor, "position d_model"]]
-    """Input of the heads; after the last layer, the input of the logits."""
+    """By layer, the input of its heads; after the last layer, the input of the logits."""
     middle: Sequence[Float[Tensor, "position d_model"]]
-    """Input of the MLPs."""
-    heads: Sequence[Float[Tensor, "position head d_model"]]
-    """Output of the heads."""
-    mlps: Sequence[Float[Tensor, "position d_model"]]
-    """Output of the MLPs."""
+    """By layer, the input of its MLP."""
 
-
-def of_other_run(runs: BothRuns, shares: Sequence[HeadShares]) -> ComplementRun:
-    """Return the outside values from the other run of a pair."""
-    reached, layers = slice(runs.start, runs.stop), range(runs.graph.n_layers)
-
-    def of(site: str, layer: int) -> Tensor:
-        return runs.other(site, layer)[reached]
-
-    entering = [of("resid_pre", layer) for layer in layers]
-    middle = entering if runs.wave.blocks.parallel else [entering[layer] + of("attn_out", layer) for layer in layers]
-    heads = [share.of(share.outputs(of("z", layer))) for layer, share in enumerate(shares)]
-    mlps = [of("mlp_out", layer) for layer in layers]
-    last = of("resid_post", layers[-1])
-    return ComplementRun(runs.start, True, entering[0], [*entering, last], middle, heads, mlps)
-
-
-def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged) -> ComplementRun:
-    """Return the outside values of an example from a kind of values."""
-    sent = exchanged.of(runs.example, len(runs.plan.pair.base[runs.example]))[:, : runs.stop]
-    n_heads, parallel = runs.graph.n_heads, runs.wave.blocks.parallel
-    entering, middle, heads, mlps = [sent[0]], [], [], []
-    for layer, share in enumerate(shares):
-        first = runs.graph.first_head(layer)
-        heads.append(sent[first : first + n_heads].movedim(0, 1))
-        mlps.append(sent[first + n_heads])
-        # The values come from no run, so streams are summed sender by sender. The biases belong to no edge.
-        bias = share.of_bias(share.outputs(runs.base("z", layer)[: runs.stop]))
-        attended = entering[-1] + heads[-1].sum(1) + bias.to(sent)
-        middle.append(entering[-1] if parallel else attended)
-        entering.append(attended + mlps[-1])
-    return ComplementRun(0, False, sent[0], entering, middle, heads, mlps)
+    @classmethod
+    def of(cls, runs: BothRuns, shares: Sequence[HeadShares]) -> ComplementRun:
+        """Return the outside values of an example: those of its other run, or of a kind of values."""
+        # This also checks that the shares of the heads add up.
+        sent, graph, reached = runs.sent(), runs.graph, slice(runs.start, runs.stop)
+        is_run, n_layers = runs.exchanged is None, runs.graph.n_layers
+        if is_run:
+            entering = [runs.other("resid_pre", layer)[reached] for layer in range(n_layers)]
+            attended = [residual + runs.other("attn_out", layer)[reached] for layer, residual in enumerate(entering)]
+            entering.append(runs.other("resid_post", n_layers - 1)[reached])
+        else:
+            entering, attended = [sent[0]], []
+            for layer, share in enumerate(shares):
+                # The values come from no run, so streams are summed sender by sender. The biases belong to no edge.
+                first, mlp = graph.first_head(layer), graph.first_head(layer) + graph.n_heads
+                bias = share.of_bias(share.outputs(runs.base("z", layer)[reached]))
+                attended.append(entering[-1] + sent[first:mlp].sum(0) + bias.to(sent))
+                entering.append(attended[-1] + sent[mlp])
+        return cls(is_run, sent, entering, entering[:-1] if runs.wave.blocks.parallel else attended)
 
 
 HELD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
@@ -306,7 +286,7 @@ class CircuitWalk:
         """Return how many of the next circuits fit in memory: their senders' outputs, and a layer's head inputs."""
         budget = HELD_BYTES.get(self.runs.model.device.type, HELD_BYTES["cpu"])
         heads = self.graph.n_heads + 2 * self.graph.n_kv_heads
-        a_stream = self.outside.embedded.nbytes
+        a_stream = self.rows.base("resid_pre", 0).nbytes
         used, fit = np.zeros(len(self.graph.senders), dtype=bool), 0
         for edges in live:
             used[self.graph.sender[edges]] = True
@@ -383,11 +363,11 @@ class _Batch:
         self.slot[self.used] = np.arange(len(self.used))
         self.sends = np.zeros((len(circuits), len(graph.senders)), dtype=bool)
         self.sends[self.circuit, self.sender] = True
-        embedded = walk.outside.embedded
+        embedded = walk.rows.base("resid_pre", 0)
         self.now = embedded.new_zeros(len(circuits), len(self.used), *embedded.shape)
         if self.slot[0] >= 0:
             # The embedding always sends its clean output, because no edge enters it.
-            self.now[:, 0] = walk.rows.base("resid_pre", 0) - embedded
+            self.now[:, 0] = embedded - walk.outside.sent[0]
 
     def last(self) -> Float[Tensor, "circuit kept d_model"]:
         """Return the last residual stream at the positions that are read."""
@@ -422,8 +402,8 @@ class _Batch:
         # The model's own attention runs on all circuits at once, so its scale, mask and soft cap are not reimplemented.
         z = projection.receivers.heads_of(by_kind)
         shares = self.walk.shares[layer]
-        changes = shares.of(shares.outputs(z)) - self.outside.heads[layer]
-        self._write(rows, used[rows], first, changes.movedim(2, 1))
+        outside = self.outside.sent[first : first + self.graph.n_heads]
+        self._write(rows, used[rows], first, shares.of(shares.outputs(z)).movedim(2, 1) - outside)
 
     def _mlp(self, layer: int) -> None:
         """Run a layer's MLP, in the circuits where it reaches the output."""
@@ -436,7 +416,7 @@ class _Batch:
         inputs = outside[positions].expand(len(rows), -1, -1).clone()
         circuit, _, mixed = self._mixed(self._reading(layer)[-1:], outside, positions)
         inputs[to_device(np.searchsorted(rows, circuit), inputs.device)] = mixed
-        changes = self.walk.rows.blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][positions]
+        changes = self.walk.rows.blocks.feed_forward(layer, inputs) - self.outside.sent[sender, positions]
         # In the last layer the MLP ran only at the positions that are read; its change elsewhere is never used.
         if not isinstance(positions, slice):
             changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, positions, changes)

@@ -106,6 +106,8 @@ class Slopes:
         self.recorded: dict[str, Tensor] = {}
         n_layers = runs.graph.n_layers
         self._final = hook_name("resid_post", n_layers - 1)
+        # Computed here, and not in a hook of a run with an autograd graph.
+        changes = runs.changes
         with torch.inference_mode(False), torch.enable_grad(), runs.wave.blocks.fused():
             # The recorded run has an autograd graph that serves once, so EAP needs no additional run.
             if shares == (0.0,) and (forks := runs.wave.recording.forks):
@@ -114,7 +116,7 @@ class Slopes:
                 forks.clear()
                 logits = runs.wave.logits(self.recorded[self._final][0, list(runs.kept)], 0)[None]
             else:
-                logits = self._run()
+                logits = self._run(changes[0])
             reading, owners, metrics = (LOGITS, n_layers), [0] * len(shares), runs.plan.metrics
             # Each metric, summed over the runs.
             self._totals = [runs.wave.readout.apply(m, reading, logits, owners).sum() for m in range(len(metrics))]
@@ -135,13 +137,13 @@ class Slopes:
             entering = entering + self.recorded[hook_name("attn_out", layer)]
         return entering[: len(self.shares), self.runs.start : self.runs.stop].detach()
 
-    def _run(self) -> Float[Tensor, "step kept d_vocab_or_answer"]:
+    def _run(self, difference: Float[Tensor, "position d_model"]) -> Float[Tensor, "step kept d_vocab_or_answer"]:
         """Run the prompt with embeddings between those of the two runs; return the logits with their autograd graph."""
         runs, first = self.runs, hook_name("resid_pre", 0)
 
         def begin(activation: Tensor, hook: object) -> Tensor:
             start, change = runs.base("resid_pre", 0), torch.zeros_like(runs.base("resid_pre", 0))
-            change[runs.start : runs.stop] = runs.changes[0]
+            change[runs.start : runs.stop] = difference
             # All steps between the two embeddings are rows of one batch.
             rows = torch.stack([start + share * change for share in self.shares]).clone()
             self.recorded[first] = rows.requires_grad_(True)

@@ -31,7 +31,7 @@ from headwater.circuits.both_runs import BothRuns, Place
 from headwater.circuits.exact import THROUGH, EdgeRows, Receivers, ResidualChange, ThroughName
 from headwater.circuits.graph import KINDS, RECEIVERS, Graph, Indices, Nodes
 from headwater.circuits.pairs import OTHER_RUN, Pairs, Places, changed_tokens, options_of, places_in, plan_of, runs_of
-from headwater.circuits.result import GLANCE, ByMetric, beside_baselines
+from headwater.circuits.result import GLANCE, ByMetric, beside_baselines, q_of_all
 from headwater.errors import InputError
 from headwater.kernels.devices import in_tiles, to_device
 from headwater.models.edits import Hook, replace_hook
@@ -82,7 +82,7 @@ def _several(nodes: Nodes, option: str, value: Any) -> list[tuple[str | None, li
     if is_one(value) or has_no_order(value):
         raise InputError(f"{option}={shown(value)} must be a name such as 'mlp 0', a list of names, or a mapping.")
     if not (items := list(value)):
-        raise InputError(f"{option} is an empty list; leave it out for all.")
+        raise InputError(f"{option} is an empty list; give None for all.")
     return [
         (None, [item])
         if is_one(item) or read_part(item)
@@ -154,13 +154,19 @@ class PathEffects(ByMetric, Result):
 
         Returns:
             A row per metric and path, the largest first: the columns that name it, `examples, mean, low, high, p_value,
-            q_value`. With one example there is no interval and no p.
+            q_value` (adjusted for all paths of the metric, and not for these 20). With one example there is no interval
+            and no p.
         """
-        parts = []
+        parts, q, seed = [], [], checked_seed(seed)
         for metric in self.metrics:
             largest = self.top(metric=metric).drop(columns=["effect", "normalized_effect"])
             parts.append(largest.assign(metric=metric).merge(self.table, how="left"))
-        return summarize(pd.concat(parts, ignore_index=True), self.coordinates, "effect", level, seed)
+            own, named = self.table[self.table["metric"] == metric], [*largest.columns]
+            by_path = own.set_index([*named, "example"])["effect"].unstack("example")
+            of_paths = pd.Series(q_of_all(by_path.to_numpy().T, seed), by_path.index)
+            q.append(of_paths.loc[[*largest.itertuples(index=False, name=None)]])
+        found = summarize(pd.concat(parts, ignore_index=True), self.coordinates, "effect", level, seed)
+        return found.assign(q_value=np.concatenate(q))
 
     def report(self) -> list[str]:
         """Return the strongest path of each metric, how many exceed rounding, and what was recomputed in between."""

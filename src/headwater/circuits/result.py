@@ -33,7 +33,7 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, table_html, whole_summary, with_interval
 from headwater.stats.claims import means_of
 from headwater.stats.discrimination import pearson, spearman
-from headwater.stats.significance import most_of_a_share
+from headwater.stats.significance import most_of_a_share, q_values, sign_flip_p_values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,6 +80,22 @@ def beside_baselines(
     gap = clean - corrupted if direction == "denoise" else corrupted - clean
     normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
     return {"normalized_effect": normalized, "clean": clean, "corrupted": corrupted, "floor": floor}
+
+
+def q_of_all(effects: Float[np.ndarray, "example cell"], seed: int) -> Float[np.ndarray, " cell"]:
+    """Return the q-value of each cell's mean over examples (sign-flip p, Benjamini and Hochberg over all cells).
+
+    A cell without any number was left out because its estimate is small: it counts as a hypothesis with p = 1.
+    """
+    known = ~np.isnan(effects)
+    p_values = np.where(known.any(0) | (len(effects) < 2), np.nan, 1.0)
+    # Cells with numbers for the same examples together.
+    patterns, which = np.unique(known, axis=1, return_inverse=True)
+    for number, examples in enumerate(patterns.T):
+        mine = which.reshape(-1) == number
+        if examples.any():
+            p_values[mine] = sign_flip_p_values(effects[examples][:, mine], seed)
+    return q_values(p_values)
 
 
 GLANCE = 20
@@ -176,17 +192,21 @@ class EdgeEffects(ByMetric, Result):
             seed: seed of the bootstrap and the permutations.
 
         Returns:
-            A row per metric and edge, the largest first: the columns that name it, `examples, mean, low, high,
-            p_value`. Effects are averaged, or estimates if the method has no effects; one example has no interval or p.
+            A row per metric and edge, the largest first: the columns that name it, `examples, mean, low, high, p_value,
+            q_value`. Effects are averaged, or estimates if the method has no effects; one example has no interval or p.
+            `q_value` is adjusted for all edges of the metric, and not for these 20 (Benjamini and Hochberg); edges that
+            a screened run did not recompute count with p = 1.
         """
-        parts, values = [], self._values
+        parts, q, values, seed = [], [], self._values, checked_seed(seed)
         for m, metric in enumerate(self.metrics):
             order = self._ranked(m)[:GLANCE]
+            q.append(q_of_all(values[..., m], seed)[order])
             cells = np.repeat(order, len(values))
             named = self._named(cells) | {"metric": metric, "value": values[:, order, m].T.flatten()}
             parts.append(pd.DataFrame(named))
         table = pd.concat(parts, ignore_index=True)
-        return summarize(table, [name for name in table.columns if name != "value"], "value", level, seed)
+        found = summarize(table, [name for name in table.columns if name != "value"], "value", level, seed)
+        return found.assign(q_value=np.concatenate(q))
 
     def report(self) -> list[str]:
         """Return the strongest edge of each metric, how many exceed rounding, and what the method leaves open."""

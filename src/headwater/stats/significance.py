@@ -46,6 +46,8 @@ Numbers = NDArray[np.float64]
 NUMBERS_AT_ONCE = 2**20
 """Entries of hit matrices that are converted to float64 at a time (8 MB)."""
 FLIPS = 10_000
+SUMS_AT_ONCE = 1 << 22
+"""Most sums of effects with flipped signs at a time (32 MB)."""
 
 
 def permutation_moments(hits: Bool[Tensor, "head source source"]) -> Float[Tensor, "head moment"]:
@@ -126,16 +128,23 @@ def sign_flip_p(effects: Float[np.ndarray, " example"], seed: int) -> float:
     All sign patterns are counted up to 12 examples, 10,000 random ones beyond (including the observed one). NaN for
     fewer than two examples.
     """
+    return float(sign_flip_p_values(effects[:, None], seed)[0])
+
+
+def sign_flip_p_values(effects: Float[np.ndarray, "example column"], seed: int) -> Float[np.ndarray, " column"]:
+    """Return the p of each column, as `sign_flip_p` does; all columns have the same sign patterns."""
     n = len(effects)
     if n < 2:
-        return np.nan
+        return np.full(effects.shape[1], np.nan)
     if n <= 12:
         signs = np.array(list(product([1.0, -1.0], repeat=n)))
     else:
         signs = np.random.default_rng(seed).choice([1.0, -1.0], size=(FLIPS, n))
         signs[0] = 1.0
-    observed = abs(effects.sum())
-    return float((np.abs(signs @ effects) >= observed * (1 - 1e-12)).mean())
+    p_values = []
+    for part in np.array_split(effects, 1 + len(signs) * effects.shape[1] // SUMS_AT_ONCE, axis=1):
+        p_values.append((np.abs(signs @ part) >= np.abs(part.sum(0)) * (1 - 1e-12)).mean(0))
+    return np.concatenate(p_values)
 
 
 def mcnemar_p(gained: Numbers, lost: Numbers) -> Numbers:
