@@ -77,36 +77,34 @@ def broken(rows, nodes, case):
     """Break rows in one way; return what the message must say."""
     first, deep = nodes[0]["id"], next(n for n in nodes if n["depth"] == 2)["id"]
     row = {each["nodeid"]: each for each in rows["nodes"]}
-    line = {each["nodeid"]: number for number, each in enumerate(rows["nodes"], start=1)}
+    place = {each["nodeid"]: number for number, each in enumerate(rows["nodes"], start=1)}
     if case == "dangling predecessor":
         row[deep]["direct_predecessors"] = [*row[deep]["direct_predecessors"], "9_d1"]
-        return rf"nodes.jsonl, line {line[deep]}, node '{deep}': its predecessor '9_d1' does not exist"
+        return rf"nodes.jsonl, row {place[deep]}, node '{deep}': its predecessor '9_d1' does not exist"
     if case == "one end":
         row[first]["direct_successors"] = []
-        return rf"nodes.jsonl, line {line[deep]}, node '{deep}': '{first}' is its predecessor, but '{deep}' is no succ"
+        return rf"nodes.jsonl, row {place[deep]}, node '{deep}': '{first}' is its predecessor, but '{deep}' is no suc"
     if case == "no question":
         rows["node_to_q"] = rows["node_to_q"][1:]
-        return rf"nodes.jsonl, line 1, node '{first}': node_to_q does not name its question"
+        return rf"nodes.jsonl, row 1, node '{first}': node_to_q does not name its question"
     if case == "unknown question":
         rows["node_to_q"][0]["qid"] = "d1_q0"
-        return rf"node_to_q.jsonl, line 1, node '{first}': its question 'd1_q0' does not exist"
+        return rf"node_to_q.jsonl, row 1, node '{first}': its question 'd1_q0' does not exist"
     if case == "unknown node":
         rows["node_to_q"].append({"nodeid": "x_d1", "qid": rows["questions"][0]["qid"]})
-        return rf"node_to_q.jsonl, line {len(nodes) + 1}: the node 'x_d1' does not exist"
+        return rf"node_to_q.jsonl, row {len(nodes) + 1}: the node 'x_d1' does not exist"
     if case == "depth":
         row[first]["depth"] = 2
-        return (
-            rf"nodes.jsonl, line 1, node '{first}': it has depth 2, but its question '.*' has depth 1 \(.*.jsonl, line"
-        )
+        return rf"nodes.jsonl, row 1, node '{first}': it has depth 2, but its question '.*' has depth 1 \(.*.jsonl, row"
     if case == "twice":
         rows["questions"].append(rows["questions"][0])
-        return rf"questions.jsonl, line {len(rows['questions'])}: qid '.*' occurs twice, first in .*line 1"
+        return rf"questions.jsonl, row {len(rows['questions'])}: qid '.*' occurs twice, first in .*row 1"
     if case == "empty answer":
         rows["questions"][0]["answer"] = " "
-        return r"questions.jsonl, line 1: answer is missing or empty"
+        return r"questions.jsonl, row 1: answer is missing or empty"
     if case == "score":
         rows["answers"][0][next(iter(rows["answers"][0]))]["score"] = 6
-        return r"nodes.jsonl, line \d+, node '.*': the score must lie between 1 and 5, found 6"
+        return r"nodes.jsonl, row \d+, node '.*': the score must lie between 1 and 5, found 6"
     rows["answers"][0]["d9_q9"] = {"predicted_answer": "?"}
     return r"zero-shot.json: 'd9_q9' is neither a node nor a question"
 
@@ -118,24 +116,24 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_does_not_fit_together_is_refused_with_node_file_and_line(case, nodes, tmp_path):
+def test_what_does_not_fit_together_is_refused_with_node_file_and_row(case, nodes, tmp_path):
     rows = as_rows(nodes)
     message = broken(rows, nodes, case)
     with pytest.raises(InputError, match=message):
         load_depth_graph(write_folder(tmp_path / "broken", rows))
 
 
-def test_files_that_cannot_be_read_are_named_with_the_line(nodes, tmp_path):
+def test_files_that_cannot_be_read_are_named_with_the_row(nodes, tmp_path):
     folder = write_folder(tmp_path / "d", as_rows(nodes))
     file = folder / "nodes.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     for bad, message in (
-        (b"{\n", "not a JSON object in UTF-8"),
-        (b'"\xff"\n', "not a JSON object in UTF-8"),
-        (b"[]\n", "not a JSON object"),
+        (b"{\n", ", row 2: the row is not JSON"),
+        (b'"\xff"\n', " is not UTF-8 text"),
+        (b"[]\n", ", row 2: expected an object"),
     ):
         file.write_bytes(b"".join([lines[0], bad, *lines[1:]]))
-        with pytest.raises(InputError, match=f"nodes.jsonl, line 2 is {message}"):
+        with pytest.raises(InputError, match=f"nodes.jsonl{message}"):
             load_depth_graph(folder)
     file.unlink()
     (folder / "questions.json").write_text("[]")

@@ -73,7 +73,7 @@ def test_stretches_have_the_scores_of_the_published_loop(family, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"input": "a b", "label": 1}, "row 1|line 1"),
+        ({"input": "a b", "label": 1}, "row 1"),
         ({"input": " ".join("x" * 64), "label": [1]}, r"every 32 of its words: 2\), found \[1\]"),
         ({"input": " ".join("x" * 32), "label": [2]}, r"found \[2\]"),
         ({"label": [1]}, r"expected input \(a text\)"),

@@ -4,7 +4,6 @@
   number is the one a person would look for: the line of JSON lines, CSV and TSV, the item of a JSON array, the row of
   parquet.
 - `read_texts` yields one text per row, or per line, in the same way; an unreadable row counts as a row without a text.
-- `read_objects` returns all rows of a small file, each with its location.
 """
 
 import csv
@@ -14,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import pandas as pd
 import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
@@ -25,8 +23,6 @@ from headwater.errors import InputError
 Row = Mapping[str, object]
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-OBJECTS = (".jsonl", ".json", ".parquet")
-"""The files that `read_objects` reads."""
 NOT_TEXTS = (".json", ".parquet", ".arrow", ".xlsx", ".gz", ".zst", ".bz2", ".xz", ".zip")
 CHUNK = 2**20
 ROWS_AT_A_TIME = 1024
@@ -96,33 +92,6 @@ def _text_in(line: str, field: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def read_objects(path: Path) -> list[tuple[str, dict[str, object]]]:
-    """Return the rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with its location."""
-    try:
-        if path.suffix == ".jsonl":
-            lines = path.read_bytes().split(b"\n")
-            return [_object(f"{path}, line {at}", line) for at, line in enumerate(lines, start=1) if line.strip()]
-        if path.suffix == ".json":
-            values = parse_json(path.read_bytes())
-        else:
-            values = [{str(key): value for key, value in row.items()} for row in read_parquet(path).to_dict("records")]
-    except (ValueError, OSError) as error:
-        raise InputError(f"{path} cannot be read ({error}).") from None
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise InputError(f"{path} must hold a list of objects.")
-    return [(f"{path}, row {number}", value) for number, value in enumerate(values, start=1)]
-
-
-def _object(where: str, line: bytes) -> tuple[str, dict[str, object]]:
-    try:
-        value = parse_json(line)
-    except ValueError as error:
-        raise InputError(f"{where} is not a JSON object in UTF-8 ({error}).") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{where} is not a JSON object.")
-    return where, value
-
-
 def check_readable(path: Path, what: str) -> None:
     """Refuse a file that does not exist, is a folder, or may not be read."""
     try:
@@ -142,18 +111,6 @@ def refuse_repeated(where: object, names: Iterable[object]) -> None:
     twice = next((name for name, times in Counter(names).items() if times > 1 and name != ""), None)
     if twice is not None:
         raise InputError(f"{where} has the column {twice!r} twice. Rename or remove one of the two.")
-
-
-def read_parquet(path: Path) -> pd.DataFrame:
-    """Read a parquet file without its pandas metadata, so that damaged metadata do not make the data unreadable."""
-    try:
-        with pq.ParquetFile(path) as file:
-            refuse_repeated(path, file.schema_arrow.names)
-            table = file.read()
-        table.validate(full=True)  # arrow, like pandas, assumes text is UTF-8 until it is read
-        return table.to_pandas(ignore_metadata=True)
-    except (ArrowException, ValueError, OSError) as error:
-        raise InputError(f"{path} cannot be read ({error}).") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:

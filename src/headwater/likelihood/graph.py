@@ -15,11 +15,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from headwater.calls import checked_call
-from headwater.data.rows import OBJECTS, read_objects
+from headwater.data.rows import read_rows
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.models.packaged import world_folder
@@ -30,6 +29,7 @@ from headwater.runs.result import numbered_from_0, table_html
 FIRST_COLUMNS = (
     "group", "id", "depth", "question_id", "question", "answers", "predecessors", "successors", "model_answer", "score",
 )  # fmt: skip
+FILES = (".jsonl", ".json", ".parquet")
 
 
 class Row(NamedTuple):
@@ -48,7 +48,6 @@ class Row(NamedTuple):
     def names(self, name: str) -> list[str]:
         """Return a field that holds a list of ids; an empty list if the field is missing."""
         value = self.fields.get(name)
-        value = value.tolist() if isinstance(value, np.ndarray) else value
         if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
             raise InputError(f"{self.where}: {name} must be a list of ids, found {value!r}.")
         return value or []
@@ -244,9 +243,9 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[Row
 
 def _file_of(folder: Path, name: str) -> Path | None:
     """Find the one file with a name, in the folder or in its subfolder of that name."""
-    inside = [file for file in (folder / name).glob("*") if file.suffix in OBJECTS]
+    inside = [file for file in (folder / name).glob("*") if file.suffix in FILES]
     ends = f"_{name}", f"-{name}"
-    beside = [file for file in folder.glob("*") if file.suffix in OBJECTS and f"_{file.stem}".endswith(ends)]
+    beside = [file for file in folder.glob("*") if file.suffix in FILES and f"_{file.stem}".endswith(ends)]
     found = sorted(inside + beside)
     if len(found) > 1:
         raise InputError(f"The folder {folder} has several files of {name}: {', '.join(str(f) for f in found)}.")
@@ -256,7 +255,8 @@ def _file_of(folder: Path, name: str) -> Path | None:
 def _by_id(file: Path, name: str) -> dict[str, Row]:
     """Read the rows of a file into a mapping by id."""
     rows: dict[str, Row] = {}
-    for row in (Row(*placed) for placed in read_objects(file)):
+    for number, fields in read_rows(file, name):
+        row = Row(f"{file}, row {number}", dict(fields))
         key = row.text(name)
         if key in rows:
             raise InputError(f"{row.where}: {name} {key!r} occurs twice, first in {rows[key].where}.")

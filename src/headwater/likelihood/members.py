@@ -32,7 +32,7 @@ from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from sklearn.pipeline import make_pipeline
 
 from headwater.calls import checked_call
-from headwater.data.rows import check_readable, read_objects, read_parquet, refuse_repeated
+from headwater.data.rows import check_readable, read_rows, refuse_repeated
 from headwater.errors import InputError
 from headwater.likelihood.scores import MemorizationScores, at_one_share, column, memorization_scores
 from headwater.likelihood.statistics import TextStatistics
@@ -288,10 +288,8 @@ def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
 
 
 def _read(path: Path) -> pd.DataFrame:
-    if path.suffix in (".jsonl", ".json"):
-        return pd.DataFrame([row for _, row in read_objects(path)])
-    if path.suffix == ".parquet":
-        return read_parquet(path)
+    if path.suffix in (".jsonl", ".json", ".parquet"):
+        return pd.DataFrame([dict(row) for _, row in read_rows(path, "texts")])
     try:
         # pandas would silently rename the second of two columns with one name.
         header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)

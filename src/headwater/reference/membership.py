@@ -36,7 +36,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from headwater.calls import checked_call
-from headwater.data.rows import check_readable, read_objects
+from headwater.data.rows import read_rows
 from headwater.errors import InputError
 from headwater.likelihood.members import load_member_texts
 from headwater.likelihood.scores import memorization_scores, score_of
@@ -62,18 +62,18 @@ def load_joined_texts(source: str | Path) -> pd.DataFrame:
         stretch), `member`.
     """
     path = checked_path("source", source)
-    check_readable(path, "texts")
     rows = [
-        stretch for row, (where, fields) in enumerate(read_objects(path)) for stretch in _stretches(row, where, fields)
+        stretch
+        for row, (number, fields) in enumerate(read_rows(path, "texts"))
+        for stretch in _stretches(row, f"{path}, row {number}", fields)
     ]
     if not rows:
         raise InputError(f"{path} contains no texts.")
     return pd.DataFrame(rows, columns=["row", "text", "start", "end", "member"])
 
 
-def _stretches(row: int, where: str, fields: dict[str, object]) -> Iterator[tuple[int, str, int, int, bool]]:
-    text, raw_labels = fields.get("input"), fields.get("label")
-    labels = raw_labels.tolist() if hasattr(raw_labels, "tolist") else raw_labels
+def _stretches(row: int, where: str, fields: Mapping[str, object]) -> Iterator[tuple[int, str, int, int, bool]]:
+    text, labels = fields.get("input"), fields.get("label")
     words = text.split(" ") if isinstance(text, str) else []
     if (
         not words
@@ -83,7 +83,7 @@ def _stretches(row: int, where: str, fields: dict[str, object]) -> Iterator[tupl
     ):
         raise InputError(
             f"{where}: expected input (a text) and label (a list with 1 or 0 for every {WORDS} of its words: "
-            f"{len(words) // WORDS}), found {str(raw_labels)[:60]}."
+            f"{len(words) // WORDS}), found {str(labels)[:60]}."
         )
     assert isinstance(text, str)
     start = 0
