@@ -93,9 +93,9 @@ class RunOptions:
         """Write a result's figure, and its tables as CSV, into the output folder or a part of it (if any)."""
         if self.out is None:
             return []
-        from headwater.demo import tour
+        from headwater.figures.files import write_result
 
-        return tour.write(result, self.out / part, figure)
+        return write_result(result, self.out / part, figure)
 
     def finish(self, result: Result, files: Sequence[str], *tables: str) -> None:
         """Print a result's report, and the entries of its findings that are named in `tables`."""

@@ -269,7 +269,7 @@ def circuit(
             "It was selected on these prompts: test it on others.",
         ]
     if run.out is not None and is_main():
-        from headwater.demo.tour import write_figure
+        from headwater.figures.files import write_figure
 
         files += [str(chosen.save(run.out / "circuit.parquet")), *write_figure(chosen.plot(), run.out / "circuit")]
     strongest = chosen.table.dropna(subset=["effect"]).sort_values("effect", key=abs, ascending=False)

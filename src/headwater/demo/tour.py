@@ -1,8 +1,8 @@
 """The tour: every step of `demo.steps` on a real model and on the embedded one, and a page that shows the results.
 
-`Tour` runs the analyses. `write` writes a result's figure and tables to files, `write_report` the reports of several
-results as Markdown. `write_index` lays out sections on one self-contained HTML page with its figures embedded: it can
-be moved and mailed, and loads nothing from outside.
+`Tour` runs the analyses. `write_report` writes the reports of several results as Markdown. `write_index` lays out
+sections on one self-contained HTML page with its figures embedded: it can be moved and mailed, and loads nothing from
+outside.
 """
 
 from __future__ import annotations
@@ -11,30 +11,25 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from html import escape
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import matplotlib as mpl
 import pandas as pd
 import torch
 
 from headwater.demo.steps import STEPS, Demo, Number, Step
 from headwater.errors import HeadwaterError, RunFolderError
-from headwater.figures.style import save_figure
+from headwater.figures.files import write_figure, write_result
 from headwater.models.loading import load
-from headwater.runs.folder import processes
 from headwater.runs.result import FITTING, View
 from headwater.runs.storage import write_atomically
 from headwater.views.page import made_by, page_of, picture_of, table_of
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from headwater.runs.record import RunRecord
     from headwater.runs.result import Result
 
@@ -174,38 +169,6 @@ def _markdown(text: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_[]<>#|!" else c for c in " ".join(text.split()))
 
 
-CSV_ROWS = 200_000
-"""Tables with more rows are not written as CSV."""
-
-
-def write(result: Result, out: Path, figure: str) -> list[str]:
-    """Write a result's figure and, beside its existing parquet tables, the same tables as CSV.
-
-    Tables too long for reading stay parquet only. Of several processes only the main one writes.
-    """
-    if not processes().is_main:
-        return []
-    mpl.use("Agg")
-    files = write_figure(result.plot(), out / figure)
-    for name in (one.name for one in fields(result)):  # type: ignore[arg-type]
-        frame = getattr(result, name)
-        if not isinstance(frame, pd.DataFrame):
-            continue
-        files.append(str(out / f"{name}.parquet"))
-        if len(frame) <= CSV_ROWS:
-            joined = frame.map(lambda cell: " ".join(map(str, cell)) if isinstance(cell, tuple) else cell)
-            joined.to_csv(out / f"{name}.csv", index=False, lineterminator="\n")
-            files.append(str(out / f"{name}.csv"))
-    return files
-
-
-def write_figure(drawn: Figure | Axes, stem: Path) -> list[str]:
-    """Write a figure for the page and for print; of several processes only the main one writes."""
-    if not processes().is_main:
-        return []
-    return [str(file) for file in save_figure(drawn, stem, ("png", "svg", "pdf"))]
-
-
 INDEX = "index.html"
 MODELS = (
     "Up to “Where a chat answer can be changed” the model is SmolLM2-135M-Instruct (Apache-2.0). It is small, its "
@@ -268,7 +231,7 @@ class Tour:
             return
         try:
             result = step.run(self.demo, {"progress": self.progress, "out": self.out / name})
-            self.files += write(result, self.out / name, name)
+            self.files += write_result(result, self.out / name, name)
             for stem, draw, _ in step.companions:
                 self.files += write_figure(draw(result), self.out / name / stem)
             self.demo.found[name] = result
