@@ -99,7 +99,7 @@ def test_questions_that_cannot_be_used_end_with_one_line(run, checkpoint, tmp_pa
         (["pathways", checkpoint("llama")], "There are no questions for"),
         (["detect", "--questions", "propertis"], "no question set 'propertis'. Did you mean 'properties'"),
         (["detect", "--questions", file, "--questions", file], "Two of the question sets are called 'mine'"),
-        (["detect", "--questions", "natural", "--sample", 60, "--method", "mops"], "no detection method 'mops'"),
+        (["detect", "--questions", "natural", "--sample", 60, "--method", "mops"], "methods='mops' is not one of"),
         (["detect", "--questions", file, "--quiet"], "No question set can be used"),
         (["saliency", "--questions", "natural", "--sample", 60, "--layer", 7, "--quiet"], "There is no probe of layer"),
         (["saliency", "--questions", file, "--sample", 0], "sample=0 must be at least 1"),

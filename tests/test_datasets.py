@@ -280,7 +280,7 @@ def test_a_format_can_be_named_and_then_must_fit(tmp_path):
     assert load_questions(file, format="hotpotqa").datasets == ("hotpotqa",)
     with pytest.raises(InputError, match=r"a.jsonl, row 1: the field Question is missing; .*'triviaqa'"):
         load_questions(file, format="triviaqa")
-    with pytest.raises(InputError, match=r"no question format 'popqua'. Did you mean 'popqa'"):
+    with pytest.raises(InputError, match=r"format='popqua' is not one of .* Did you mean 'popqa'"):
         load_questions(file, format="popqua")
 
 

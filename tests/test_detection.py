@@ -380,13 +380,13 @@ def test_a_detector_refuses_another_model_an_unknown_method_and_a_damaged_folder
     for refuses in (detector.score, detect):
         with pytest.raises(InputError, match="other weights than"):
             refuses(model, of_another)
-    with pytest.raises(InputError, match=r"no detection method 'mops'.*'mop'"):
+    with pytest.raises(InputError, match=r"methods='mops' is not one of .*'mop'"):
         detector.score(model, answered, methods=["mops"])
     with pytest.raises(InputError, match=r"dataset='naturl' is not one of .*'natural'"):
         detection.detector("naturl")
     with pytest.raises(InputError, match=r"dataset=None is not one of natural, multi_hop"):
         detection.detector()
-    with pytest.raises(InputError, match=r"no classifier 'gates'.*'gate'"):
+    with pytest.raises(InputError, match=r"name='gates' is not one of .*'gate'"):
         detector.probe("gates")
     with pytest.raises(RunFolderError, match=r"contains no detector.json"):
         Detector.load(tmp_path)
@@ -425,9 +425,9 @@ def test_an_interrupted_run_continues_and_gives_what_one_run_gives(detection, mo
 def test_what_cannot_be_used_is_refused_in_one_line_that_names_it(model, answered):
     all_right = dataclasses.replace(answered, table=answered.table.assign(z=0))
     for options, message in [
-        ({"methods": ["prob"]}, "no detection method 'prob'.*'probe'"),
+        ({"methods": ["prob"]}, "methods='prob' is not one of .*'probe'"),
         ({"methods": []}, "No detection method"),
-        ({"token": "last"}, "no probe token 'last'"),
+        ({"token": "last"}, "token='last' is not one of"),
         ({"layer": 6}, "layer=6 is not a layer"),
         ({"seeds": 0}, "seeds=0"),
         ({"variant": "none"}, "variant='none'"),

@@ -346,7 +346,7 @@ def test_a_run_continues_where_it_was_interrupted_and_is_saved_and_loaded(model,
     ("options", "message"),
     [
         ({"span": "answers"}, "span='answers' is not one of .* Did you mean 'answer'"),
-        ({"context": "talk"}, "no context 'talk'"),
+        ({"context": "talk"}, "context='talk' is not one of"),
         ({"aggregate": "graph"}, "aggregate='graph' is not one of"),
         ({"quartiles": "all"}, "quartiles='all' is not one of"),
         ({"prompt": "Q:"}, "must be a text with {question} in it exactly once"),

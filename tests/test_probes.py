@@ -224,9 +224,9 @@ def test_too_few_answers_of_a_kind_are_refused_in_one_line():
 
 def test_names_that_do_not_exist_are_refused_with_the_nearest():
     model, answered = tiny_hooked("llama"), random_answered(2)
-    with pytest.raises(InputError, match=r"no probe site 'mlp'. Did you mean 'mlp_out'"):
+    with pytest.raises(InputError, match=r"site='mlp' is not one of .* Did you mean 'mlp_out'"):
         probe_states(model, answered, site="mlp")
-    with pytest.raises(InputError, match=r"no probe token 'last_answer'"):
+    with pytest.raises(InputError, match=r"token='last_answer' is not one of"):
         probe_positions(answered, "last_answer")
     with pytest.raises(InputError, match="batch_size=0"):
         probe_states(model, answered, batch_size=0)

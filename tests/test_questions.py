@@ -177,5 +177,5 @@ def test_select_and_sample_keep_sets_apart_and_rows_whole(tmp_path):
     assert drawn.table["dataset"].value_counts().to_dict() == {"a": 7, "b": 7}
     assert drawn.table.equals(again.table)
     assert not drawn.table.equals(other.table)
-    with pytest.raises(InputError, match=r"no question set 'c'"):
+    with pytest.raises(InputError, match=r"dataset='c' is not one of"):
         questions.select("c")

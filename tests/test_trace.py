@@ -479,8 +479,8 @@ def test_a_set_with_answers_of_one_kind_is_left_out_and_named_and_the_others_are
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"site": "mlp"}, "no probe site 'mlp'"),
-        ({"token": "last"}, "no probe token 'last'"),
+        ({"site": "mlp"}, "site='mlp' is not one of"),
+        ({"token": "last"}, "token='last' is not one of"),
         ({"variant": "ablate"}, "variant='ablate' is not one of mask, zero"),
         ({"edges": "all"}, "edges='all' is not one of after, answer"),
         ({"edges": "answer", "token": "before_answer"}, "nothing could change"),
@@ -505,7 +505,7 @@ def test_answers_of_another_model_or_without_their_prompt_are_refused(by_questio
         InputError, match=r"do not record their prompt\. Make them with hw\.answer, or pass controls=False"
     ):
         hw.trace_pathways(model, random_answered(model, n=40), seeds=1, progress=False)
-    with pytest.raises(InputError, match=r"There is no question set 'lookups' here\. Did you mean 'lookup'"):
+    with pytest.raises(InputError, match=r"dataset='lookups' is not one of .* Did you mean 'lookup'"):
         by_question.probes_of("lookups")
     with pytest.raises(InputError, match="no probes of seed 7"):
         by_question.probes_of("lookup", seed=7)

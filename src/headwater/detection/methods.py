@@ -34,11 +34,11 @@ from torch import Tensor
 
 from headwater.calls import checked_calls
 from headwater.detection.reweighting import Reweighted, Reweighting, Strength, train_reweighting
-from headwater.errors import InputError, RunFolderError, did_you_mean
+from headwater.errors import InputError, RunFolderError
 from headwater.models.generation import next_logits
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import by_length, chat_text, encode
-from headwater.options import checked_path, shown
+from headwater.options import checked_name, checked_path
 from headwater.patching.edge_knockout import VariantName
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens, untouched
 from headwater.probes.linear import (
@@ -94,9 +94,7 @@ class Detector:
 
     def probe(self, name: str = "probe") -> Probe:
         """Return one of the linear classifiers as a probe."""
-        if name not in CLASSIFIERS:
-            raise InputError(f"A detector has no classifier {name!r}.{did_you_mean(name, CLASSIFIERS)}")
-        place = CLASSIFIERS.index(name)
+        place = CLASSIFIERS.index(checked_name("name", name, CLASSIFIERS))
         return Probe(self.site, self.token, self.layer, self.weight[place], float(self.bias[place]))
 
     def score(
@@ -241,10 +239,7 @@ def check_methods(methods: Sequence[str], allowed: Sequence[str] = METHODS) -> t
     listed: list[Any] = list(methods) if isinstance(methods, list | tuple) else [methods]
     if not listed:
         raise InputError("No detection method was requested.")
-    for method in listed:
-        if not isinstance(method, str) or method not in allowed:
-            raise InputError(f"There is no detection method {shown(method)} here.{did_you_mean(method, allowed)}")
-    return tuple(dict.fromkeys(listed))
+    return tuple(dict.fromkeys(checked_name("methods", method, allowed) for method in listed))
 
 
 # Fit detectors on half of a question set: probe, gate, experts and reweighted edges (`detection` explains how and why).

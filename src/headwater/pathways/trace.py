@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, shown
+from headwater.options import checked_count, checked_flag, checked_name, checked_repeats
 from headwater.patching.edge_knockout import VARIANTS, VariantName
 from headwater.pathways.effects import Effects, Halves, halves, measure, probes_as_tensors, probes_from_tensors
 from headwater.pathways.interventions import QUERIES, Setup
@@ -151,9 +151,7 @@ class Pathways(Result):
         Raises:
             InputError: there are no such probes.
         """
-        known = tuple(self.fits["dataset"].unique())
-        if not isinstance(dataset, str) or dataset not in known:
-            raise InputError(f"There is no question set {shown(dataset)} here.{did_you_mean(dataset, known)}")
+        checked_name("dataset", dataset, tuple(self.fits["dataset"].unique()))
         seed, split = checked_count("seed", seed, least=0), checked_count("split", split, least=0, most=1)
         if dataset == POOLED:
             whole, *folds = (self._probes(dataset, 0, side) for side in (-1, 0, 1))

@@ -19,12 +19,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook
 from headwater.models.generation import end_tokens, generate_tokens
 from headwater.models.hooked import HookedModel, warn_of_no_template
 from headwater.models.tokens import ChatText, by_length, chat_text, encode
-from headwater.options import checked_count, shown
+from headwater.options import checked_count, checked_name, shown
 from headwater.runs.analysis import Run
 
 RAW, CHAT = CONTEXTS = ("raw", "chat")
@@ -87,9 +87,7 @@ def question_frame(
     """
     if context is None:
         context = CHAT if prompt is None and getattr(model.tokenizer, "chat_template", None) else RAW
-    if not isinstance(context, str) or context not in CONTEXTS:
-        raise InputError(f"There is no context {shown(context)}.{did_you_mean(context, CONTEXTS)}")
-    if context == CHAT:
+    if checked_name("context", context, CONTEXTS) == CHAT:
         if examples and prompt is None:
             # As turns, after the instruction to be brief.
             said = [(role, text) for one in examples for role, text in zip(("user", "assistant"), one, strict=True)]

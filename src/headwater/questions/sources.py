@@ -34,7 +34,7 @@ from headwater.data.rows import Row, read_rows, refuse_repeated
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.models.packaged import world_folder
-from headwater.options import checked_count, checked_path, checked_seed, shown
+from headwater.options import checked_count, checked_name, checked_path, checked_seed
 from headwater.questions.words import Span, find_words
 from headwater.runs.result import numbered_from_0, table_html
 
@@ -69,8 +69,7 @@ class Questions(HasDatasets):
 
     def select(self, dataset: str) -> Questions:
         """Return one of the question sets."""
-        if dataset not in self.datasets:
-            raise InputError(f"There is no question set {dataset!r} here.{did_you_mean(dataset, self.datasets)}")
+        checked_name("dataset", dataset, self.datasets)
         return Questions(self.table[self.table["dataset"] == dataset].reset_index(drop=True), self.source)
 
     def sample(self, per_dataset: int, seed: int = 0) -> Questions:
@@ -125,8 +124,8 @@ def load_questions(
         InputError: the file or format does not exist, or a row cannot be used; the message names the file, the row and
             the column.
     """
-    if format is not None and (not isinstance(format, str) or format not in FORMATS):
-        raise InputError(f"There is no question format {shown(format)}.{did_you_mean(format, FORMATS)}")
+    if format is not None:
+        checked_name("format", format, tuple(FORMATS))
     checked_seed(seed)
     if isinstance(source, list | tuple) and source:
         return Questions.joined(load_questions(one, format=format, sample=sample, seed=seed) for one in source)

@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import rounding
 from headwater.models.edits import Hook, read_hook
@@ -25,7 +24,7 @@ from headwater.models.forward import FixedPrefix, KeysValues, can_continue, comm
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, by_length
-from headwater.options import checked_count, shown
+from headwater.options import checked_count, checked_name
 from headwater.probes.linear import States
 from headwater.progress import progress_bar
 from headwater.questions.answers import AnsweredQuestions
@@ -49,10 +48,8 @@ BEFORE = ("prompt_last", "before_answer")
 
 def check_probe_options(site: str, token: str, batch_size: int) -> None:
     """Refuse an unknown site or token, or an invalid batch size."""
-    if not isinstance(site, str) or site not in PROBE_SITES:
-        raise InputError(f"There is no probe site {shown(site)}.{did_you_mean(site, PROBE_SITES)}")
-    if not isinstance(token, str) or token not in PROBE_TOKENS:
-        raise InputError(f"There is no probe token {shown(token)}.{did_you_mean(token, PROBE_TOKENS)}")
+    checked_name("site", site, PROBE_SITES)
+    checked_name("token", token, PROBE_TOKENS)
     checked_count("batch_size", batch_size)
 
 
@@ -71,9 +68,7 @@ def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
         "after_answer": lambda: (exact.map(max) + 1).clip(upper=last),
         "answer_last": lambda: last,
     }
-    if token not in readers:
-        raise InputError(f"There is no probe token {token!r}.{did_you_mean(token, PROBE_TOKENS)}")
-    return [int(position) for position in readers[token]()]
+    return [int(position) for position in readers[checked_name("token", token, PROBE_TOKENS)]()]
 
 
 def probe_states(
