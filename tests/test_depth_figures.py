@@ -76,7 +76,7 @@ def test_densities_hold_what_lies_between_the_limits_and_carry_their_counts(rng)
         width = gaps.std() * len(gaps) ** -0.2
         inside = norm.cdf((1.5 - gaps) / width) - norm.cdf((-1.5 - gaps) / width)
         assert np.trapezoid(y, x) == pytest.approx(inside.mean(), abs=0.005)
-        named = {25: "lowest quarter", 75: "highest quarter"}[quartile]
+        named = {25: "lowest quartile", 75: "highest quartile"}[quartile]
         assert line.get_label() == f"{named} (n = {len(gaps)})"
     assert [line.get_linestyle() for line in ax.lines] == ["-", "--"]
     assert [bool(area.get_hatch()) for area in ax.collections] == [False, True]
@@ -100,7 +100,7 @@ def test_curves_by_layer_have_the_sign_of_the_figure(rng):
         rows = profile.by_layer[profile.by_layer["depth"] == depth]
         assert line.get_xdata().tolist() == [0, 3, 7]
         assert line.get_ydata() == pytest.approx(-rows["value"].to_numpy())
-    with pytest.raises(InputError, match=r"no score 'min_k_0.3'. Did you mean 'min_k_0.2'"):
+    with pytest.raises(InputError, match=r"score='min_k_0.3' is not one of .* Did you mean 'min_k_0.2'"):
         layer_curves(profile, "min_k_0.3")
     with pytest.raises(InputError, match="Found 2 labels for 1 profiles"):
         depth_profiles([profile], ["a", "b"])

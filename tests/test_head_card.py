@@ -63,7 +63,7 @@ def test_the_card_has_the_numbers_of_the_map_for_both_signs_the_called_ones_firs
         for name in ("expected", "excess", "q_value"):
             assert row[name] == expected[f"{prefix}{name}"]
     assert card.label == "2 categories"
-    assert str(card).startswith(f"Head 2 of layer 1, {heads.title}: 2 categories\n")
+    assert str(card).startswith(f"Head 1.2, {heads.title}: 2 categories\n")
     assert "was not measured" in str(card)
     text = str(card)
     assert "capital" in text
@@ -104,7 +104,7 @@ def test_a_validated_map_says_on_its_cards_what_the_running_model_uses(planted):
     unused = dataclasses.replace(validated, table=validated.table.assign(used=never))
     row = validated.table[validated.table["used"].notna()].iloc[0]
     assert unused.head(1, 2, sources=0).use == (
-        f"Use not shown for capital (loss {row['loss']:.2f}, 95 % interval {row['loss_low']:.2f} to "
+        f"Its use was not shown for capital (loss {row['loss']:.2f}, 95 % interval {row['loss_low']:.2f} to "
         f"{row['loss_high']:.2f})."
     )
 
@@ -118,7 +118,7 @@ def test_behaviour_is_taken_from_any_table_with_the_columns_and_shown_the_strong
     assert heads.head(1, 2, sources=0).behaviour is None
     with pytest.raises(InputError, match="lacks behaviour"):
         heads.head(1, 2, behaviour=behaviours().drop(columns="behaviour"), sources=0)
-    with pytest.raises(InputError, match="no row of head 2 of layer 1"):
+    with pytest.raises(InputError, match=r"no row of head 1\.2"):
         heads.head(1, 2, behaviour=behaviours().query("layer == 0"), sources=0)
     own = AttentionBehaviour(behaviours(), pd.DataFrame(), heads.run)
     assert heads.head(1, 2, behaviour=own, sources=0).behaviour["score"].tolist() == [0.7, 0.1]

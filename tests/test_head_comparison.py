@@ -256,7 +256,7 @@ def test_three_models_are_drawn_as_curves_and_two_as_a_map(changed, comparison):
     upper, lower = three.plot().axes
     assert [line.get_label() for line in upper.lines] == ["algorithmic", "knowledge", "linguistic", "translation"]
     assert [bar.get_height() for bar in lower.containers[0]] == [0, 1, 0]
-    with pytest.raises(InputError, match="two panels"):
+    with pytest.raises(InputError, match="compare two models"):
         three.plot(upper)
 
 
@@ -282,6 +282,6 @@ def test_where_words_of_several_tokens_are_compared_it_is_not_said_that_single_t
 def test_the_report_counts_the_changes(comparison):
     said = " ".join(comparison.report())
     assert "From a to b" in said
-    assert "1 gained, 1 lost, 1 stronger, 1 weaker" in said
+    assert "gained a relation: 1; lost one: 1; have a stronger one: 1; have a weaker one: 1" in said
     fields = {field.name for field in dataclasses.fields(hw.HeadComparison)}
     assert fields == {"table", "relations", "words", "run"}

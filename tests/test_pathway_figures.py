@@ -120,9 +120,9 @@ def test_nothing_too_much_and_unknown_names_are_refused(pathways):
         hw.figures.delta_p([])
     with pytest.raises(InputError, match="Found 1 titles for 2 panels"):
         hw.figures.delta_p([pathways, pathways], titles=["A"])
-    with pytest.raises(InputError, match=r"no curves split by 'per layers'. Did you mean 'per layer'"):
+    with pytest.raises(InputError, match=r"split_by='per layers' is not one of .* Did you mean 'per layer'"):
         pathways.plot(split_by="per layers")
-    with pytest.raises(InputError, match="value='p' cannot be drawn"):
+    with pytest.raises(InputError, match="value='p' is not one of"):
         pathways.plot(value="p")
 
 

@@ -68,7 +68,7 @@ def test_every_count_is_drawn_in_the_panel_of_its_rule_and_the_maps_own_threshol
             assert (drawn[name].get_color(), drawn[name].get_marker()) == (category.color, category.mark)
     marked = [[line.get_xdata()[0] for line in ax.lines if line.get_label().startswith("_")] for ax in figure.axes]
     assert marked == [[0.2], []]
-    with pytest.raises(InputError, match="one per rule"):
+    with pytest.raises(InputError, match="has 2 panels"):
         sensitivity.plot(plt.figure().add_subplot())
 
 

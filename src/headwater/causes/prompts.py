@@ -28,6 +28,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.relations import (
+    TEMPLATE,
     Relation,
     SourcePrompts,
     TokenRelation,
@@ -42,7 +43,6 @@ from headwater.models.tokens import ChatText, chat_text
 from headwater.options import checked_count, checked_seed, shown
 from headwater.stats.resample import Bootstrap, Interval, interval
 
-GENERIC = "Input: {source} Output:"
 INSTRUCTION = "Complete the sentence with the right word."
 SHOTS = 4
 CHOSEN_ON = 8
@@ -263,7 +263,7 @@ def _templates(
     for sentence in sentences:
         yield "completion", sentence
     words = [tokens.words[item] for item in items[:SHOTS]]
-    for sentence in (*sentences[:1], GENERIC):
+    for sentence in (*sentences[:1], TEMPLATE):
         # replace and not format, because a sentence may contain other braces.
         examples = [f"{sentence.replace('{source}', source)} {targets[0]}\n" for source, targets in words]
         yield "few-shot", "".join(examples) + sentence

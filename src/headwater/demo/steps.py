@@ -441,7 +441,7 @@ STEPS = {
         "Memorization by question depth",
         "Questions of depth 2 and 3 combine facts that questions of depth 1 ask for. Min-K% is the mean negative "
         "log-likelihood of the least likely tokens of the answer: higher is less likely seen.",
-        "Min-K% by depth, and the density of the score gap from depth 2 to 3 where Min-K% is in its lowest quarter "
+        "Min-K% by depth, and the density of the score gap from depth 2 to 3 where Min-K% is in its lowest quartile "
         "(25%) and in its highest (75%).",
         lambda demo, options: hw.memorization(demo.model, hw.load_depth_graph(), layers="all", **options),
         number=memorization,

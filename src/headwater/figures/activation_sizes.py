@@ -31,6 +31,7 @@ from headwater.figures.style import (
     model_title,
     new_figure,
     panel_grid,
+    refuse_panels,
     set_figure_title,
     style,
     whole_numbers,
@@ -111,8 +112,7 @@ def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] 
         named = [(f"layer {layer}", each.mean(0)) for layer, each in maps.items()]
         if ax is not None:
             named = [(f"{len(layers)} layers", torch.stack([each for _, each in named]).mean(0))]
-    if ax is not None and len(named) > 1:
-        raise InputError(f"This figure has {len(named)} panels, and ax= holds one: choose one head.")
+    refuse_panels(ax, len(named), "choose one head")
     columns = min(columns, len(named))
     rows = -(-len(named) // columns)
     if ax is None:

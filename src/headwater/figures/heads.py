@@ -41,6 +41,7 @@ from headwater.figures.style import (
     others,
     panel_grid,
     plain_title,
+    refuse_panels,
     set_figure_title,
     style,
     ticks,
@@ -84,8 +85,7 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
     run_on = list(result.table["on"].unique())
     present = [*run_on, *(name for name in SHADES if result.heads[name].notna().any())]
     shown = present if on is None else [checked_name("on", on, present)]
-    if ax is not None and len(shown) > 1:
-        raise InputError("This figure has several panels: choose one with on=, or leave ax= out.")
+    refuse_panels(ax, len(shown), "choose one with on=")
     with style(ax):
         axes, labelled = [ax] if ax is not None else _axes(result, shown), dict[str, pd.DataFrame]()
         for name, place in zip(shown, axes, strict=True):
@@ -178,8 +178,7 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
     """Draw the scores, as described in `Composition.plot`."""
     present = list(result.table["kind"].unique())
     kinds = present if kind is None else [checked_name("kind", kind, present)]
-    if ax is not None and len(kinds) > 1:
-        raise InputError("This figure has several panels: choose one with kind=, or leave ax= out.")
+    refuse_panels(ax, len(kinds), "choose one with kind=")
     above = (result.table["score"] - result.table["expected"]).clip(lower=0)
     limit = float(above.max()) or 1.0
     with style(ax):
@@ -284,10 +283,10 @@ def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes 
 
     With `ax`, only two models can be compared.
     """
-    if ax is not None and len(comparison.models) != 2:
-        raise InputError("The figure of more than two models has two panels: leave ax= out, or compare two models.")
+    of_two = len(comparison.models) == 2
+    refuse_panels(ax, 1 if of_two else 2, "compare two models")
     with style(ax):
-        return _draw_changes(comparison, ax) if len(comparison.models) == 2 else _draw_curves(comparison)
+        return _draw_changes(comparison, ax) if of_two else _draw_curves(comparison)
 
 
 def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:
@@ -364,8 +363,7 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
     rules = list(dict.fromkeys(sensitivity.table["rule"]))
     n_settings = sensitivity.table["setting"].nunique()
     n_panels = len(rules) + (n_settings > 1)
-    if ax is not None and n_panels > 1:
-        raise InputError("This figure has several panels, one per rule and one of other settings: leave ax= out.")
+    refuse_panels(ax, n_panels)
     with style(ax):
         if ax is not None:
             _draw_rule(sensitivity, rules[0], ax)

@@ -22,6 +22,7 @@ from headwater.figures.style import (
     new_figure,
     one_panel,
     others,
+    refuse_panels,
     style,
     whole_numbers,
 )
@@ -122,8 +123,7 @@ COLOURS = {"embed": PURPLE, "head": BLUE, "mixer": GREEN, "mlp": ORANGE, "bias":
 def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -> Axes | Figure:
     """Draw the contribution of each component, averaged over prompts."""
     roles = result.totals["role"].unique().tolist() if "role" in result.table.columns else [None]
-    if ax is not None and len(roles) > 1:
-        raise InputError(f"This attribution has {len(roles)} roles, each a panel: leave ax= out.")
+    refuse_panels(ax, len(roles))
     with style(ax):
         if ax is None:
             # A panel's inches: of its cells, within limits, plus the labels around them.

@@ -1,8 +1,8 @@
 """Figures of likelihood results: memorization by question depth, tokens, scores against K, members and non-members.
 
-Memorization by question depth has boxes of Min-K% by depth, and densities of the score gap by quarter. The published
+Memorization by question depth has boxes of Min-K% by depth, and densities of the score gap by quartile. The published
 form (Ko et al., EMNLP 2024): a panel of boxes per model, blue, orange and green for depth 1, 2 and 3, and below it the
-densities of the score gap of the deepest questions, green for those whose Min-K% is in the lowest quarter, orange for
+densities of the score gap of the deepest questions, green for those whose Min-K% is in the lowest quartile, orange for
 the highest. Min-K% is drawn with the published sign, opposite to the tables: higher = less likely seen.
 """
 
@@ -56,18 +56,18 @@ from headwater.likelihood.members import BASELINE, Membership
 from headwater.likelihood.profile import DepthProfile
 from headwater.likelihood.scores import MemorizationScores
 from headwater.likelihood.statistics import TextStatistics
-from headwater.options import checked_kind
+from headwater.options import checked_kind, checked_name
 from headwater.runs.result import DRAWINGS
 
 DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
 DEPTH_MARKS = ("o", "s", "^", "D", "v")
-QUARTERS: dict[int, tuple[str, Any, str, str]] = {
-    25: (GREEN, "-", "", "lowest quarter"),
-    75: (ORANGE, DASHED, "////", "highest quarter"),
+ENDS: dict[int, tuple[str, Any, str, str]] = {
+    25: (GREEN, "-", "", "lowest quartile"),
+    75: (ORANGE, DASHED, "////", "highest quartile"),
 }
-"""Colour, dash, hatch and name of the lowest and the highest quarter of Min-K%."""
+"""Colour, dash, hatch and name of the lowest and the highest quartile of Min-K%."""
 BY_DEPTH = "Min-K% by question depth"
-BOTH = "Min-K% by depth, score gap by quarter of Min-K%"
+BOTH = "Min-K% by depth, score gap by quartile of Min-K%"
 GAP_RANGE = 1.5
 COLUMNS = 4
 ALONE, PANEL_WIDTH, PANEL_HEIGHT = (5.6, 2.8), 1.9, 2.2
@@ -164,7 +164,7 @@ def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
 def _published_panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
     """Draw lettered boxes of all models, then in separate rows lettered densities of the models that have scores."""
     named = list(zip(profiles, labels, strict=True))
-    scored = [one for one in named if any(len(_gaps(one[0], quartile)) for quartile in QUARTERS)]
+    scored = [one for one in named if any(len(_gaps(one[0], quartile)) for quartile in ENDS)]
     is_alone = len(named) == 1
     across = len(named) + len(scored) if is_alone else min(len(named), COLUMNS)
     first_gap = len(named) if is_alone else across * math.ceil(len(named) / across)
@@ -191,15 +191,15 @@ def _published_boxes(profile: DepthProfile, ax: Axes) -> None:
 def _published_gaps(profile: DepthProfile, ax: Axes) -> None:
     plot_gaps(profile, ax)
     handles, series = ax.get_legend_handles_labels()
-    quarters = [f"{one}%" for one, (*_, named) in QUARTERS.items() if any(named in words for words in series)]
+    quartiles = [f"{one}%" for one, (*_, named) in ENDS.items() if any(named in words for words in series)]
     ax.set_xticks(np.arange(-GAP_RANGE, GAP_RANGE + 0.1, 0.5))
     ax.tick_params(axis="x", labelsize=6)
-    ax.legend(handles, quarters, loc="upper right", handlelength=1.6)
+    ax.legend(handles, quartiles, loc="upper right", handlelength=1.6)
 
 
 def answers_note(profiles: Sequence[DepthProfile]) -> str:
     """Name the models whose score gap is of answers from the data, not the model's; "" if there is none."""
-    given = [one for one in profiles if any(len(_gaps(one, quartile)) for quartile in QUARTERS)]
+    given = [one for one in profiles if any(len(_gaps(one, quartile)) for quartile in ENDS)]
     named = ", ".join(short_name(one.run.model) for one in given if one.run.options["answers"] == DATA)
     hint = "is of the answers in the data, whichever model wrote them; with answers='model', the model answers itself"
     return f"The score gap of {named} {hint}." if named else ""
@@ -236,15 +236,19 @@ def plot_boxes(profile: DepthProfile, ax: Axes) -> None:
         box.set_alpha(0.85)
     names = [f"Depth {depth}\nn = {len(sample):,}" for depth, sample in zip(profile.depths, values, strict=True)]
     ax.set_xticks(range(1, len(values) + 1), names)
-    is_group = profile.run.options["aggregate"] == "group"
-    ax.set_ylabel(AVERAGE if is_group else "MIN-K% of a Question\n(nats)")
+    ax.set_ylabel(depth_label(profile))
     if any(len(sample) for sample in values):
         ax.set_ylim(bottom=min(0.0, min(sample.min() for sample in values if len(sample))))
 
 
+def depth_label(profile: DepthProfile) -> str:
+    """Return the label of the axis of Min-K% by depth."""
+    return AVERAGE if profile.run.options["aggregate"] == "group" else "MIN-K% of a Question\n(nats)"
+
+
 def plot_gaps(profile: DepthProfile, ax: Axes, narrow: bool = False) -> Axes:
-    """Draw the density of the score gap of the deepest questions in the lowest and in the highest quarter of Min-K%."""
-    drawn = sum(_density(ax, _gaps(profile, quartile), quartile) for quartile in QUARTERS)
+    """Draw the density of the score gap of the deepest questions in the lowest and highest quartile of Min-K%."""
+    drawn = sum(_density(ax, _gaps(profile, quartile), quartile) for quartile in ENDS)
     ax.set(xlim=(-GAP_RANGE, GAP_RANGE), ylabel="Density")
     ax.set_xticks(np.linspace(-GAP_RANGE, GAP_RANGE, 7)[:: 3 if narrow else 1])
     shallower = profile.depths[-2] if len(profile.depths) > 1 else "?"
@@ -281,11 +285,9 @@ def layer_curves(
         InputError: the score is unknown.
     """
     size = checked_place(ax, 1, figsize)
-    score = score or profile.main
+    score = checked_name("score", score or profile.main, list(profile.by_layer["score"].unique()))
     named = "Min-K%" if score == profile.main else score
     rows = profile.by_layer[profile.by_layer["score"] == score]
-    if rows.empty:
-        raise InputError(f"There is no score {score!r}.{did_you_mean(score, set(profile.by_layer['score']))}")
     with one_panel(ax, 3.6, 2.9) as ax:
         for depth, (color, mark) in looks_of_depths(profile).items():
             line = rows[rows["depth"] == depth]
@@ -298,7 +300,7 @@ def layer_curves(
 
 
 def _gaps(profile: DepthProfile, quartile: int) -> Float[ndarray, " node"]:
-    """Return the score gaps of the deepest questions in one quarter of Min-K%."""
+    """Return the score gaps of the deepest questions in one quartile of Min-K%."""
     rows = profile.table[(profile.table["depth"] == profile.depths[-1]) & (profile.table["quartile"] == quartile)]
     return rows["gap"].dropna().to_numpy(float)
 
@@ -307,7 +309,7 @@ def _density(ax: Axes, gaps: Float[ndarray, " node"], quartile: int) -> int:
     """Draw a density, or a line if all values are equal; return 1, or 0 if there is nothing to draw."""
     if not len(gaps):
         return 0
-    color, dash, hatch, named = QUARTERS[quartile]
+    color, dash, hatch, named = ENDS[quartile]
     look: dict[str, Any] = {"color": color, "linestyle": dash}
     if np.ptp(gaps) == 0:
         ax.axvline(gaps[0], label=f"{named} (n = {len(gaps):,}, all {gaps[0]:.2g})", **look)
@@ -513,7 +515,7 @@ def _tokens_of(profile: DepthProfile, nodes: Sequence[str] | None) -> dict[str, 
         nodes = [name for name in table.index if name in by_id][:SHOWN]
     tokens = {}
     for name in nodes:
-        if name not in table.index:
+        if name not in table.index:  # `checked_name` would list all nodes
             raise InputError(f"There is no node {name!r}.{did_you_mean(name, table.index)}")
         same = table.index[(table[["question", "answer"]] == table.loc[name, ["question", "answer"]]).all(axis=1)]
         owner = next((other for other in same if other in by_id), None)

@@ -24,7 +24,7 @@ from scipy.stats import gaussian_kde
 
 from headwater.calls import checked_call
 from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PURPLE, RED, SETS, looks_of_sets, places_of_sets
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_name, set_names
 from headwater.figures.style import (
@@ -47,7 +47,7 @@ from headwater.figures.style import (
     whole_numbers,
 )
 from headwater.figures.style import style as shared_look
-from headwater.options import shown as written
+from headwater.options import checked_name
 from headwater.pathways.interventions import ANSWER_ONLY, EXACT, EXACT_ON_RANDOM_ROWS, RANDOM, RANDOM_SWAP, SWAP
 from headwater.pathways.modes import ALL, BEST_LAYER, CROSSED, FEWEST, MODES, PER_LAYER, RANDOM_SPLIT, WITHIN, SplitName
 from headwater.pathways.refusal_rates import Refusals
@@ -111,8 +111,7 @@ def delta_p(
     size = checked_place(ax, len(shown), figsize)
     if not shown:
         raise InputError("delta_p needs a list of results of trace_pathways; the list is empty.")
-    if not isinstance(value, str) or value not in VALUES:
-        raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
+    checked_name("value", value, tuple(VALUES))
     splits = [_split(result, split_by) for result in shown]
     titles = _titles(shown, splits, value, as_published) if titles is None else [label(one) for one in titles]
     if len(titles) != len(shown):
@@ -176,9 +175,7 @@ def _split(pathways: Pathways, split_by: str | None) -> str:
     splits = list(dict.fromkeys(pathways.curves["split_by"]))
     if split_by is None:
         return default_split(pathways)
-    if not isinstance(split_by, str) or split_by not in splits:
-        raise InputError(f"There are no curves split by {written(split_by)}.{did_you_mean(split_by, splits)}")
-    return split_by
+    return checked_name("split_by", split_by, splits)
 
 
 def _names(shown: Sequence[Pathways]) -> list[str]:
@@ -206,9 +203,14 @@ def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, val
             bounds = line[f"{value}_low"], line[f"{value}_high"]
             ax.fill_between(line["layer"], *bounds, color=look["color"], alpha=0.15, linewidth=0)
             ax.plot(line["layer"], line[value], **look)
-    ax.set_xlabel("Layer" if pathways.run.options["window"] is None else "Layer around which edges are severed")
+    ax.set_xlabel(layer_label(pathways))
     whole_numbers(ax.xaxis)
     ax.margins(x=0.04)
+
+
+def layer_label(pathways: Pathways) -> str:
+    """Return the label of the axis of layers."""
+    return "Layer" if pathways.run.options["window"] is None else "Layer around which edges are severed"
 
 
 def look_of(name: str, mode: str, names: Sequence[str], as_published: bool = False) -> dict[str, Any]:

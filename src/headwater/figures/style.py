@@ -385,9 +385,15 @@ def checked_place(ax: Axes | None, panels: int, figsize: object) -> Size | None:
     """Return the size of a new figure (if any); raise if a figure of this many panels cannot be drawn on `ax`."""
     if not isinstance(ax, Axes | None):
         raise InputError(f"ax=, a {type(ax).__name__}, is not a matplotlib axes: leave it out for a new figure.")
-    if ax is not None and panels > 1:
-        raise InputError(f"This figure has {panels} panels, and ax= holds one: leave it out for a new figure.")
+    refuse_panels(ax, panels)
     return checked_size(figsize, ax)
+
+
+def refuse_panels(ax: Axes | None, panels: int, instead: str = "") -> None:
+    """Raise if a figure of this many panels cannot be drawn on `ax`; `instead` is what else the caller can do."""
+    if ax is not None and panels > 1:
+        instead += ", or " if instead else ""
+        raise InputError(f"This figure has {panels} panels, and ax= holds one: {instead}leave it out for a new figure.")
 
 
 def image_of(plot: Axes | Figure, dpi: int) -> Image.Image:

@@ -36,6 +36,7 @@ from headwater.figures.style import (
     one_panel,
     panel_grid,
     plain_title,
+    refuse_panels,
     set_figure_title,
     style,
     ticks,
@@ -95,8 +96,7 @@ def plot_sweep(
     measure = measure_of(table, value, normalize)
     sweep.warn_of_averages(table, measure)
     panels = panels_of(table, fixed)
-    if ax is not None and len(panels) > 1:
-        raise InputError(f"This sweep has {len(panels)} panels; choose one with site= and metric=, or pass no ax.")
+    refuse_panels(ax, len(panels), "choose one with site= and metric=")
     with style(ax):
         axes = [ax] if ax is not None else _axes(panels, fixed)
         for one, (name, part) in zip(axes, panels, strict=True):

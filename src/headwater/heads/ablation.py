@@ -90,7 +90,7 @@ class HeadAblation(Result):
         else:
             sentences.append(
                 "On control relations, ablating the same heads changes the accuracy from "
-                f"{rows['control', 'none', 0]['accuracy']:.0%} to {control['accuracy']:.0%} (means)."
+                f"{rows['control', 'none', 0]['accuracy']:.0%} to {control['accuracy']:.0%} (means over them)."
             )
         return sentences
 

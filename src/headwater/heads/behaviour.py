@@ -115,7 +115,7 @@ class AttentionBehaviour(Result):
             if called:
                 best = max(called, key=lambda row: row["excess"])
                 sentences.append(
-                    f"The strongest is head {best['head']} of layer {best['layer']}: {best['score']:.0%} of its "
+                    f"The strongest is head {best['layer']}.{best['head']}: {best['score']:.0%} of its "
                     f"attention is on {BEHAVIOURS[best['behaviour']].says if best['behaviour'] in BEHAVIOURS else 'it'}"
                     f", compared with {best['expected']:.0%} on as many random keys."
                 )

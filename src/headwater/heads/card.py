@@ -66,7 +66,7 @@ class HeadCard:
     @property
     def title(self) -> str:
         """The head, its model, and its label."""
-        return f"Head {self.head} of layer {self.layer}, {self.model}: {self.label}"
+        return f"Head {self.layer}.{self.head}, {self.model}: {self.label}"
 
     @property
     def sections(self) -> list[tuple[str, pd.DataFrame]]:
@@ -101,7 +101,7 @@ class HeadCard:
             for row in measured[~is_used].to_dict("records")
         )
         sentences = [f"Used by the running model for {used}."] if used else []
-        return " ".join([*sentences, f"Use not shown for {others}."] if others else sentences)
+        return " ".join([*sentences, f"Its use was not shown for {others}."] if others else sentences)
 
     def __str__(self) -> str:
         parts = [plain_text(self.title), self.use]
@@ -141,7 +141,7 @@ def behaviour_of_head(behaviour: AttentionTable, layer: int, head: int) -> pd.Da
         )
     rows = table[(table["layer"] == layer) & (table["head"] == head)]
     if rows.empty:
-        raise InputError(f"The table of behaviours has no row of head {head} of layer {layer}.")
+        raise InputError(f"The table of behaviours has no row of head {layer}.{head}.")
     strength = "excess" if "excess" in rows else "score"
     kept = [name for name in OF_BEHAVIOUR if name in rows]
     return rows[kept].sort_values(strength, ascending=False, ignore_index=True)

@@ -141,10 +141,10 @@ class HeadComparison(Result):
         sentences = []
         for model in others:
             before, row = by_model.loc[first], by_model.loc[model]
-            counts = ", ".join(f"{row[name]} {name}" for name in CHANGES)
+            counts = "; ".join(f"{words}: {row[name]}" for name, words in CHANGES.items())
             sentences.append(
-                f"From {first} to {model}: {before['heads']} heads classified before, {row['heads']} after; heads with "
-                f"relations {counts} (false-discovery rate {FALSE_DISCOVERY_RATE:.0%})."
+                f"From {first} to {model}: {before['heads']} heads classified before, {row['heads']} after; heads that "
+                f"{counts} (false-discovery rate {FALSE_DISCOVERY_RATE:.0%})."
             )
             largest = self.changed[self.changed["model"] == model]
             if len(largest):

@@ -142,8 +142,8 @@ class Sensitivity(Result):
             )
         own, *others = (row for _, row in self.at_own_threshold.iterrows())
         sentences += [
-            f"With {row['setting']}, otherwise as mapped: {row['heads']} heads, {row['kept']} of them in a category in "
-            f"common with the map's {own['heads']}."
+            f"With {row['setting']}, otherwise as mapped: {row['heads']} heads; {row['kept']} of them share a category "
+            f"with the map's {own['heads']} heads."
             for row in others
         ]
         return sentences

@@ -88,8 +88,8 @@ class Composition(Result):
             row = max(each_row(part), key=lambda one: one["z"])
             above = float((part["z"] > 3).mean())
             sentences.append(
-                f"Through its {LONG[str(kind)]}, head {row['reader_head']} of layer {row['reader_layer']} reads head "
-                f"{row['writer_head']} of layer {row['writer_layer']} most strongly relative to chance (score "
+                f"Through its {LONG[str(kind)]}, head {row['reader_layer']}.{row['reader_head']} reads head "
+                f"{row['writer_layer']}.{row['writer_head']} most strongly relative to chance (score "
                 f"{row['score']:.3f}, expected {row['expected']:.3f}); {above:.0%} of {len(part):,} pairs are more "
                 "than three standard deviations above chance."
             )
@@ -268,8 +268,8 @@ class SingularVectors(Result):
         sides = CIRCUITS[str(first["circuit"])]
         share, random = self.values.iloc[0][["share", "random_share"]]
         sentences = [
-            f"The strongest direction of the {str(first['circuit']).upper()} circuit of head {first['head']} in layer "
-            f"{first['layer']} makes up {share:.0%} of it, compared with {random:.0%} for random factors."
+            f"The strongest direction of the {str(first['circuit']).upper()} circuit of head {first['layer']}."
+            f"{first['head']} makes up {share:.0%} of it, compared with {random:.0%} for random factors."
         ]
         for sign in SIGNS:
             of = self.table[(self.table["vector"] == 1) & (self.table["sign"] == sign)]

@@ -121,8 +121,9 @@ class DirectAttribution(Result):
             if not sign * row["mean"] > 0:
                 sentences.append(f"No part contributes to the {what} token on average.")
                 continue
-            part = f"Head {row['head']}" if pd.notna(row["head"]) else PARTS[row["component"]]
-            part += f" of layer {row['layer']}" if pd.notna(row["layer"]) else ""
+            part, layer = PARTS[row["component"]], row["layer"]
+            part += f" of layer {layer}" if pd.notna(layer) else ""
+            part = f"Head {layer}.{row['head']}" if pd.notna(row["head"]) else part
             size = with_interval(row["mean"], row["low"], row["high"])
             sentences.append(f"{part} contributes most to the {what} token: {size} logits.")
         if examples < 2:
@@ -192,7 +193,7 @@ def direct_logit_attribution(
     def work(run: Run) -> DirectAttribution:
         writer = Contributions(model, read, where, torch.stack([correct, wrong], 1), by == "position", run.record)
         batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
-        with run.bar("prompts", "prompt", len(read)) as bar:
+        with run.bar("Attributing", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, writer.measure, bar, len))
         contributions, totals = (torch.cat([piece[name] for piece in pieces]) for name in ("contributions", "totals"))
         if by == "position":

@@ -191,7 +191,7 @@ def lens(
         normalise, head = unembedding_head(model, run.record)
         measure = partial(_measured, model, read, where, targets, chosen, transform, top_k, normalise, head)
         batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
-        with run.bar("prompts", "prompt", len(read)) as bar:
+        with run.bar("Reading layers", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, measure, bar, len))
         found = {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}
         places = _target_table(model, where, targets)

@@ -211,7 +211,7 @@ def score_file(
     def work(run: Run) -> ScoredTexts:
         texts = read_texts(path, field)
         chunks = iter(lambda: list(itertools.islice(texts, TEXTS_AT_ONCE)), [])
-        with model.hashed_once(), (reference or model).hashed_once(), run.bar("Scoring", " texts") as bar:
+        with model.hashed_once(), (reference or model).hashed_once(), run.bar("Scoring", "text") as bar:
             pieces = list(run.pieces("texts", chunks, columns_of, bar, len))
         if not pieces:
             raise InputError(f"{path} contains no texts.")

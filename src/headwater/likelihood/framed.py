@@ -186,7 +186,7 @@ class ContextWording:
 
     model: HookedModel
     context: str
-    """ "raw" or "chat"."""
+    """Either "raw" or "chat"."""
     prompt: str | Messages | None
     """The prompt of a question alone, and of the turns before the last; see `questions.asking.question_frame`."""
     predecessors: str
@@ -336,9 +336,9 @@ class AnswerSources(NamedTuple):
     """The sources of answers and scores."""
 
     answers: str
-    """ "data", "model", or "" for none."""
+    """Where they come from: "data", "model", or "" for none."""
     scores: str
-    """ "data", "label", "judge", or "" for none."""
+    """Where they come from: "data", "label", "judge", or "" for none."""
 
 
 def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alone: bool = True) -> AnswerSources:

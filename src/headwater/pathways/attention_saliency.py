@@ -11,9 +11,10 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.3 (Eq. 1); after Wang 
    gradient of a pattern is formed, layers above l* and positions after the probe's token are not run, and positions
    before the first edge are run without gradients (once for the prefix that all texts share).
 3. S(E_Q→E_A): the sum over i in E_A, j in E_Q. S(E_Q→*): over all i that can see j, up to the probe's token, including
-   i = j, which the released code of label words sets to 0 (up to 7.5 % of the mean). Both are averaged over the layers
-   up to l*. The sum is the "total" of the publication; S(E_Q→*) is then never smaller than S(E_Q→E_A), since E_A is
-   among its rows. The mean over pairs (`pairs="mean"`) divides it by many rows of little flow; this reverses the order.
+   i = j, which the released code of label words sets to 0 (the mean is then up to 7.5 % smaller). Both are averaged
+   over the layers up to l*. The sum is the "total" of the publication; S(E_Q→*) is then never smaller than S(E_Q→E_A),
+   since E_A is among its rows. The mean over pairs (`pairs="mean"`) divides it by many rows of little flow; this
+   reverses the order.
 4. p and the gradient of an example come from probe coefficients that were not fitted on it (`Probe.folds`): on examples
    that it has seen, a probe of many coordinates is confident and right whether or not there is anything to learn.
 
@@ -550,5 +551,5 @@ def sentences_of(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _percent(share: float, n: int) -> str:
-    low, high = (100 * float(end) for end in wilson_interval(np.array(share * n), np.array(n)))
+    low, high = (100 * float(end) for end in wilson_interval(share * n, n))
     return f"{share:.1%} ({low:.0f} to {high:.0f})"

@@ -329,7 +329,7 @@ def fit_probe(
         def compute(layer: int) -> dict[str, Tensor]:
             return _of_layer(states.of_layer(layer), task, splits)
 
-        with run.bar("probes", "layer", len(states.layers)) as bar:
+        with run.bar("Probing", "layer", len(states.layers)) as bar:
             pieces = list(run.pieces("layer", states.layers, compute, bar))
         return _result(states, task, pieces, run.record)
 

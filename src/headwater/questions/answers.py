@@ -142,7 +142,7 @@ class AnsweredQuestions(HasDatasets, Result):
             causes = self.dropped.loc[self.dropped["dataset"] == name, "cause"].value_counts()
             wrong = int(used["z"].sum())
             words = used[["question", "text", "exact_answer", "matched"]].to_numpy(dtype=object).tolist()
-            low, high = map(float, wilson_interval(np.array(wrong), np.array(max(len(used), 1))))
+            low, high = map(float, wilson_interval(wrong, max(len(used), 1)))
             sets.append(
                 {
                     "dataset": name,

@@ -33,7 +33,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -237,15 +236,13 @@ def _best(heads: pd.DataFrame | None, quantity: str) -> tuple[float, float, floa
 
 
 def _wilson(share: float, items: float) -> tuple[float, float]:
-    low, high = wilson_interval(np.array([share * items]), np.array([items]))
-    return float(low[0]), float(high[0])
+    low, high = wilson_interval(share * items, items)
+    return float(low), float(high)
 
 
 def ranked_heads(heads: pd.DataFrame) -> list[str]:
     """Return a relation's heads with scores above zero, as "layer.head", in descending order of score."""
-    ordered = heads.sort_values(["layer", "head"])
-    order = np.argsort(ordered["score"].to_numpy(), kind="stable")[::-1]
-    ranked = ordered.iloc[order].query("score > 0")
+    ranked = heads[heads["score"] > 0].sort_values(["score", "layer", "head"], ascending=False)
     return [f"{layer}.{head}" for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
 
 

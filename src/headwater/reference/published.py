@@ -21,7 +21,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
+from headwater.options import checked_name
 from headwater.progress import say, spelled_time
 from headwater.runs.analysis import Run
 from headwater.runs.record import RunRecord
@@ -50,8 +51,8 @@ class Published:
 
         The last part of the name or path decides, unless a published model is `requested`.
         """
-        if requested is not None and requested not in self.models:
-            raise InputError(f"There are no published numbers of {requested!r}.{did_you_mean(requested, self.models)}")
+        if requested is not None:
+            checked_name("published", requested, list(self.models))
         short = {_short(name): name for name in self.models}
         name = requested or short.get(_short(model))
         if name is None:
@@ -84,22 +85,18 @@ class Published:
 
 @dataclass(frozen=True, repr=False)
 class Reproduction(Result):
-    """Published and measured numbers of one model.
-
-    Attributes:
-        table: a row per number: `quantity`, what the number is about (relation, dataset, depth), `published, measured`,
-            the 95 % interval of the measured number (`low, high`; NaN if there is none), `difference`; numbers that
-            were not published, or could not be measured, are NaN.
-        published_model: the model whose numbers are in `published`; None if there is none.
-        source: the source of the published numbers.
-        notes: what a reader must know before comparing.
-        run: the record of the run.
-    """
+    """Published and measured numbers of one model."""
 
     table: pd.DataFrame
+    """A row per number: `quantity`, what the number is about (relation, dataset, depth), `published, measured`, the
+    95 % interval of the measured number (`low, high`; NaN if there is none), `difference`; numbers that were not
+    published, or could not be measured, are NaN."""
     published_model: str | None
+    """The model whose numbers are in `published`; None if there is none."""
     source: str
+    """The source of the published numbers."""
     notes: list[str]
+    """What a reader must know before comparing."""
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
@@ -124,7 +121,7 @@ class Reproduction(Result):
         sentences = [f"{self.run.model} and {beside}; numbers compared: {self.table['difference'].count():,}."]
         sentences += [
             f"{row['quantity']}: {row['compared']} of {row['numbers']} numbers compared; the largest difference is "
-            f"{row['largest_difference']:.4g}, and {row['outside']} published lie outside the measured interval."
+            f"{row['largest_difference']:.4g}, and {row['outside']} published numbers lie outside the interval."
             for row in whole_summary(self).to_dict("records")
             if row["compared"]
         ]
@@ -151,9 +148,8 @@ class Reproduction(Result):
 
 def published_numbers(kind: str) -> Published:
     """Read the numbers of one publication: "maps", "pathways", "memorization" or "membership"."""
-    if kind not in KINDS:
-        raise InputError(f"There are no published numbers called {kind!r}.{did_you_mean(kind, KINDS)}")
-    text = (files("headwater.reference") / f"{kind}.json").read_text(encoding="utf-8")
+    file = f"{checked_name('kind', kind, KINDS)}.json"
+    text = (files("headwater.reference") / file).read_text(encoding="utf-8")
     return Published(**json.loads(text))
 
 
@@ -221,7 +217,7 @@ def timed_steps(
         return steps
 
     def timed(_: int) -> dict[str, Tensor]:
-        """Return the seconds of each piece, for the smaller and the larger number of items."""
+        """Return the seconds of each piece for the smaller and the larger size, after an untimed run to warm up."""
         say(True, f"timing {dozen} of {items:,} {called} ...")
         took = []
         for size in (few, *sizes):

@@ -198,7 +198,7 @@ def combined_p(p_values: Sequence[float]) -> float:
     return float(combine_pvalues(p_values, method="fisher").pvalue)
 
 
-def wilson_interval(hits: Numbers, pairs: Numbers) -> tuple[Numbers, Numbers]:
+def wilson_interval(hits: Numbers | float, pairs: Numbers | float) -> tuple[Numbers, Numbers]:
     """Return Wilson's 95 % score interval (low, high) of a proportion, given its hits out of pairs."""
     z = ndtri(0.975)
     share = hits / pairs

@@ -14,8 +14,8 @@ import pandas as pd
 
 from headwater.colors import FAINT
 from headwater.errors import InputError
-from headwater.figures.likelihood import AVERAGE, SEEN, looks_of_depths, title_of
-from headwater.figures.pathways import DASHES, SPELLED, VALUES, default_split, look_of
+from headwater.figures.likelihood import SEEN, depth_label, looks_of_depths, title_of
+from headwater.figures.pathways import DASHES, SPELLED, VALUES, default_split, layer_label, look_of
 from headwater.figures.pathways import title_of as pathways_title
 from headwater.figures.style import plain_title
 from headwater.likelihood.profile import DepthProfile
@@ -35,12 +35,12 @@ QUESTIONS = 1500
 def view_depth_profile(profile: DepthProfile) -> View:
     """Show a box per depth for every score, the data of each dot, and means by layer if several layers were read."""
     scores = [name for name in profile.by_layer["score"].unique() if name in profile.depthwise]
-    by_group, averages = profile.run.options["aggregate"] == "group", profile.depthwise
+    averages = profile.depthwise
     looks = looks_of_depths(profile)
     spec = {
         "title": title_of(profile),
         "main": profile.main,
-        "y": AVERAGE.replace("\n", " ") if by_group else "MIN-K% of a Question (nats)",
+        "y": depth_label(profile).replace("\n", " "),
         "unit": "graph",
         "scores": scores,
         "depths": [{"depth": depth, "color": look[0], "shape": look[1]} for depth, look in looks.items()],
@@ -163,13 +163,12 @@ def view_pathways(pathways: Pathways) -> View:
     """Show the curves of every way to split the examples, and of the control, with their intervals."""
     first = default_split(pathways)
     splits = list(dict.fromkeys([first, *pathways.curves["split_by"]]))
-    windowed = pathways.run.options["window"] is not None
     title = pathways_title(pathways, first)
     spec = {
         "title": title,
         "note": f"{SPELLED}; grey: {RANDOM} instead, over all examples (control)",
         "said": {"title": title, "x": "layer", "count": "examples"},
-        "x": {"label": "Layer around which edges are severed" if windowed else "Layer", "whole": True},
+        "x": {"label": layer_label(pathways), "whole": True},
         "choices": [{"label": "modes", "names": splits}, {"label": "value", "names": list(VALUES.values())}],
         "charts": [
             {

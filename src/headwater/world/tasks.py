@@ -335,11 +335,11 @@ class PairedTask:
 
 @checked_call
 def task(
-    name: object,
-    examples: object = 64,
+    name: str,
+    examples: int = 64,
     *,
     held_out: bool = True,
-    seed: object = 0,
+    seed: int = 0,
     world: str | Path | Words | None = None,
 ) -> PairedTask:
     """Draw pairs of prompts of a task.
