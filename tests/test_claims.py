@@ -169,6 +169,20 @@ def test_few_random_sets_are_said_with_the_least_p_that_they_allow():
     assert not claim.holds
 
 
+@pytest.mark.parametrize(("largest", "verdict"), [(5.0, "does not hold"), (0.1, "is not decided")])
+def test_a_claim_that_no_random_set_reaches_is_not_decided_if_these_are_too_few(largest, verdict):
+    effects = chance.rng().normal(0, 0.01, size=(20, 3, 9))
+    effects[:, 1, 2] += 3
+    effects[:, 1, 3] += largest
+    claim = made(effects).claim({"layer": 1, "head": 2}, margin=0.5)
+    assert (claim.holds, claim.verdict) == (False, verdict)
+    assert f"the claim {verdict} (" in claim.sentence
+    assert ("random sets have an effect as large" in claim.sentence) is (largest > 3)
+    assert ("no random set has an effect as large" in claim.sentence) is (largest < 3)
+    few = made(effects).claim({"layer": 1, "head": 2}, match="site", placebos=10)
+    assert "only 10 comparable random sets, so p is at least 0.091; placebos=19 or more may decide" in few.sentence
+
+
 def test_prompts_of_discovery_and_test_that_coincide_are_left_out_and_said():
     sweep = made(noise())
     test = made(noise(4), [[0, 7], [100], [101], [3, 7]])

@@ -62,7 +62,7 @@ def test_the_numbers_are_those_of_ablating_the_heads(family):
     assert same["placebo_high"] == found["placebo_high"]
     few = claim(model, PROMPTS, [(1, 0)], other=None, **QUIET)  # three other heads in the layer
     assert few.table["p_value"].item() >= 1 / 4
-    assert "only 3 comparable random sets, so p is at least 0.25" in few.sentence
+    assert "only 3 comparable random sets, so p is at least 0.25; there are no others" in few.sentence
 
 
 def held_on_shuffled_answers(times: int) -> int:

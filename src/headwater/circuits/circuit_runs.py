@@ -153,7 +153,8 @@ class CircuitRuns(ByMetric, Result):
         effects = _effects(table, name, metric)
         drawn, effect = effects[1:], effects[0]
         held_out = None if discovery is None else np.delete(effect, list(discovery))
-        notes = notes_of_few(len(drawn), "random circuits") + notes_of_seen(discovery or (), "circuit")
+        notes = notes_of_few(len(drawn), self.run.options.get("placebos", 0), "random circuits")
+        notes += notes_of_seen(discovery or (), "circuit")
         others = None if other is None else _effects(other.table, _chosen(other.table, "circuit", circuit), metric)[0]
         evidence = ClaimEffects(effect, drawn, others, effects.T, held_out)
         what = f"The circuit {plain_text(name)} of {int(table.loc[table['circuit'] == name, 'edges'].iloc[0]):,} edges"

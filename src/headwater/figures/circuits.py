@@ -348,7 +348,7 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
         ax.set_yticks(range(len(rows)), [name for name, *_ in rows])
         ax.set(ylim=(len(rows) - 0.5, -0.5), xlabel="Effect")
         what = claim.what[:1].lower() + claim.what[1:]
-        seen = f"the claim about {what} {'holds' if claim.holds else 'does not hold'}"
+        seen = f"the claim about {what} {claim.verdict}"
         ax.set_title("\n".join(textwrap.wrap(label(model_title(claim.run, seen)), 52)))
     return ax
 

@@ -311,7 +311,8 @@ def claim(
         others = (pair.ids for pair in read_pairs(model, chosen_on, None)[0])
         overlap = places_among(swept.run.options["prompts"][0], others)
     held_out = None if chosen_on is None else np.delete(effects[0], overlap)
-    notes = notes_of_few(len(drawn)) + notes_of_seen(overlap, "heads")
+    exhausted = "; there are no others in the same layers"
+    notes = notes_of_few(len(drawn), placebos, advice=exhausted) + notes_of_seen(overlap, "heads")
     evidence = ClaimEffects(effects[0], effects[1:], other_effects, effects.T, held_out)
     named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
     what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"

@@ -407,7 +407,7 @@ class Sweep(Result):
         chosen = scores.chosen(cells)
         drawn = scores.placebos(chosen, **options)
         wider = "; match='site' draws from all layers" if match == MATCH[0] else ""
-        notes = notes_of_few(len(drawn), advice=wider)
+        notes = notes_of_few(len(drawn), placebos, advice=wider)
         same: dict[str, np.ndarray] = {}
         for option, sweep in others.items():
             if measure not in sweep.table.columns:

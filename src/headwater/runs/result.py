@@ -39,6 +39,7 @@ from headwater.registry import Registry
 from headwater.runs.identity import describe, digest
 from headwater.runs.record import FORMAT, RUN_FILE, RunRecord, read_record, refuse_other_run
 from headwater.runs.storage import NAME, Shards, make_folder, read_sealed, seal_of, write_atomically, write_sealed
+from headwater.stats.claims import VERDICTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -587,6 +588,11 @@ class Claim(Result):
         return bool(self.table["holds"].iloc[0])
 
     @property
+    def verdict(self) -> str:
+        """The verdict in words: "holds", "does not hold", or "is not decided" if only random sets are too few."""
+        return next(words for words in VERDICTS if f" the claim {words}" in self.sentences[-1])
+
+    @property
     def sentence(self) -> str:
         """The whole report in one line."""
         return " ".join(self.sentences)
@@ -605,8 +611,7 @@ class Claim(Result):
 
     def __repr__(self) -> str:
         row = self.table.iloc[0]
-        verdict = "holds" if self.holds else "does not hold"
-        return f"Claim({self.what}: effect {row['effect']:.3g}, p = {row['p_value']:.2g}; {verdict})"
+        return f"Claim({self.what}: effect {row['effect']:.3g}, p = {row['p_value']:.2g}; {self.verdict})"
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(self.sentence, quote=False)}</p>{self.table.to_html(index=False)}"

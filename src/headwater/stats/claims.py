@@ -14,8 +14,10 @@ Computed from the effects of a set on prompts, and of everything it is compared 
 A claim holds if the whole interval lies beyond the margin, p ≤ 0.05, the other ablation (if any) has the same sign, and
 the effect on held-out prompts (if any) has the same sign and is beyond the margin too. From six prompts on, random
 signs of the prompts' effects must also give such a mean in at most 5 % of cases: the bootstrap interval is too narrow
-for few prompts, and alone it would let more than that pass. A set that was chosen because it is strong beats random
-sets by selection alone: p is a p-value only with held-out prompts, or for a set that was named before any measurement.
+for few prompts, and alone it would let more than that pass. If all else holds and no random set has an effect as large,
+but there are too few of them for p ≤ 0.05, the claim is not decided (`holds` is False). A set that was chosen because
+it is strong beats random sets by selection alone: p is a p-value only with held-out prompts, or for a set that was
+named before any measurement.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ FEWEST_SIGNS = 6
 TOO_FEW = 19
 """With fewer random sets no p is 0.05 or less."""
 PLACEBO_QUANTILE = 0.95
+VERDICTS = HOLDS, FAILS, OPEN = "holds", "does not hold", "is not decided"
+UNDECIDED = "no random set has an effect as large, but there are too few of them"
 RESAMPLES = 2000
 SPLITS = 100
 
@@ -114,20 +118,25 @@ def claim_of(
         "held_out": _mean(evidence.held_out),
         "margin": quantile if margin is None else float(margin),
     }
-    failed = _failures(row, evidence)
+    failed = _failures(row, evidence, len(placebos))
     by_signs = sign_flip_p(effects, seed) if not failed and len(effects) >= FEWEST_SIGNS else 0.0
     if by_signs > LARGEST_P:
         failed.append(f"random signs of the effects give as large a mean (p = {by_signs:.2g})")
     row["holds"] = not failed
     counts = len(effects), len(placebos), 0 if evidence.held_out is None else len(_known(evidence.held_out))
     because = "; ".join([*failed, *notes])
-    verdict = f"With a margin of {row['margin']:.2g} the claim {'does not hold' if failed else 'holds'}"
+    found = OPEN if failed == [UNDECIDED] else FAILS if failed else HOLDS
+    verdict = f"With a margin of {row['margin']:.2g} the claim {found}"
     verdict += f" ({because})." if because else "."
     return Judgement(what, pd.DataFrame([row]), _measured(what, row, counts, level), verdict, level, tuple(notes))
 
 
-def notes_of_few(sets: int, are: str = "comparable random sets", advice: str = "") -> list[str]:
-    """Return a note that random sets are too few for a small p; none if there are enough, or no sets at all."""
+def notes_of_few(sets: int, drawn: int, are: str = "comparable random sets", advice: str = "") -> list[str]:
+    """Return a note that random sets are too few for a small p; none if there are enough, or no sets at all.
+
+    `drawn` is the number of sets that were to be drawn; `advice` is for too few comparable sets.
+    """
+    advice = f"; placebos={TOO_FEW} or more may decide" if sets == drawn else advice
     return [f"only {sets} {are}, so p is at least {1 / (1 + sets):.2g}{advice}"] if 0 < sets < TOO_FEW else []
 
 
@@ -167,7 +176,7 @@ def means_of(parts: Float[ndarray, " example *part"]) -> Float[ndarray, " *part"
     return np.where(counts > 0, np.nansum(parts, 0) / np.maximum(counts, 1), np.nan)
 
 
-def _failures(row: dict[str, Any], evidence: ClaimEffects) -> list[str]:
+def _failures(row: dict[str, Any], evidence: ClaimEffects, n_placebos: int) -> list[str]:
     """Return the criteria that a claim fails."""
     sign = 1.0 if row["effect"] >= 0 else -1.0
     near = row["low"] if sign > 0 else -row["high"]
@@ -178,6 +187,8 @@ def _failures(row: dict[str, Any], evidence: ClaimEffects) -> list[str]:
         failed.append("the interval includes values within the margin")
     if not row["p_value"] <= LARGEST_P:
         as_large = f"random sets have an effect as large (p = {row['p_value']:.2g})"
+        # The least p of so many sets: none of them reaches the effect.
+        as_large = UNDECIDED if row["p_value"] == 1 / (1 + n_placebos) else as_large
         failed.append("there are no comparable random sets" if np.isnan(row["placebo"]) else as_large)
     if evidence.other_ablation is not None and not sign * row["other_ablation"] > 0:
         failed.append("the other ablation does not have the same sign")
