@@ -8,7 +8,7 @@ import pytest
 import headwater as hw
 from headwater.circuits.circuit import checked_circuits, circuit_from_edges
 from headwater.circuits.graph import Graph
-from headwater.errors import InputError, RunFolderError
+from headwater.errors import InputError, RunFolderError, UnknownNameError
 from tests import chance
 from tests.tiny import tiny_hooked
 
@@ -148,9 +148,19 @@ def test_a_circuit_is_kept_in_one_file_and_read_back(found, tmp_path):
 def test_what_holds_no_circuit_is_not_read(tmp_path, found):
     (tmp_path / "text.parquet").write_text("no parquet")
     found.circuit(3).table.to_parquet(tmp_path / "table.parquet")
-    for name in ("text.parquet", "table.parquet", "missing.parquet"):
+    for name in ("text.parquet", "table.parquet"):
         with pytest.raises(RunFolderError, match="holds no circuit"):
             hw.Circuit.load(tmp_path / name)
+    with pytest.raises(RunFolderError, match=r"There is no file .*missing\.parquet"):
+        hw.Circuit.load(tmp_path / "missing.parquet")
+    found.save(tmp_path / "result")
+    with pytest.raises(RunFolderError, match=r"holds a EdgeEffects, not a Circuit: use hw\.EdgeEffects\.load"):
+        hw.Circuit.load(tmp_path / "result")
+
+
+def test_what_a_circuit_does_not_have_is_named_with_what_does_it(found):
+    with pytest.raises(UnknownNameError, match=r"no 'prune': circuit\.strongest\(n\) keeps"):
+        found.circuit(15).prune(3)
 
 
 def test_a_circuit_says_what_it_is(found):

@@ -142,7 +142,10 @@ def test_relations_counts_what_survives_and_names_what_falls_out(run, checkpoint
 
 BAD = {
     "no such model": (["heads", "no/such/folder"], "no/such/folder"),
-    "no relations": (["heads", "MODEL", "--relations", "no/such/relations"], "relations folder no/such/relations does"),
+    "no relations": (
+        ["heads", "MODEL", "--relations", "no/such/relations"],
+        "There is no relation or folder no/such/relations",
+    ),
     "no embedding": (
         ["heads", "MODEL", "--relations", "SUITE", "--embedding", "[raw]"],
         'Invalid value "[raw]" for --embedding. Choose from: "auto", "raw", "mlp0"',

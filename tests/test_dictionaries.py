@@ -256,6 +256,15 @@ def test_where_the_error_is_lost_also_tokens_that_both_prompts_share_change(mode
     )
 
 
+def test_a_dictionary_whose_weights_are_trained_gives_no_warning(models):
+    model, _ = models("gpt2")
+    own = Random(model.shape.d_model)
+    own.into.requires_grad_()
+    own.out.requires_grad_()
+    features = hw.features(own.encode, own.decode, at="resid_post", layer=1).only([3])
+    assert len(hw.patch(model, *some_prompts(5, 5), sites=features, **QUIET).table)
+
+
 def test_a_large_dictionary_is_swept_by_gradients_or_by_chosen_features_alone(models):
     model, _ = models("llama")
     clean, corrupted = some_prompts(5), some_prompts(5)

@@ -190,6 +190,15 @@ def left_alone(activation, other, place):
     return activation.clone()
 
 
+def test_a_single_hook_needs_no_list_and_a_site_with_a_layer_is_an_edit(llama):
+    steer = hw.edit("resid_post", LAYER, hw.add(torch.ones(llama.shape.d_model)))
+    halved = "blocks.1.hook_resid_post", lambda activation, hook: activation / 2
+    for hook in (steer, halved):
+        assert torch.equal(llama.run(TEXTS, hook), llama.run(TEXTS, [hook]))
+    with pytest.raises(InputError, match=r"use hw\.edit\('resid_post', 1, hw\.add\(\.\.\.\)\)"):
+        llama.run(TEXTS, ("resid_post", 1, hw.add(torch.ones(llama.shape.d_model))))
+
+
 def test_values_that_change_no_row_of_a_sweep_are_refused(llama, tmp_path):
     options = {"sites": ["resid_pre", "z"], "metric": hw.logit_difference(5, 9), "progress": False}
     for more in ({}, {"method": "attribution"}, {"out": tmp_path}, {"out": tmp_path}):

@@ -35,7 +35,7 @@ def test_none_of_them_is_a_name_or_an_option_of_headwater():
     functions = {name: getattr(hw.HookedModel, name) for name in ("generate", "run", "hooks", "cache")}
     functions |= {name: getattr(hw, name) for name in ("load", "direct_logit_attribution", "ablate", "classify_heads")}
     functions["plot"] = hw.Sweep.plot
-    owners = {"package": hw, "model": hw.HookedModel, "result": Result, "Cache": hw.Cache}
+    owners = {"package": hw, "model": hw.HookedModel, "result": Result, "Cache": hw.Cache, "Circuit": hw.Circuit}
     for place, name in HINTS:
         if place in functions:
             assert name not in inspect.signature(functions[place]).parameters
@@ -128,7 +128,11 @@ def test_an_argument_that_is_missing_or_too_much_is_named_with_what_it_is(llama)
         ),
         (
             lambda: hw.compare_heads(llama, llama),
-            r"compare_heads: too many .*; call it as compare_heads\(models, op",
+            r"compare_heads takes its models as one argument: give a list, compare_heads\(\[\.\.\., \.\.\.\]\)",
+        ),
+        (
+            lambda: llama.cache(" cat", "pattern"),
+            r"model\.cache: too many .*; call it as model\.cache\(inputs, sites=\.\.\.\)",
         ),
         (lambda: llama(input_ids=[[1]]), r"model has no option input_ids=\. Did you mean 'input'"),
     ):

@@ -55,7 +55,10 @@ def test_a_sweep_a_lens_and_an_attribution_say_it_of_their_own_prompts(model):
         lambda: hw.direct_logit_attribution(model, list(PROMPTS), tokens=("A", " B"), progress=False),
     ]
     for call in calls:
-        (one,) = said(call)
+        with pytest.warns(UserWarning, match="a space, are two different tokens") as caught:
+            call()
+        assert [one.filename for one in caught] == [__file__]  # the user's line, not headwater's
+        (one,) = [str(warned.message) for warned in caught]
         assert "' is' the one with the space is usually meant" in one
     at = hw.logit_difference("A", " B", at=1)
     assert said(lambda: hw.patch(model, *PROMPTS, sites="resid_post", metric=at, progress=False)) == []

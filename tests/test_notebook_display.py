@@ -80,7 +80,7 @@ def test_a_notebook_shows_of_an_error_the_callers_lines_and_the_message_and_of_a
     _, _, mistake, typo, _, interrupted = run.stdout.split("---\n")
     lines = [line.strip() for line in mistake.splitlines() if not line.strip().startswith(("File ", "^"))]
     assert lines[:-1] == ["mine('no_such_relation')", "return hw.load_relations(names)"]
-    assert lines[-1].startswith("InputError: The relations folder no_such_relation does not exist")
+    assert lines[-1].startswith("InputError: There is no relation or folder no_such_relation.")
     assert typo.strip().splitlines()[1:] == ["    hw.pach", typo.strip().splitlines()[-1]]
     assert "UnknownNameError: module 'headwater' has no attribute 'pach'. Did you mean 'patch'" in typo
     assert interrupted.strip() == "KeyboardInterrupt: endless was interrupted."

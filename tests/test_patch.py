@@ -383,7 +383,7 @@ def test_a_text_that_falls_on_different_tokens_is_shown_side_by_side(models):
         ({"sites": "z", "metric": lambda logits: logits.sum()}, "must give one number per row"),
         (
             {"sites": "z", "metric": hw.logit_difference([5, 6], 9)},
-            "2 answers for 1 prompts: give one for all, or a list with one for each",
+            "2 answers for 1 prompt: give one for all, or a list with one for each",
         ),
         ({"sites": "z", "method": "fast"}, "is not one of exact, attribution"),
         ({"sites": "mlp_out", "heads": [0]}, "heads=.0. was given, but mlp_out has no heads"),

@@ -96,6 +96,18 @@ def test_two_runs_are_the_same_when_they_would_compute_the_same():
         assert difference.startswith(f"{name}: ")
 
 
+def test_long_values_that_differ_are_shown_around_their_first_difference_and_printed_cut():
+    long = list(range(500))
+    (difference,) = record(options={"ids": [*long, 1]}).differences(record(options={"ids": [*long, 2]}))
+    assert difference.startswith("option ids: ...")
+    assert difference.endswith("498, 499, 1] here")
+    assert " 498, 499, 2] there, " in difference
+    assert len(difference) < 200
+    lines = repr(record(options={"ids": long, "k": 1})).splitlines()
+    assert "        k: 1" in lines
+    assert max(map(len, lines)) < 110
+
+
 def test_options_compare_as_they_are_stored():
     assert record(options={"sites": ("a", "b")}).differences(record(options={"sites": ["a", "b"]})) == []
 

@@ -58,9 +58,7 @@ def test_prompts_of_one_length_and_sweeps_over_other_axes_are_averaged_without_a
 def test_a_mean_over_one_prompt_is_refused_since_it_changes_nothing(model):
     same = {"sites": "resid_pre", "metric": METRIC, "values": "mean", "progress": False}
     for prompts, dataset in ((" the cat", None), ([" the cat"] * 2, None), (" the cat", " the dog")):
-        with pytest.raises(
-            InputError, match=r"values='mean' was requested over .*own activation. Give several prompts"
-        ):
+        with pytest.raises(InputError, match=r"values='mean': the mean over .*own activation. Give several prompts"):
             hw.patch(model, prompts, **same, dataset=dataset)
 
 

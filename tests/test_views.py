@@ -315,6 +315,8 @@ def test_a_cache_without_patterns_and_a_sweep_over_one_axis_show_their_figures()
 
 
 def test_a_view_is_kept_as_one_file(tmp_path):
+    with pytest.raises(InputError, match=r"sweep\.pdf is not its name: use 'sweep\.html'"):
+        swept().save_html(tmp_path / "sweep.pdf")
     file = swept().save_html(tmp_path / "deep" / "sweep.html")
     assert file.read_text(encoding="utf-8") == viewed("sweep").page
 

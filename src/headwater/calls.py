@@ -18,6 +18,8 @@ from headwater.foreign_names import hint_for
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
+MODEL_METHODS = ("cache", "generate")
+"""Methods of a model that are written as functions of it."""
 DEEPEST = 100
 """Nesting of lists beyond this depth is an error."""
 
@@ -90,14 +92,19 @@ def _name(function: Callable[..., Any]) -> str:
 def _misfit(
     function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> str | None:
-    parameters = [one for one in signature.parameters.values() if one.name != "self"]
-    named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    named += ["option=..."] * any(one.kind is one.KEYWORD_ONLY for one in parameters)
-    name = _name(function)
+    is_method = function.__name__ in MODEL_METHODS
+    first = "model" if is_method else "self"
+    parameters = [one for one in signature.parameters.values() if one.name != first]
+    positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    # The first option stands for all: a further argument was usually meant for it.
+    named = positional + [f"{one.name}=..." for one in parameters if one.kind is one.KEYWORD_ONLY][:1]
+    name = f"model.{function.__name__}" if is_method else _name(function)
     as_called = f"call it as {name}({', '.join(named)})"
     try:
         given = signature.bind_partial(*args, **options).arguments
     except TypeError as error:
+        if len(positional) == 1 and positional[0].endswith("s") and len(args) > 1 and not is_method:
+            return f"{name} takes its {positional[0]} as one argument: give a list, {name}([..., ...])."
         return f"{name}: {error}; {as_called}."
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [one.name for one in parameters if one.default is one.empty and one.kind not in several]

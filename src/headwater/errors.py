@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import sys
 import traceback
 from collections.abc import Iterable
 from itertools import takewhile
@@ -67,6 +68,17 @@ class BeginningWarning(UserWarning):
 
 class AgreementWarning(UserWarning):
     """The assumed input of the heads is not close to the output of the first block."""
+
+
+def callers_level() -> int:
+    """Return the `stacklevel` at which a warning of the calling function names the line that called headwater."""
+    frame, level, found = sys._getframe(1), 1, 1
+    while (caller := frame.f_back) is not None:
+        # Frames of other packages can lie between, such as those of decorators.
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "headwater":
+            found = level + 1
+        frame, level = caller, level + 1
+    return found
 
 
 def readable(message: str) -> str:

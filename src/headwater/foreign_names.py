@@ -131,6 +131,11 @@ CACHE = {
     "apply_ln_to_stack compute_head_results": "hw.direct_logit_attribution(model, texts, tokens=...) sums these; "
     "model.run_with_cache(tokens) returns TransformerLens's cache, which has {name}",
 }
+CIRCUIT = {
+    "prune top top_k best": "circuit.strongest(n) keeps its n strongest edges; hw.find_circuit removes edges in turn",
+    "nodes heads": "circuit.table has a row per edge, with its sender and receiver",
+    "faithfulness evaluate run": "hw.run_circuits(model, clean, corrupted, circuits=circuit, metric=...) runs it alone",
+}
 PLOT = {
     "save savefig filename file path out dpi": "plot().savefig(path, dpi=300) writes it",
     "cmap color colors alpha linewidth fontsize xlabel ylabel xlim ylim vmin vmax": "plot() returns matplotlib's axes "
@@ -155,6 +160,7 @@ TABLES = {
     "model": MODEL,
     "result": RESULT,
     "Cache": CACHE,
+    "Circuit": CIRCUIT,
     "load": LOAD,
     "generate": GENERATE,
     "plot": PLOT,

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from headwater.calls import checked_call, checked_calls
 from headwater.circuits.graph import Graph, Indices, on_a_path
 from headwater.data.strict_json import parse_json
-from headwater.errors import InputError, RunFolderError, first_line
+from headwater.errors import InputError, RunFolderError, UnknownNameError, first_line
+from headwater.foreign_names import missing
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.part_names import read_part
 from headwater.options import (
@@ -45,6 +46,7 @@ from headwater.options import (
 )
 from headwater.registry import Registry
 from headwater.runs.identity import digest
+from headwater.runs.record import RUN_FILE, read_record
 from headwater.runs.result import Claim, Size, View, bundle_of, drawn_by, shown_by
 from headwater.runs.storage import SEAL, make_folder, write_atomically, write_json
 
@@ -164,9 +166,13 @@ class Circuit:
         """Read a circuit that `save` wrote.
 
         Raises:
-            RunFolderError: the file is not a saved circuit, or is damaged.
+            RunFolderError: the file does not exist, is not a saved circuit, or is damaged.
         """
         file = checked_path("path", path)
+        if not file.exists():
+            raise RunFolderError(f"There is no file {file}.")
+        if (file / RUN_FILE).exists() and (found := read_record(file)[1].get("result")):
+            raise RunFolderError(f"{file} holds a {found}, not a Circuit: use hw.{found}.load.")
         try:
             table = pq.read_table(file)
             about = json.loads(table.schema.metadata[METADATA])
@@ -274,6 +280,13 @@ class Circuit:
             RunFolderError: the file cannot be written.
         """
         return self.view(**what).save_html(path)
+
+    if not TYPE_CHECKING:  # a type checker would accept every name as existing
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)
+            raise UnknownNameError(missing("A Circuit", "Circuit", name, dir(type(self))))
 
     def __or__(self, other: Circuit) -> Circuit:
         return self._joined(other, np.union1d)

@@ -196,9 +196,7 @@ def _read_relations(path: Path) -> tuple[Relation, ...]:
         suite_files = {file.stem: file for file in SUITE.glob("*.json")}
         if str(path) not in suite_files:
             hint = did_you_mean(path, suite_files, or_all=False) or " hw.load_relations() has them all, by name."
-            raise InputError(
-                f"The relations folder {path} does not exist, and headwater has no relation of that name.{hint}"
-            )
+            raise InputError(f"There is no relation or folder {path}.{hint}")
         path = suite_files[str(path)]
     if path.is_file():
         if path.suffix in SEPARATORS:

@@ -229,7 +229,10 @@ def _answers(
 ) -> tuple[Int[Tensor, " example"], Int[Tensor, " example"]]:
     """Return the correct and the wrong token id of each prompt."""
     if isinstance(tokens, str) or not isinstance(tokens, Sequence) or len(tokens) != 2:
-        raise InputError(f"tokens={shown(tokens)} must be the pair (correct, wrong), as in tokens=(' Paris', ' Rome').")
+        raise InputError(
+            f"tokens={shown(tokens)} must be the pair (correct, wrong), as in tokens=(' Paris', ' Rome'), or two lists "
+            "with one entry per prompt, tokens=(right, wrong)."
+        )
     correct, wrong = (answer_ids(token, model.tokenizer, n_prompts, model.shape.d_vocab) for token in tokens)
     same = (correct == wrong).nonzero().flatten().tolist()
     if same:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.data.strict_json import parse_json
-from headwater.errors import InputError, first_line
+from headwater.errors import InputError, callers_level, first_line
 from headwater.kernels.devices import failures_named, to_device
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.kernels.likelihood_blocked import layer_predictions
@@ -217,7 +217,7 @@ def _targets(
         warnings.warn(
             f"The attention of {model.name} reads later tokens: at all positions but the last it has already seen the "
             "token whose rank is given. Give answer= or positions='last'.",
-            stacklevel=3,
+            stacklevel=callers_level(),
         )
     return targets
 

@@ -423,12 +423,12 @@ class Cache(TokenizedTexts, Result):
         activation, place = self._find(key)
         what = f"{activation.name!r}, {activation.layers[place]}" if activation.layers else repr(activation.name)
         if not _alike(self.counts) or (activation.has_keys and not _alike(self.lengths)):
-            counted, instead = self.counts, f"use cache.rows({what}), `token ...`, with cache.frame"
+            counted, instead = self.counts, f"use cache.rows({what}), one row per token (cache.frame names them)"
+            instead += ", or cache with positions='last'"
             if activation.has_keys:
                 counted, instead = self.lengths, f"use cache.example({what}, example) for one text"
             raise InputError(
-                f"cache[{what}] would be {' '.join(self.axes(activation.name))}, but the texts have "
-                f"{int(counted.min())} to {int(counted.max())} tokens each: {instead}."
+                f"The texts have different lengths, {int(counted.min())} to {int(counted.max())} tokens: {instead}."
             )
         return self._numbers(activation, place).reshape(len(self.counts), *self._shape(activation, 0))
 

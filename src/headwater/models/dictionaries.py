@@ -299,7 +299,7 @@ class Features(Site):
             )
         self._refuse_not_finite(rebuilt, "decode")
         for coder, whole, of in ((self.encoder, features, standard), (self.decoder, rebuilt, features)):
-            if not torch.allclose(coder(of[:1]), whole[:1], rtol=ALIKE, atol=ALIKE * float(whole.abs().max())):
+            if not torch.allclose(coder(of[:1]), whole[:1], rtol=ALIKE, atol=ALIKE * float(whole.detach().abs().max())):
                 raise InputError(
                     f"{self.name} returns another result for a row among others than alone: it mixes rows."
                 )

@@ -98,7 +98,9 @@ def replace_hook(function: HookFunction) -> TrustedHook:
 
 
 def listed_hooks(hooks: Any) -> list[Any]:
-    """Return hooks as a list, after checking each."""
+    """Return hooks as a list, after checking each; a single one needs no list."""
+    if isinstance(hooks, PromptHook) or (isinstance(hooks, tuple) and hooks and isinstance(hooks[0], str)):
+        hooks = [hooks]
     try:
         listed = list(hooks)
     except TypeError:
@@ -110,6 +112,12 @@ def listed_hooks(hooks: Any) -> list[Any]:
             continue
         is_pair = isinstance(hook, tuple | list) and len(hook) == 2
         if not is_pair or not isinstance(hook[0], str) or not callable(hook[1]):
+            if isinstance(hook, tuple | list) and len(hook) == 3 and isinstance(hook[0], str):
+                value = f"hw.{hook[2].kind}(...)" if hasattr(hook[2], "kind") else "..."
+                raise InputError(
+                    "A site, a layer and a value are an edit: "
+                    f"use hw.edit({shown(hook[0])}, {shown(hook[1])}, {value})."
+                )
             raise InputError(
                 f"{shown(hook)} is not a hook: give a list of pairs, [(activation's name, function(activation, hook))]."
             )

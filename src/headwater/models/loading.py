@@ -164,8 +164,8 @@ def warn_of_other_beginnings(model: HookedModel) -> None:
     here, own, lens = (spelled_tokens(model.tokenizer, model.resolve_bos(rule)) for rule in rules)
     if not here == own == lens:
         warnings.warn(
-            f"{model.name}: texts begin with {here}. Its tokenizer prepends {own}, TransformerLens {lens}; choose "
-            "with hw.load(..., bos=).",
+            f"{model.name}: texts begin with {here}. Its tokenizer prepends {own}; TransformerLens would "
+            f"prepend {lens}. Choose with hw.load(..., bos=).",
             BeginningWarning,
             stacklevel=4,
         )

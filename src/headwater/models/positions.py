@@ -242,7 +242,8 @@ def _of_example(where: object, example: int, n_examples: int, side: int | None) 
         both = side is not None and len(where) == 2 * n_examples
         if len(where) != n_examples and not both:
             raise InputError(
-                f"A list of positions holds one entry per prompt; {len(where)} were given for {n_examples} prompts. "
+                f"A list of positions holds one entry per prompt; {len(where)} were given for {n_examples} "
+                f"prompt{'s' * (n_examples != 1)}. "
                 "For several positions of every prompt give a range, a set or a (start, stop) tuple."
             )
         where = where[example + (n_examples * int(side or 0) if both else 0)]

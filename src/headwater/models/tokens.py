@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from headwater.errors import InputError, first_line
+from headwater.errors import InputError, callers_level, first_line
 from headwater.models.transformers_names import PreTrainedTokenizerBase
 from headwater.options import (
     has_no_order,
@@ -422,7 +422,7 @@ def warn_of_missing_spaces(answers: Sequence[object], ends: Sequence[str], token
                 warnings.warn(
                     f"The answer {shown(word)} and {shown(f' {word}')}, with a space, are two different tokens, and "
                     f"after a prompt that ends in {shown(end)} the one with the space is usually meant.",
-                    stacklevel=2,
+                    stacklevel=callers_level(),
                 )
                 return
 

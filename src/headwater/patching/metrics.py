@@ -164,9 +164,11 @@ def _checked_index(index: Any, axis: int, ndim: int) -> int | None:
         if current == axis and count:
             whole = isinstance(part, slice) and part.start in (None, -1) and part.stop is None
             if not whole and (isinstance(part, slice) or (count == 1 and bool((torch.as_tensor(part) != -1).any()))):
+                token = f" Logits are `row position token`: those of token {part} are logits[:, -1, {part}]."
                 raise InputError(
                     f"A metric reads position {shown(part)}, but gets only the last position of each prompt: "
                     "write [:, -1], or read all positions with metric=hw.Metric('name', function, at='all')."
+                    f"{token if isinstance(part, int) else ''}"
                 )
             return after if whole and not gone else None
         gone = gone or not (part is None or isinstance(part, slice | int))
@@ -285,7 +287,8 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
     tokens = _each(answer, n_examples)
     if len(tokens) != n_examples:
         raise InputError(
-            f"{len(tokens)} answers for {n_examples} prompts: give one for all, or a list with one for each."
+            f"{len(tokens)} answer{'s' * (len(tokens) != 1)} for {n_examples} prompt{'s' * (n_examples != 1)}: "
+            "give one for all, or a list with one for each."
         )
     ids = [_token_id(one, tokenizer) for one in tokens]
     if outside := [i for i in ids if not 0 <= i < d_vocab]:

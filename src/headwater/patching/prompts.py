@@ -31,7 +31,10 @@ from headwater.options import shown
 from headwater.patching.edits import ReplacementSpec
 
 Prompts: TypeAlias = Inputs
-NAMED_BY_ROLE = "Name positions by role, as in positions={'subject': (' Rome', ' New York'), 'end': 'last'}. "
+NAMED_BY_ROLE = (
+    "If the words have different numbers of tokens, name positions by role, as in positions={'subject': "
+    "hw.last_token_of((' Rome', ' New York')), 'end': 'last'}; or else choose "
+)
 
 
 def read_prompts(model: HookedModel, inputs: Prompts) -> tuple[Prompt, ...]:
@@ -74,7 +77,7 @@ def read_pairs(
         if len(a) != len(b) and not by_role:
             raise InputError(
                 f"Pair {example} does not align: {len(a)} tokens in the clean prompt, {len(b)} in the corrupted one. "
-                f"{'' if by_role is None else NAMED_BY_ROLE}Choose prompts that differ token for token.\n"
+                f"{'Choose ' if by_role is None else NAMED_BY_ROLE}prompts that differ token for token.\n"
                 f"{side_by_side(a, b)}"
             )
         # Every normalized effect would be 0 / 0.
@@ -329,7 +332,8 @@ class PromptPair:
         if moved and keyed and keys is None:
             raise InputError(
                 f"The site {keyed[0]} holds every key of a prompt, and pair {moved[0]} does not align token by token: "
-                "give pairs that do, or name the keys by role, as in keys={'subject': (' Rome', ' New York')}."
+                "give pairs that do, or name the keys by role, as in keys={'subject': "
+                "hw.last_token_of((' Rome', ' New York'))}."
             )
         for i in moved:
             # If a query can read a key in one prompt and comes before it in the other, its weight there is 0.

@@ -344,9 +344,9 @@ class Mean(_OfDataset):
                 "A mean over tokens leaves out each prompt's first; dataset= has prompts of one token only."
             )
         if one_length and len({prompt.ids for prompt in pool}) == 1:
+            same = f"{len(pool)} prompts with the same tokens is their" if len(pool) > 1 else "one prompt is its"
             raise InputError(
-                f"values='mean' was requested over {len(pool)} prompt{'s' * (len(pool) > 1)} with the same tokens: at "
-                "each position the mean is that prompt's own activation. Give several prompts, or dataset= with others."
+                f"values='mean': the mean over {same} own activation. Give several prompts, or dataset= with others."
             )
         self.mean_over = "examples" if one_length else "tokens"
         # Kept for the whole sweep: every group of examples requests the same places.

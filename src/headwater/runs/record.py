@@ -23,6 +23,8 @@ FORMAT = 4
 MODEL_HOOKS, PAST_HOOKS = "hooks of the model", "past model.hooks"
 """The options that record the hooks of `with model.hooks(...)`, and other changes to the model."""
 NAME_IT = 'Give it a text attribute that you change with it (f.identity = "v1")'
+SHOWN = 80
+"""Most characters of a value that a message or a printed record shows."""
 _LIBRARIES = ("headwater", "transformer-lens", "transformers", "torch")
 _version = functools.cache(importlib.metadata.version)
 
@@ -65,7 +67,7 @@ class Recorded(Protocol):
         """Device of the computation."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class RunRecord:
     """The record of a run: enough to reproduce its result, and to distinguish two runs."""
 
@@ -89,6 +91,17 @@ class RunRecord:
     created: str = dataclasses.field(
         default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     )
+
+    def __repr__(self) -> str:
+        """Return a line per field and per option, long values cut."""
+        lines = []
+        for name in (field.name for field in dataclasses.fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                lines += [f"{name}:", *(f"    {option}: {_cut(repr(part))}" for option, part in value.items())]
+            else:
+                lines.append(f"{name}: {_cut(repr(value))}")
+        return "\n    ".join([type(self).__name__, *lines])
 
     @classmethod
     def of(cls, analysis: str, model: Recorded, options: dict[str, Any], seed: int | None = None) -> RunRecord:
@@ -134,13 +147,17 @@ class RunRecord:
         return "another beginning of texts" if is_other else None
 
     def differences(self, other: RunRecord) -> list[str]:
-        """Return the differences between this run and another; empty if `other` would compute the same result."""
+        """Return the differences between this run and another; empty if `other` would compute the same result.
+
+        Of long values only the part around the first difference is shown.
+        """
+        return [f"{key}: {_unlike(there, here)}" for key, (there, here) in self._differing(other).items()]
+
+    def _differing(self, other: RunRecord) -> dict[str, tuple[str, str]]:
+        """Return what differs, as written: there and here."""
         ours, theirs = self._identity, other._identity
-        return [
-            f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
-            for key in sorted(ours | theirs)
-            if ours.get(key) != theirs.get(key)
-        ]
+        values = {key: (theirs.get(key), ours.get(key)) for key in sorted(ours | theirs)}
+        return {key: (repr(there), repr(here)) for key, (there, here) in values.items() if there != here}
 
     def is_sound(self) -> bool:
         """Whether every field has its type, as in a record that was not edited by hand."""
@@ -165,6 +182,21 @@ class RunRecord:
         return fixed | versions | options
 
 
+def _unlike(there: str, here: str) -> str:
+    """Show two texts that differ, each cut to the part around the first difference."""
+    alike = next((i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), min(len(there), len(here)))
+    begin = max(0, alike - SHOWN // 2)
+
+    return f"{_cut(there, begin)} there, {_cut(here, begin)} here"
+
+
+def _cut(text: str, begin: int = 0) -> str:
+    """Cut a text of more than `SHOWN` characters to these from `begin` on."""
+    if len(text) <= SHOWN:
+        return text
+    return f"{'...' * (begin > 0)}{text[begin : begin + SHOWN]}{'...' * (len(text) > begin + SHOWN)}"
+
+
 def refuse_other_run(path: Path, run: RunRecord, names: Iterable[str]) -> RunRecord | None:
     """Return the record in a folder, or None for a new folder; refuse another run, and foreign files of these names."""
     if not (path / RUN_FILE).exists():
@@ -173,7 +205,7 @@ def refuse_other_run(path: Path, run: RunRecord, names: Iterable[str]) -> RunRec
     earlier, _ = read_record(path)
     differences = run.differences(earlier)
     if differences:
-        is_code = any("function " in difference for difference in differences)
+        is_code = any("function " in text for pair in run._differing(earlier).values() for text in pair)
         why = " A function differs by its code, or by a value that it reads or keeps." if is_code else ""
         raise RunFolderError(
             f"The output folder {path} holds another run ({'; '.join(differences[:4])}).{why} "

@@ -498,6 +498,7 @@ FITTING = """(() => {
 VS Code does not run an output's script at its place in the document, so the frame is found by the message's sender.
 Colab shows an output in its own frame, which grows with its content up to 1000 pixels unless more are requested.
 """
+NOT_HTML = (".pdf", ".png", ".svg", ".jpg", ".jpeg", ".eps")
 STACKED = "grid-area:1/1"
 """Grid position of both picture and frame: one over the other; the grid is as high as the higher one that remains."""
 
@@ -514,8 +515,17 @@ class View:
     """A PNG of the figure, for notebooks that show no frames and documents that show no HTML."""
 
     def save_html(self, path: str | Path) -> Path:
-        """Write the page into a file; missing parent folders are created."""
+        """Write the page into a file; missing parent folders are created.
+
+        Raises:
+            InputError: the file's name is that of a picture or a PDF.
+        """
         file = checked_path("path", path)
+        if file.suffix.lower() in NOT_HTML:
+            raise InputError(
+                f"save_html writes a page of HTML, and {file.name} is not its name: use "
+                f"{file.with_suffix('.html').name!r}. A figure is written by result.plot().savefig(path)."
+            )
         make_folder(file.parent)
         write_atomically(file, lambda temporary: temporary.write_text(self.page, encoding="utf-8"))
         return file

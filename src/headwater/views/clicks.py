@@ -288,7 +288,8 @@ class Clicks:
         return table.sort_values("after", ascending=False, kind="stable").reset_index(drop=True)
 
     def __repr__(self) -> str:
-        state = f"{len(self.tokens(self._how))} tokens, {self.metric.name}, {len(self.clicks)} clicks"
+        n = len(self.clicks)
+        state = f"{len(self.tokens(self._how))} tokens, {self.metric.name}, {n} click{'s' * (n != 1)}"
         return f"{type(self).__name__}({self.model.name}: {state})"
 
 
