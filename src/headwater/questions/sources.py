@@ -34,7 +34,7 @@ from headwater.data.rows import Row, read_rows, refuse_repeated
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.models.packaged import world_folder
-from headwater.options import checked_count, checked_name, checked_path, checked_seed
+from headwater.options import checked_count, checked_name, checked_path, checked_seed, shown
 from headwater.questions.words import Span, find_words
 from headwater.runs.result import numbered_from_0, table_html
 
