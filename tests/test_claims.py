@@ -228,7 +228,7 @@ def test_all_splits_at_once_have_the_mean_of_spearman_of_each():
         ({"layer": 1}, {}, "No comparable random set exists"),
         ({"layer": 1}, {"metric": "rank"}, "has no metric 'rank'"),
         ({"layer": 1}, {"other": 3}, "hw.patch"),
-        ({"layer": 1}, {"value": "normalized_effect"}, "not a column"),
+        ({"layer": 1}, {"value": "normalized_effect"}, "needs pairs of prompts"),
         ({"layer": 1}, {"margin": -1}, "margin"),
     ],
 )
