@@ -44,7 +44,7 @@ def classes() -> list[type[Result]]:
     while todo:
         below = [kind for kind in todo.pop().__subclasses__() if kind.__module__.startswith("headwater.")]
         found, todo = found + below, todo + below
-    return sorted(found, key=lambda kind: kind.__name__)
+    return sorted(filter(dataclasses.is_dataclass, found), key=lambda kind: kind.__name__)
 
 
 def circuits_of(model: hw.HookedModel) -> list[Result]:

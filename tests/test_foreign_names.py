@@ -193,6 +193,12 @@ def takes_any_option(function):
     return function.__module__.startswith("headwater") and any(one.kind is one.VAR_KEYWORD for one in parameters)
 
 
+def results_below(kind):
+    for below in kind.__subclasses__():
+        yield below
+        yield from results_below(below)
+
+
 def public_calls():
     """Every function that a room offers, and every public method of models, circuits and results that takes options."""
     rooms = [room.name for room in pkgutil.iter_modules(hw.__path__, "headwater.") if room.ispkg]
@@ -200,7 +206,7 @@ def public_calls():
         for name in getattr(room, "__all__", ()):
             if inspect.isfunction(one := getattr(room, name)):
                 yield f"{room.__name__}.{name}", one
-    classes = [*hw.HookedModel.__mro__, hw.Circuit, *Result.__subclasses__()]
+    classes = [*hw.HookedModel.__mro__, hw.Circuit, *results_below(Result)]
     for kind in (kind for kind in classes if kind.__module__.startswith("headwater.")):
         for name, member in vars(kind).items():
             if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, classmethod)):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.circuits.circuit import read_graph_file, write_graph_file
 from headwater.circuits.graph import Graph
+from headwater.circuits.graph_files import read_graph_file, write_graph_file
 from headwater.errors import InputError
 from tests import chance
 from tests.tiny import tiny_hooked

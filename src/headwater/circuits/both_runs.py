@@ -80,9 +80,9 @@ class HeadShares:
 
 RECORDED: Sequence[str] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
 """The sites that are recorded in a run, at every layer."""
-TOLERANCE = 1e-3
+LEFT_OVER = 1e-3
 """Largest allowed gap between the sum of the heads' shares and what attention adds, relative to it, in float32."""
-KINDS = get_args(ValueName)
+VALUE_NAMES = get_args(ValueName)
 """Kinds of values that can replace senders' outputs."""
 Recorded: TypeAlias = Callable[[str, int], Tensor]
 """Maps a site and a layer to the activation in a run, `position ...`."""
@@ -145,14 +145,14 @@ def _by_heads(
 def _sizes(left: Tensor, added: Tensor) -> tuple[Tensor, float]:
     """Return the size of the gap, relative to what attention adds, and the largest allowed size."""
     # Stays on the device: all layers are checked together at the end.
-    return left.abs().max() / added.abs().max().clamp_min(1e-9), max(TOLERANCE, 16 * torch.finfo(added.dtype).eps)
+    return left.abs().max() / added.abs().max().clamp_min(1e-9), max(LEFT_OVER, 16 * torch.finfo(added.dtype).eps)
 
 
 def refuse_other_kinds(source: Replacement) -> None:
     """Refuse values that are defined only for an activation at one site, because a sender's output is not one."""
-    if source.inputs.kind not in KINDS:
+    if source.inputs.kind not in VALUE_NAMES:
         raise InputError(
-            f"values={source.inputs.kind!r} is not defined for what a sender adds; it may be {', '.join(KINDS)}."
+            f"values={source.inputs.kind!r} is not defined for what a sender adds; it may be {', '.join(VALUE_NAMES)}."
         )
 
 

@@ -33,7 +33,7 @@ from headwater.patching.prompts import Prompts, places_among
 from headwater.patching.summaries import refuse_other_measure
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Claim, Result, plain_text, table_html, whole_summary, with_interval
+from headwater.runs.result import Claim, plain_text, table_html, whole_summary, with_interval
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, interval
 
@@ -41,7 +41,7 @@ MOST_PLACEBOS = 1000
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CircuitRuns(ByMetric, Result):
+class CircuitRuns(ByMetric):
     """The result of `hw.run_circuits`."""
 
     table: pd.DataFrame
@@ -239,7 +239,10 @@ def run_circuits(
     request.say_how_long((1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitRuns:
-        return ran(request, CircuitsAndPlacebos.of(named, placebos, seed), run)
+        tested = CircuitsAndPlacebos.of(named, placebos, seed)
+        members = [pd.DataFrame({"circuit": name, "edge": circuit.edges}) for name, circuit in named.items()]
+        table = measured(request, tested, run)
+        return CircuitRuns(table, run.record, tested.shapes, pd.concat(members, ignore_index=True), graph.sizes)
 
     result = run_or_resume(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
     for left in gap_sentences(result.table):
@@ -265,7 +268,6 @@ def claim_of_circuit(
 class CircuitsAndPlacebos:
     """Circuits by name, each followed by its placebos."""
 
-    graph: Graph
     named: Mapping[str, Circuit]
     all: Sequence[Circuit]
     names: Sequence[str]
@@ -281,7 +283,7 @@ class CircuitsAndPlacebos:
             drawn = circuit.placebos(placebos, seed) if placebos else []
             listed += [(one, name, number) for number, one in enumerate(drawn)]
         every, names, numbers = zip(*listed, strict=True)
-        return cls(every[0].graph, named, every, names, numbers)
+        return cls(named, every, names, numbers)
 
     @property
     def shapes(self) -> pd.DataFrame:
@@ -289,13 +291,6 @@ class CircuitsAndPlacebos:
         overlap = [self.named[name].overlap(one) for one, name in zip(self.all, self.names, strict=True)]
         numbers = pd.array(list(self.placebo), dtype="Int64")
         return pd.DataFrame({"circuit": list(self.names), "placebo": numbers, "overlap": overlap})
-
-
-def ran(request: CircuitRequest, tested: CircuitsAndPlacebos, run: Run) -> CircuitRuns:
-    """Run circuits and their placebos on all pairs."""
-    members = [pd.DataFrame({"circuit": name, "edge": circuit.edges}) for name, circuit in tested.named.items()]
-    table = measured(request, tested, run)
-    return CircuitRuns(table, run.record, tested.shapes, pd.concat(members, ignore_index=True), tested.graph.sizes)
 
 
 def measured(request: CircuitRequest, tested: CircuitsAndPlacebos, run: Run) -> pd.DataFrame:
@@ -365,11 +360,14 @@ def discovery_sentences(run: RunRecord) -> list[str]:
 # halves of the prompts are compared by how they rank C among these. On held-out prompts C was not chosen.
 
 RESAMPLES = 1000
-Values = Float[ndarray, " example"]
 
 
 def ratio_of_means(
-    value: Float[ndarray, "example _"], clean: Values, corrupted: Values, *, seed: int = 0
+    value: Float[ndarray, "example _"],
+    clean: Float[ndarray, " example"],
+    corrupted: Float[ndarray, " example"],
+    *,
+    seed: int = 0,
 ) -> Float[ndarray, "draw _"]:
     """Return the faithfulness of circuits, one per column: row 0 over the prompts, then per bootstrap draw."""
     draws = Bootstrap.of(range(len(value)), draws=RESAMPLES, seed=seed)

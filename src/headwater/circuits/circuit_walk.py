@@ -24,13 +24,14 @@ from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, HeadShares
 from headwater.circuits.exact import EdgeRows, Receivers, are_near, refuse_heads_that_meet
-from headwater.circuits.graph import KINDS, Graph, Indices, leads_to_logits, on_a_path
+from headwater.circuits.graph import QKV, Graph, leads_to_logits, on_a_path
 from headwater.circuits.pairs import OTHER_RUN, Pairs, changed_tokens, plan_of
 from headwater.errors import ModelError
 from headwater.kernels.devices import in_halves, to_device
 from headwater.models.hooked import HookedModel
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_seed
+from headwater.patching.edits import Indices
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import PromptPair, Prompts, prompt_options
@@ -44,7 +45,7 @@ ROUNDING = 32
 
 A smaller gap counts as no gap.
 """
-TOLERANCE = 1e-3
+UNLIKE_CLEAN = 1e-3
 """Largest allowed distance of the full circuit from the clean run, relative to the largest logit that is read."""
 
 
@@ -131,7 +132,7 @@ class CircuitRunner:
                 # Run alone, because in a batch it would change the last digits of others, and so a resumed search.
                 full, clean, model = walk.measure([np.arange(self.graph.n_edges)])[0], baselines[:, 0], self.plan.model
                 self._is_checked = True
-                allowed = max(TOLERANCE, 64 * torch.finfo(model.dtype).eps) * _largest_logit(walk)
+                allowed = max(UNLIKE_CLEAN, 64 * torch.finfo(model.dtype).eps) * _largest_logit(walk)
                 # Written so that NaN is refused, too.
                 if not float((full - clean).abs().max()) <= allowed:
                     raise ModelError(
@@ -172,7 +173,7 @@ class CircuitRunner:
 def _largest_logit(walk: CircuitWalk) -> float:
     """Return the largest absolute logit of the clean run, at least 1: the scale of rounding errors."""
     last = walk.rows.base("resid_post", walk.graph.n_layers - 1)[walk.rows.kept]
-    return max(1.0, float(walk.runs.wave.logits(last, 0).abs().max()))
+    return max(1.0, float(walk.runs.wave.logits(last).abs().max()))
 
 
 # Run many circuits at once: in each, only its edges carry recomputed outputs; all others carry the outside values O.
@@ -308,9 +309,9 @@ class _Projection:
         self.receivers = walk.receivers[layer]
         outside = walk.outside.entering[layer]
         projected = self.receivers.projected(outside[None])
-        self.outside = {kind: projected[kind].clone() for kind in KINDS}
+        self.outside = {kind: projected[kind].clone() for kind in QKV}
         normed = walk.rows.blocks.normed(layer, outside[None], mlp=False)
-        every = {kind: torch.arange(projected[kind].shape[2]) for kind in KINDS}
+        every = {kind: torch.arange(projected[kind].shape[2]) for kind in QKV}
         # Checked, not assumed: a model may norm or scale q and k after the projection, which the columns leave out.
         has_weights = all(w is not None and len(w) == self.outside[k].shape[2] for k, (w, _) in self._factors.items())
         self.by_weights = has_weights and are_near(
@@ -393,8 +394,8 @@ class _Batch:
         place = np.searchsorted(rows, circuit)
         # A head that no edge enters reads what is carried outside; the other heads are overwritten below.
         by_kind = {kind: base.expand(len(rows), -1, -1, -1).clone() for kind, base in projection.outside.items()}
-        bounds = np.searchsorted(self.graph.receivers.kind[receiver], range(len(KINDS) + 1))
-        for kind, mine in zip(KINDS, map(slice, bounds[:-1], bounds[1:]), strict=True):
+        bounds = np.searchsorted(self.graph.receivers.kind[receiver], range(len(QKV) + 1))
+        for kind, mine in zip(QKV, map(slice, bounds[:-1], bounds[1:]), strict=True):
             heads = self.graph.receivers.head[receiver[mine]]
             if len(heads):
                 new = projection.of(kind, inputs[mine], torch.from_numpy(heads)).to(by_kind[kind])

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -45,7 +45,7 @@ from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html, with_interval
+from headwater.runs.result import table_html, with_interval
 from headwater.stats.claims import PLACEBO_QUANTILE
 from headwater.stats.resample import interval
 
@@ -56,7 +56,7 @@ ENOUGH = 0.9
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CircuitCurve(ByMetric, Result):
+class CircuitCurve(ByMetric):
     """The result of `hw.circuit_curve`."""
 
     table: pd.DataFrame
@@ -253,7 +253,8 @@ def _areas(sizes: Float[ndarray, " size"], f: Float[ndarray, "draw size"]) -> di
 
 MOST = 1000
 """Largest number of sets and of random circuits."""
-Values = Mapping[str, float]
+ByCircuit: TypeAlias = Mapping[str, float]
+"""The mean of a metric over prompts, by circuit."""
 
 
 @checked_call
@@ -403,9 +404,9 @@ def _means(
     circuits: Mapping[str, Circuit],
     metric: Metric | Any,
     run: Mapping[str, Any],
-) -> list[tuple[str, Values, float]]:
+) -> list[tuple[str, ByCircuit, float]]:
     """Return for each metric: its name, its mean over prompts for each circuit alone, and the gap of the model."""
-    means: list[tuple[str, Values, float]] = []
+    means: list[tuple[str, ByCircuit, float]] = []
     table = circuit_runs.run_circuits(model, clean, corrupted, circuits, metric=metric, **run).table
     for name, part in table.groupby("metric", sort=False):
         values = part.groupby("circuit", sort=False)["value"].mean()
@@ -414,7 +415,7 @@ def _means(
     return means
 
 
-def _largest(values: Values, how: str, sets: int, edge: int) -> tuple[float, int]:
+def _largest(values: ByCircuit, how: str, sets: int, edge: int) -> tuple[float, int]:
     """Return an edge's largest effect and its set; `how` is ` less ` for a removed edge, ` and ` for an added one."""
     effects = []
     for number in range(sets):

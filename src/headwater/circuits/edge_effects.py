@@ -29,7 +29,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.circuits.estimates import DRAWN, Slopes, gradient_scores, strength, strongest_and_drawn, sublayer_scores
 from headwater.circuits.exact import THROUGH, Exact, ThroughName
-from headwater.circuits.graph import Graph, Indices
+from headwater.circuits.graph import Graph
 from headwater.circuits.pairs import (
     OTHER_RUN,
     Pairs,
@@ -47,7 +47,7 @@ from headwater.kernels.devices import refuse_too_large
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
-from headwater.patching.edits import ReplacementSpec
+from headwater.patching.edits import Indices, ReplacementSpec
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import DirectionName, Prompts

@@ -40,14 +40,14 @@ from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Place, names_with_gradient
 from headwater.circuits.exact import Exact, Receivers
-from headwater.circuits.graph import KINDS, Indices
+from headwater.circuits.graph import QKV
 from headwater.errors import InputError, NumericsError
 from headwater.kernels.devices import to_device
 from headwater.models.edits import Hook, replace_hook
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
-from headwater.patching.edits import LOGITS
+from headwater.patching.edits import LOGITS, Indices
 
 DRAWN = 50
 """Number of random edges drawn from the rest."""
@@ -114,7 +114,7 @@ class Slopes:
                 self.recorded = dict(forks)
                 # Used only once: the last backward frees its graph, and a second `Slopes` makes a new run.
                 forks.clear()
-                logits = runs.wave.logits(self.recorded[self._final][0, list(runs.kept)], 0)[None]
+                logits = runs.wave.logits(self.recorded[self._final][0, list(runs.kept)])[None]
             else:
                 logits = self._run(changes[0])
             reading, owners, metrics = (LOGITS, n_layers), [0] * len(shares), runs.plan.metrics
@@ -210,7 +210,7 @@ def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, 
     for layer in range(runs.graph.n_layers):
         factors = runs.weights.layer(layer)
         normed = []
-        for kind, weight in zip(KINDS, (factors.W_Q, factors.W_K, factors.W_V), strict=True):
+        for kind, weight in zip(QKV, (factors.W_Q, factors.W_K, factors.W_V), strict=True):
             # W_Q u of all heads comes first, so that the norm's backward takes them as rows of one batch.
             normed.append(torch.einsum("sphk,hdk->hspd", slopes.at(m, kind, layer).to(weight), weight))
         heads = torch.cat(normed)
@@ -251,7 +251,7 @@ def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) ->
     graph, metrics = exact.graph, range(len(slopes.by_metric))
     sender, receiver = torch.from_numpy(graph.sender[edges]), graph.receiver[edges]
     kind, head = (torch.from_numpy(column[receiver]) for column in (graph.receivers.kind, graph.receivers.head))
-    within, mlp = (kind < len(KINDS)).nonzero()[:, 0], (kind == len(KINDS)).nonzero()[:, 0]
+    within, mlp = (kind < len(QKV)).nonzero()[:, 0], (kind == len(QKV)).nonzero()[:, 0]
     changed = torch.from_numpy(np.flatnonzero(exact.changed[: int(sender.max()) + 1]))
     estimates = torch.zeros(len(edges), len(metrics), dtype=torch.float64, device=exact.changes.device)
 
@@ -274,10 +274,10 @@ def _written_by_heads(
 ) -> Float[Tensor, "kind sender head metric"]:
     """Return, by q, k, v, sender and (key-value) head, the change of the reading heads' z along the gradient."""
     receivers, n_heads = Receivers(exact.rows, layer), slope.shape[2]
-    along_gradient = torch.zeros(len(KINDS), len(exact.changes), n_heads, len(slope), device=slope.device)
+    along_gradient = torch.zeros(len(QKV), len(exact.changes), n_heads, len(slope), device=slope.device)
     for some in senders.split(exact.rows.at_once) if len(senders) else ():
         projected = receivers.projected(receivers.entering + exact.reaching(layer)[0][some])
-        for number, kind in enumerate(KINDS):
+        for number, kind in enumerate(QKV):
             written = receivers.heads_of({kind: projected[kind]}) - receivers.z
             along = torch.einsum("sphk,mphk->shm", written.to(slope), slope)
             if kind != "q":

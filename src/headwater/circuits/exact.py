@@ -30,13 +30,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Place
-from headwater.circuits.graph import KINDS, Indices
+from headwater.circuits.graph import QKV
 from headwater.errors import ModelError, NumericsError
 from headwater.kernels.devices import in_tiles, to_device
 from headwater.models.blocks import SharedPrefix
 from headwater.models.edits import Hook, replace_hook
 from headwater.models.sites import SITES
-from headwater.patching.edits import LOGITS
+from headwater.patching.edits import LOGITS, Indices
 from headwater.patching.runners import TILE_TOKENS
 
 MOST_ROWS = 1 << 20
@@ -110,7 +110,7 @@ class EdgeRows:
         """Return the metrics of rows, given their last states; `changed` describes what was changed in a row."""
         runs = self.runs
         # The runner's own unembedding: for a logit difference it uses two columns of W_U, not all.
-        logits = runs.wave.logits(last.flatten(0, 1), 0).view(len(last), last.shape[1], -1)
+        logits = runs.wave.logits(last.flatten(0, 1)).view(len(last), last.shape[1], -1)
         finite = logits.isfinite().flatten(1).all(1)
         # This check and the metrics are the only two waits for the device per tile of rows.
         if not bool(finite.all()):
@@ -156,7 +156,7 @@ class Receivers:
         """The hooks that record and replace the layer's q, k, v and z."""
         return [
             (SITES[site].hook_name(self.layer), replace_hook(partial(self.exchanged, site=site)))
-            for site in (*KINDS, "z")
+            for site in (*QKV, "z")
         ]
 
     def exchanged(self, activation: Tensor, hook: object, site: str) -> Tensor | None:
@@ -169,7 +169,7 @@ class Receivers:
 
     def projected(self, inputs: Float[Tensor, "row position d_model"]) -> dict[str, Tensor]:
         """Return the q, k and v of changed inputs, `row position head d_head`."""
-        return self._run_until(KINDS, {}, inputs)
+        return self._run_until(QKV, {}, inputs)
 
     def _run_until(self, sites: Iterable[str], replaced: Mapping[str, Tensor], inputs: Tensor) -> dict[str, Tensor]:
         """Call the layer's attention until the given sites were seen; return their activations."""
@@ -214,7 +214,7 @@ def refuse_heads_that_meet(rows: EdgeRows) -> None:
         if not are_near([(receivers.attended(receivers.z[None])[0], rows.base("attn_out", layer))]):
             raise ModelError(f"Attention of layer {layer} of {model.name} does not add z W_O alone: no edges there.")
         projected = receivers.projected(receivers.entering[None])
-        for kind in KINDS:
+        for kind in QKV:
             heads, n = projected[kind].clone(), projected[kind].shape[2]
             # Only the first head is changed; the outputs of the others must stay the same if heads do not interact.
             heads[:, :, 0] = 2 * heads[:, :, 0] + 1
@@ -298,12 +298,12 @@ class Exact:
             final, kept = self.rows.left("resid_post", stage - 1), self.rows.kept
             yield live, lambda rows: final + self._of(self.reaching(stage)[0], sender[rows])[:, kept]
             return
-        within = live[kind[live] < len(KINDS)]
+        within = live[kind[live] < len(QKV)]
         receivers = Receivers(self.rows, stage)
         for some in sender[within].unique().split(self.rows.at_once) if len(within) else ():
             mine = within[torch.isin(sender[within], some)]
             yield from self._through_heads(receivers, some, mine, (sender, kind, head))
-        if len(mlp := live[kind[live] == len(KINDS)]):
+        if len(mlp := live[kind[live] == len(QKV)]):
             yield mlp, lambda rows: self._through_mlp(stage, sender[rows])
 
     @staticmethod
@@ -319,7 +319,7 @@ class Exact:
         leaving = self.rows.leaving(receivers.layer)
         # q, k and v of a sender in one call: this row serves edges to all heads of the layer.
         projected = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
-        for number, name in enumerate(KINDS):
+        for number, name in enumerate(QKV):
             if not len(fed := mine[kind[mine] == number]):
                 continue
             z = receivers.heads_of({name: projected[name]})[:, leaving]

@@ -30,18 +30,17 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool
-from numpy.typing import NDArray
 
 from headwater.errors import InputError
 from headwater.models.families import ModelShape
 from headwater.models.part_names import part_named
 from headwater.options import has_no_order, is_one, shown
+from headwater.patching.edits import Indices
 
-Indices = NDArray[np.int64]
 SENDERS = ("embed", "head", "mlp")
 RECEIVERS = ("q", "k", "v", "mlp", "logits")
-KINDS = RECEIVERS[:3]
-"""The receivers in attention."""
+QKV = RECEIVERS[:3]
+"""The kinds of receivers in attention."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ class Graph:
         chosen = np.zeros(len(nodes), dtype=bool)
         for name in names:
             kind, layer, head, _ = part_named(name, self)
-            for node_kind in KINDS if kind == "head" and nodes.kinds == RECEIVERS else (kind,):
+            for node_kind in QKV if kind == "head" and nodes.kinds == RECEIVERS else (kind,):
                 if node_kind not in nodes.kinds:
                     what, other, some = "sender", "receiver", '"embed", "head 0.1", "mlp 0"'
                     if nodes.kinds == RECEIVERS:

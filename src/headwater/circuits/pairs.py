@@ -26,13 +26,13 @@ from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Exchanged, Place, refuse_other_kinds
 from headwater.circuits.exact import Exact, refuse_heads_that_meet
-from headwater.circuits.graph import Graph, Indices
+from headwater.circuits.graph import Graph
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_name
-from headwater.patching.edits import LOGITS, CellTable
+from headwater.patching.edits import LOGITS, CellTable, Indices
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import DIRECTIONS, PromptPair, Prompts, prompt_options, read_pairs, side_by_side

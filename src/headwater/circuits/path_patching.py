@@ -29,7 +29,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.circuits.both_runs import BothRuns, Place
 from headwater.circuits.exact import THROUGH, EdgeRows, Receivers, ResidualChange, ThroughName
-from headwater.circuits.graph import KINDS, RECEIVERS, Graph, Indices, Nodes
+from headwater.circuits.graph import QKV, RECEIVERS, Graph, Nodes
 from headwater.circuits.pairs import OTHER_RUN, Pairs, Places, changed_tokens, options_of, places_in, plan_of, runs_of
 from headwater.circuits.result import GLANCE, ByMetric, beside_baselines, q_of_all
 from headwater.errors import InputError
@@ -40,7 +40,7 @@ from headwater.models.part_names import read_part
 from headwater.models.positions import Where
 from headwater.models.sites import SITES
 from headwater.options import checked_count, checked_name, checked_seed, has_no_order, is_one, shown
-from headwater.patching.edits import ReplacementSpec
+from headwater.patching.edits import Indices, ReplacementSpec
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import DirectionName, Prompts
@@ -49,7 +49,7 @@ from headwater.patching.summaries import edited_run, summarize
 from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html, whole_summary, with_interval
+from headwater.runs.result import table_html, whole_summary, with_interval
 
 
 def path_ends(graph: Graph, nodes: Nodes, option: str, value: object) -> dict[str, Indices]:
@@ -104,7 +104,7 @@ WAYS = {"direct": "directly", "mlps": "directly and through MLPs, other heads fr
 
 
 @dataclass(frozen=True, repr=False)
-class PathEffects(ByMetric, Result):
+class PathEffects(ByMetric):
     """The result of `hw.path_patch`."""
 
     table: pd.DataFrame
@@ -337,8 +337,6 @@ class PathRequest:
                 effects[i][:, :, stage] = piece["effects"]
         # A row for each number; NaN means that there is no path.
         example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
-        if not len(example):
-            raise InputError("None of the positions= can change the positions that the metric reads.")
         names = list(self.senders), list(self.receivers), [metric.name for metric in self.plan.metrics]
         senders, receivers, metrics = (np.array(some, dtype=object) for some in names)
         columns: dict[str, Any] = {"example": example, "sender": senders[sender], "receiver": receivers[receiver]}
@@ -376,8 +374,6 @@ class PathRequest:
 # Then each path is a row that starts at its first receiver's layer, and is changed again at each further receiver.
 # A change by an earlier receiver does not affect a later receiver, whose output was computed first, as with the hooks
 # of Wang et al. 2022. The logits read everything, and can only be a receiver by themselves.
-
-MLP, LOGITS = RECEIVERS.index("mlp"), RECEIVERS.index("logits")
 
 
 def has_path(graph: Graph, senders: Indices, receivers: Indices) -> bool:
@@ -440,19 +436,19 @@ class Paths:
         by_layer = {}
         for layer in np.unique(layers).tolist():
             into_heads, into_mlp = carried.at(layer)
-            kinds = set(nodes.kind[indices[layers == layer]].tolist())
+            kinds = {nodes.kinds[kind] for kind in nodes.kind[indices[layers == layer]]}
             heads: list[dict[str, Tensor]] = []
             mlps: list[Tensor] = []
             for some in torch.arange(len(into_heads), device=into_heads.device).split(self.rows.at_once):
-                if kinds & set(range(len(KINDS))):
+                if kinds & set(QKV):
                     receivers_here = Receivers(self.rows, layer)
                     heads.append(receivers_here.projected(receivers_here.entering + into_heads[some]))
-                if MLP in kinds:
+                if "mlp" in kinds:
                     mlps.append(self.rows.blocks.feed_forward(layer, self.rows.read_by_mlp(layer) + into_mlp[some]))
-            outputs: Made = {kind: torch.cat([one[kind] for one in heads]) for kind in KINDS} if heads else {}
+            outputs: Made = {kind: torch.cat([one[kind] for one in heads]) for kind in QKV} if heads else {}
             if mlps:
                 outputs["mlp"] = torch.cat(mlps)
-            if LOGITS in kinds:
+            if "logits" in kinds:
                 outputs["logits"] = into_heads
             by_layer[layer] = outputs
         return by_layer
@@ -471,7 +467,7 @@ class Paths:
         for layer in range(first, rows.n_layers):
             of_layer, hooks = receivers[nodes.layer[receivers] == layer], list[Hook]()
             # The hooks replace the outputs of the layer's receivers by those computed first.
-            for number, kind in enumerate(KINDS):
+            for number, kind in enumerate(QKV):
                 if heads := nodes.head[of_layer[nodes.kind[of_layer] == number]].tolist():
                     written = partial(_exchanged, heads=heads, given=outputs[layer][kind][which])
                     hooks.append((SITES[kind].hook_name(layer), replace_hook(written)))
@@ -480,7 +476,7 @@ class Paths:
             leaving = rows.leaving(layer)
             residual = residual[:, leaving]
             middle = residual + attended
-            if (nodes.kind[of_layer] == MLP).any():
+            if (nodes.kind[of_layer] == RECEIVERS.index("mlp")).any():
                 # Replaces the MLP's output in this run, because the MLP reads only what reached it along the path.
                 residual = middle + outputs[layer]["mlp"][which][:, leaving]
             else:

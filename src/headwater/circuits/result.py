@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.circuits.circuit import Circuit, circuit_from_edges, strength_order
-from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
+from headwater.circuits.graph import RECEIVERS, Graph, present
 from headwater.errors import InputError
 from headwater.kernels.devices import refuse_too_large
 from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
+from headwater.patching.edits import Indices
 from headwater.patching.summaries import (
     edited_run,
     refuse_other_measure,
@@ -39,13 +40,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from headwater.runs.result import Result as Surface
-else:
-    Surface = object
 
-
-class ByMetric(Surface):
-    """Adds to `Result` a plot of one metric at a time."""
+class ByMetric(Result):
+    """A result with a plot of one metric at a time."""
 
     def plot(
         self,
@@ -108,7 +105,7 @@ RANKED_BY = get_args(RankName)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class EdgeEffects(ByMetric, Result):
+class EdgeEffects(ByMetric):
     """The result of `hw.edges`."""
 
     run: RunRecord
@@ -180,7 +177,7 @@ class EdgeEffects(ByMetric, Result):
         """
         m, cells = self._metric(metric), checked_count("n", n)
         order = self._ranked(m)[:cells]
-        effect, estimate = (means_of(self._flat(name))[order, m] for name in ("effects", "estimates"))
+        effect, estimate = (self._means[name][order, m] for name in ("effects", "estimates"))
         names = [self.graph.name(int(edge)) for edge in self._edges(order)]
         return pd.DataFrame(self._named(order) | {"edge": names, "effect": effect, "estimate": estimate})
 
@@ -213,7 +210,7 @@ class EdgeEffects(ByMetric, Result):
         sentences, summary = [], whole_summary(self)
         what = "effect" if self.is_exact else "estimate"
         for m, metric in enumerate(self.metrics):
-            means = means_of(self._values)[:, m]
+            means = self._means[self._measured][:, m]
             floor = float(self.baselines[:, m, 2].mean())
             row = summary[summary["metric"] == metric].iloc[0]
             edge = self.graph.name(int(self._edges(self._ranked(m)[:1])[0]))
@@ -255,7 +252,7 @@ class EdgeEffects(ByMetric, Result):
             )
         n = checked_count("n", n, most=len(self.chosen))
         checked_name("by", by, RANKED_BY)
-        effects, estimates = (means_of(self._flat(name))[:, m] for name in ("effects", "estimates"))
+        effects, estimates = (self._means[name][:, m] for name in ("effects", "estimates"))
         means = np.where(np.isnan(effects), estimates, effects)
         for_the_answer = means if self.run.options["direction"] == "denoise" else -means
         if by == "signed":
@@ -350,7 +347,7 @@ class EdgeEffects(ByMetric, Result):
         Raises:
             InputError: the metric is unknown.
         """
-        means = means_of(self._values)[:, self._metric(metric)].reshape(-1, len(self.chosen))
+        means = self._means[self._measured][:, self._metric(metric)].reshape(-1, len(self.chosen))
         summed = np.where(np.isnan(means).all(0), np.nan, np.nansum(means, 0))
         found = np.full((len(self.graph.receivers), len(self.graph.senders)), np.nan)
         edges = self.chosen.numpy()
@@ -373,14 +370,23 @@ class EdgeEffects(ByMetric, Result):
         values: Tensor = getattr(self, name)
         return values.flatten(1, 2).double().numpy()
 
+    @cached_property
+    def _means(self) -> dict[str, Numbers]:
+        """The means of effects and of estimates over examples, `cell metric`."""
+        return {name: means_of(self._flat(name)) for name in ("effects", "estimates")}
+
+    @property
+    def _measured(self) -> str:
+        """Which numbers are ranked and summarized: effects, or estimates if the method gives no effects."""
+        return "effects" if self.is_exact else "estimates"
+
     @property
     def _values(self) -> Numbers:
-        """The numbers that are ranked and summarized: effects, or estimates if the method gives no effects."""
-        return self._flat("effects" if self.is_exact else "estimates")
+        return self._flat(self._measured)
 
     def _ranked(self, m: int) -> Indices:
         """Return the cells that have a number, the largest absolute mean first."""
-        means = means_of(self._values)[:, m]
+        means = self._means[self._measured][:, m]
         order = strength_order(means)
         return order[~np.isnan(means[order])]
 
@@ -398,7 +404,7 @@ class EdgeEffects(ByMetric, Result):
         """Return, for a screened run, the error of its estimates, and the bound from the random sample of the rest."""
         if self.method != "screened":
             return []
-        exact, estimates = (means_of(self._flat(name))[:, m] for name in ("effects", "estimates"))
+        exact, estimates = (self._means[name][:, m] for name in ("effects", "estimates"))
         means = np.abs(exact)
         sampled = np.tile(self.sampled.numpy(), len(means) // len(self.chosen))
         ranked = np.sort(means[~np.isnan(means) & ~sampled])

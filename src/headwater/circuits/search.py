@@ -4,8 +4,6 @@ The circuits are run as in `hw.run_circuits`, on all pairs, and the mean over pa
 tried, the search starts from the strongest, as `hw.edges(..., method="screened")` finds them. Each batch of edges is a
 stage whose pieces are the pairs: an interrupted search resumes where it stopped, and processes share the pairs.
 
-The search is greedy: edges are removed one after the other, and stay out if little is lost.
-
 The order is that of ACDC (Conmy et al. 2023): receivers from the logits down, and for each receiver the last sender
 first. An edge is tried in the circuit C that remains when its turn comes:
 
@@ -37,15 +35,16 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.circuit import Circuit, checked_circuits, circuit_from_edges, graph_of
-from headwater.circuits.circuit_runs import MOST_PLACEBOS, CircuitsAndPlacebos, beside_placebos, ran, summarized
+from headwater.circuits.circuit_runs import MOST_PLACEBOS, CircuitsAndPlacebos, beside_placebos, measured, summarized
 from headwater.circuits.circuit_walk import CircuitRequest, CircuitRunner
-from headwater.circuits.edge_effects import edges as measured_edges
-from headwater.circuits.graph import Graph, Indices
+from headwater.circuits.edge_effects import edges as effects_of_edges
+from headwater.circuits.graph import Graph
 from headwater.circuits.result import RANKED_BY, RankName
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.unembedding import attention_post_norm
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
+from headwater.patching.edits import Indices
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, run_or_resume
@@ -378,7 +377,7 @@ def find_circuit(
 
     def strongest(_: object) -> dict[str, Tensor]:
         pairs = {"metric": metric, "values": values, "dataset": dataset, "seed": seed, "batch_size": batch_size}
-        found = measured_edges(model, clean, corrupted, **pairs, method="screened", verify=tries, progress=progress)
+        found = effects_of_edges(model, clean, corrupted, **pairs, method="screened", verify=tries, progress=progress)
         return {"edges": torch.from_numpy(found.circuit(tries, by=by).edges)}
 
     def work(run: Run) -> CircuitSearch:
@@ -387,8 +386,8 @@ def find_circuit(
             first = next(iter(run.pieces("start", [0], strongest)))["edges"].numpy()
         done = searched(request, run, first)
         tested = CircuitsAndPlacebos.of({FOUND: circuit_from_edges(graph, done.inside)}, placebos, seed)
-        alone = ran(request, tested, run.part("alone"))
-        return CircuitSearch(tabulated(done), run.record, alone.table, alone.shapes, alone.sizes, done.runs)
+        alone = measured(request, tested, run.part("alone"))
+        return CircuitSearch(tabulated(done), run.record, alone, tested.shapes, graph.sizes, done.runs)
 
     return run_or_resume(CircuitSearch, "find_circuit", model, options, work, out=out, seed=seed, progress=progress)
 

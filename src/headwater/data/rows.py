@@ -173,6 +173,7 @@ def _json_items(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
     stream = _JsonStream(path, file)
     if stream.take("["):
         yield from stream.items()
+        stream.refuse_more()
         return
     if not stream.take("{"):
         raise InputError(f"{path} is not a table: expected an array of objects.")
@@ -221,6 +222,12 @@ class _JsonStream:
         if not self.take(sign):
             found = self._text[self._place : self._place + 1]
             raise InputError(f"{self._path}: {where}not JSON (expected {sign!r}, found {found or 'the end'!r}).")
+
+    def refuse_more(self) -> None:
+        """Refuse text after the value that the file consists of."""
+        self._skip_blanks()
+        if more := self._text[self._place : self._place + 20]:
+            raise InputError(f"{self._path}: not JSON ({more!r} follows the end of the array).")
 
     def value(self, what: str) -> Any:
         """Return the next value, reading on until it is complete."""

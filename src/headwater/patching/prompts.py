@@ -197,7 +197,6 @@ def spans_by_role(
                 f"of the other: they cannot be matched one for one. hw.last_token_of({shown(place)}) names the last "
                 "token of each."
             )
-    matched_tokens(spots, {}, example)
     return spots
 
 

@@ -287,11 +287,11 @@ class WalkRunner(Runner):
                         raise NumericsError(not_finite(self.plan.model, "the logits", batch.name(i), position, token))
         return read
 
-    def logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:
-        """Return the logits of states after the last block; only those of an example's answers if these suffice."""
+    def logits(self, residual: Float[Tensor, "kept d_model"]) -> Float[Tensor, "kept d_vocab_or_answer"]:
+        """Return the logits of the only example's states after the last block; only of its answers if these suffice."""
         if self._answers is None:
             return self.blocks.logits(residual)
-        return self.blocks.logits_of(residual, self._answers[example].expand(len(residual), -1))
+        return self.blocks.logits_of(residual, self._answers[0].expand(len(residual), -1))
 
 
 def noop_runs(
@@ -508,7 +508,7 @@ def written_into(
     edited = activation.clone(memory_format=torch.contiguous_format)
     site, length = edits[0][0].site, edited.shape[2 if edits[0][0].site.has_keys else 1]
     # Padding is not edited: a function of rows would receive rows that no prompt has.
-    lengths = [values.lengths[example] if values.lengths else length for _, example in edits]
+    lengths = [values.lengths[example] for _, example in edits]
     rows, apart = range(len(edits)) if rows is None else rows, 1 if site.has_keys else length
     starts = [0] * len(edits) if starts is None else starts
     span_edits = [
