@@ -92,9 +92,9 @@ def test_a_run_is_a_no_op_where_all_it_writes_is_the_same_at_its_example_and_no_
     variants = Variants(tuple(changes), which, np.tile([0, 1], len(changes)), np.full(len(which), -1))
     expected = [1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
     assert noop_runs(variants, {("z", 1): same}).astype(int).tolist() == expected
-    nested_in = np.full(len(which), -1)
-    nested_in[1] = 0
-    assert noop_runs(replace(variants, nested_in=nested_in), {("z", 1): same}).astype(int).tolist() == [
+    parent = np.full(len(which), -1)
+    parent[1] = 0
+    assert noop_runs(replace(variants, parent=parent), {("z", 1): same}).astype(int).tolist() == [
         0,
         *expected[1:],
     ]
@@ -103,7 +103,13 @@ def test_a_run_is_a_no_op_where_all_it_writes_is_the_same_at_its_example_and_no_
 
 def test_an_edit_that_was_made_for_some_rows_only_is_told(monkeypatch):
     model, (clean, corrupted) = own_model("plain"), pairs()
-    plainly = walk.Walk._note
-    monkeypatch.setattr(walk.Walk, "_note", lambda self, runs, *edit: plainly(self, runs[1:], *edit))
+    plainly = walk.Walk._span_edits
+
+    def without_the_first_row(self, *place):
+        span_edits = plainly(self, *place)
+        self._applied = {edit: [runs[1:] for runs in tiles] for edit, tiles in self._applied.items()}
+        return span_edits
+
+    monkeypatch.setattr(walk.Walk, "_span_edits", without_the_first_row)
     with pytest.raises(InterventionError, match="did not take effect: its hook never fired"):
         hw.patch(model, clean, corrupted, sites="resid_pre", **QUIET)

@@ -416,11 +416,11 @@ class SweepSpec:
             token_at = (labels["position"],) if "position" in labels else (at or ()) if "role" in labels else None
             if "head" in labels:
                 labels[site.head_column] = labels.pop("head")
-            nested = None
+            nest = None
             if "layer" in windows and len(runs) == 1:
                 others = tuple((step[axis].label, step[axis].role) for axis in steps if axis != "layer")
-                nested = (site.name, *others, runs[0].start, from_layer, sample)
-            yield CellTemplate(labels, edits, nested, token_at)
+                nest = (site.name, *others, runs[0].start, from_layer, sample)
+            yield CellTemplate(labels, edits, nest, token_at)
 
 
 def axes_of(
@@ -483,7 +483,7 @@ def role_steps(roles: Mapping[str, tuple[int, ...]], swept: bool, spans: str) ->
 
 
 def grid(axes: Mapping[str, list[AxisStep]]) -> list[dict[str, AxisStep]]:
-    """Combine the steps on each axis; layers vary fastest, so that nested cells are adjacent."""
+    """Combine the steps on each axis; layers vary fastest, so that the cells of a nest are adjacent."""
     order = [axis for axis in ("position", "key", "head", "feature", "layer") if axis in axes]
     return [dict(zip(order, combination, strict=True)) for combination in product(*(axes[axis] for axis in order))]
 

@@ -233,9 +233,9 @@ def _templates(
     for step in grid(steps):
         edits = tuple(cut(run, heads=step["head"].covers) for run in layer_runs(step["layer"].covers or ()))
         # Only layers without a gap begin as the longer window does; others need separate runs.
-        is_nested = "layer" in windows and len(edits) == 1
-        nested = (*labels.values(), step["head"].label, edits[0].layers.start) if is_nested else None
-        templates.append(CellTemplate(dict(labels) | labels_of(step, windows), edits, nested))
+        in_nest = "layer" in windows and len(edits) == 1
+        nest = (*labels.values(), step["head"].label, edits[0].layers.start) if in_nest else None
+        templates.append(CellTemplate(dict(labels) | labels_of(step, windows), edits, nest))
     return templates
 
 

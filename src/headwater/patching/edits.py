@@ -112,8 +112,12 @@ class CellTemplate:
     labels: Mapping[str, Any]
     """The coordinates of the cells, as they appear in the table."""
     edits: tuple[Edit, ...]
-    nested: tuple[Any, ...] | None = None
-    """Cells of one example with the same key begin at one layer and end ever later: each contains those before it."""
+    nest: tuple[Any, ...] | None = None
+    """Identifies the nest of windows that the cell is in, if any.
+
+    The cells of an example in one nest begin at one layer and end ever later. The last one is the parent of the others:
+    it makes all their edits, and until its own edits end, each of the others is the same run as the parent.
+    """
     token_at: tuple[int, ...] | None = None
     """The positions whose tokens the table shows."""
 
@@ -176,17 +180,17 @@ class CellTable:
         """By cell: the first position whose state can change."""
         return np.array([one.first_position for one in self.templates], dtype=np.int64)[self.template]
 
-    def longest_of_nested(self) -> Int[np.ndarray, " cell"]:
-        """Return by cell the last and longest cell that it is nested in; -1 for the longest itself and other cells."""
-        longest = np.full(len(self), -1)
-        # From the last cell back: the first cell found of each nest is its longest.
-        is_nested = np.array([one.nested is not None for one in self.templates], dtype=bool)[self.template]
-        last: dict[tuple[Any, ...], int] = {}
-        # Loops over nested cells only: sweeps without cumulative windows have none.
-        for i in np.flatnonzero(is_nested)[::-1].tolist():
-            longest_one = last.setdefault((int(self.example[i]), self.templates[self.template[i]].nested), i)
-            longest[i] = longest_one if longest_one != i else -1
-        return longest
+    def parents(self) -> Int[np.ndarray, " cell"]:
+        """Return by cell its parent, the last cell of its nest; -1 for a parent itself and for cells without a nest."""
+        parents = np.full(len(self), -1)
+        in_nest = np.array([one.nest is not None for one in self.templates], dtype=bool)[self.template]
+        # From the last cell back: the first cell found of each nest is the parent of the others.
+        parent_of: dict[tuple[Any, ...], int] = {}
+        # Loops over the cells of nests only: sweeps without windows have none.
+        for i in np.flatnonzero(in_nest)[::-1].tolist():
+            parent = parent_of.setdefault((int(self.example[i]), self.templates[self.template[i]].nest), i)
+            parents[i] = parent if parent != i else -1
+        return parents
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,8 +247,8 @@ class Variants:
     """By run: the index of its variant."""
     example: Indices
     """By run: the index of its example in the group."""
-    nested_in: Indices
-    """By run: another run that has these edits and, in later layers, more of them; -1 if there is none."""
+    parent: Indices
+    """By run: the run of its parent, which makes these edits and, in later layers, more of them; -1 without one."""
     noop: Bool[np.ndarray, " _"] | None = None
     """By run: whether its edits are known to be no-ops."""
 

@@ -248,7 +248,7 @@ class Group:
         for template, i in pairs.T:
             edits, (kept, length) = cells.templates[template].edits, listed[i]
             distinct.append(Variant(edits, kept, tuple(sorted(self.plan.readings(edits))), whole=length))
-        return Variants(tuple(distinct), which.reshape(-1), example, cells.longest_of_nested())
+        return Variants(tuple(distinct), which.reshape(-1), example, cells.parents())
 
 
 def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
@@ -295,13 +295,13 @@ def wave_tokens(model: HookedModel) -> int:
 
 
 def _cut(cells: CellTable, tokens: Int[np.ndarray, " cell"], most: int) -> Iterator[range]:
-    """Cut a group's cells into waves of at most so many tokens; nested cells stay together."""
+    """Cut a group's cells into waves of at most so many tokens; the cells of a nest stay together."""
     filled = np.cumsum(tokens)
-    keys = {key: number for number, key in enumerate(dict.fromkeys(template.nested for template in cells.used))}
-    by_template = [-1 if one.nested is None else keys.get(one.nested, -1) for one in cells.templates]
-    key = np.array(by_template, dtype=np.int64)[cells.template]
-    # A wave may begin only at a cell that is not nested with the one before it, so that nested cells stay together.
-    begins = 1 + np.flatnonzero((key[1:] < 0) | (key[1:] != key[:-1]))
+    numbers = {nest: number for number, nest in enumerate(dict.fromkeys(template.nest for template in cells.used))}
+    by_template = [-1 if one.nest is None else numbers.get(one.nest, -1) for one in cells.templates]
+    nest = np.array(by_template, dtype=np.int64)[cells.template]
+    # A wave may begin only at a cell that is not in one nest with the cell before it.
+    begins = 1 + np.flatnonzero((nest[1:] < 0) | (nest[1:] != nest[:-1]))
     start, before = 0, 0
     while start < len(cells):
         over = int(np.searchsorted(filled, before + most, side="right"))

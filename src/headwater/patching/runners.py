@@ -319,10 +319,10 @@ def noop_runs(
                 there = there if edit.positions is None else there[:, list(edit.positions)]
                 there = there if edit.heads is None else there[:, :, list(edit.heads)]
                 is_noop[runs] &= there[variants.example[runs]].reshape(len(runs), -1).all(1)
-    follows = variants.nested_in >= 0
-    # Nested cells share a run: neither it nor a run that follows it can be skipped by itself.
-    is_noop[follows] = False
-    is_noop[variants.nested_in[follows]] = False
+    has_parent = variants.parent >= 0
+    # The cells of a nest share the parent's run: neither it nor a run that starts from it can be skipped by itself.
+    is_noop[has_parent] = False
+    is_noop[variants.parent[has_parent]] = False
     return is_noop
 
 

@@ -271,7 +271,7 @@ class Sweep(Result):
     tokens: Sequence[Sequence[str]] = ()
     """The tokens of each example's edited prompt."""
     engine: str = "wavefront"
-    """The engine that ran it: `wavefront`, `whole runs` or `gradients`."""
+    """The engine that ran it: `wavefront` (the walk down the layers), `whole runs` or `gradients`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,8 +9,9 @@ from their first position on. From then on all of them go through the layers tog
    intermediate results stay in the processor's cache, and a tile that runs out of memory can be restarted.
 2. A row that joins after attention (because a head output is edited, for example) takes the recorded attention output,
    and a row that joins after the MLP also takes the recorded MLP output.
-3. With cumulative windows, a variant whose edits are the first of another's (its parent) uses the parent's residual
-   stream up to the layer where its own edits end, and continues separately from there.
+3. With cumulative windows, a variant's edits may be the first of another's, its parent's. Up to the layer where its own
+   edits end it is the parent's run, and has no row. If anything is read from there on, it leaves the parent: it gets a
+   row, which begins with a copy of the parent's residual stream.
 4. In the last layer only the positions that are read act as queries, receive head outputs, and go through the MLP.
 
 `Stage` enumerates the tensors that pass through a block, and each `Site` names the stage at which it lies. Between
@@ -254,8 +255,8 @@ class FoldedRows:
 
 
 def rows_of(variants: Variants) -> RowTable:
-    """Return the rows of a walk in the order in which they join; a nested variant has a row if it leaves its parent."""
-    followed, is_live = variants.nested_in, variants.can_change_output
+    """Return the rows of a walk in the order in which they join; a variant with a parent has one if it leaves it."""
+    parent, is_live = variants.parent, variants.can_change_output
     numbers = []
     for variant in variants.distinct:
         joins = (variant.first_layer, int(variant.stage)) if variant.can_change_output else (0, 0)
@@ -264,12 +265,13 @@ def rows_of(variants: Variants) -> RowTable:
         # Recomputed up to the last position read; with non-causal attention that position reads the whole prompt.
         stop_position = variant.kept[-1] + 1 if variant.whole is None else variant.whole
         numbers.append((*joins, after_last_edit, deepest_read, variant.first_position, stop_position))
-    layer, stage, leave, read, start, end = np.array(numbers, dtype=np.int64).reshape(-1, 6)[variants.which].T
+    layer, stage, edits_stop, read, start, end = np.array(numbers, dtype=np.int64).reshape(-1, 6)[variants.which].T
     # A variant that reads nothing after its last edit never needs a row: its parent's row has what it reads.
-    leaves = (followed >= 0) & (leave < leave[followed]) & (read >= leave)
-    index = np.flatnonzero(is_live & ((followed < 0) | leaves))
-    alone = followed[index] < 0
-    layer = np.where(alone, layer[index], leave[index])
+    leaves = (parent >= 0) & (edits_stop < edits_stop[parent]) & (read >= edits_stop)
+    index = np.flatnonzero(is_live & ((parent < 0) | leaves))
+    # A row without a parent joins at its first edit, another one where it leaves its parent.
+    alone = parent[index] < 0
+    layer = np.where(alone, layer[index], edits_stop[index])
     stage = np.where(alone, stage[index], int(Stage.BLOCK_INPUT))
     start, length = start[index], (end - start)[index]
     # Sorted by layer, so that all rows that have joined form one slice.
@@ -490,15 +492,15 @@ class Walk:
         """Add the rows that start here: from the recorded residual stream, or from the row they leave."""
         # `joining` is sorted by layer, so that the rows that have joined are always one slice.
         begin, end = np.searchsorted(self.joining.layer, [layer, layer + 1])
-        joining, followed = self.joining[begin:end], self.variants.nested_in[self.joining.variant[begin:end]]
-        if len(alone := joining[followed < 0]):
+        joining, parent = self.joining[begin:end], self.variants.parent[self.joining.variant[begin:end]]
+        if len(alone := joining[parent < 0]):
             tile = Tile(alone, self.residual.device)
             self.residual[tile.places] = tile.recorded(self._recorded(Stage.BLOCK_INPUT, layer))
-        # A nested row had the same edits as its parent until here: it begins with a copy of the parent's state.
-        if len(leaving := joining[followed >= 0]):
-            trunks = replace(leaving, offset=self.joining.offset[self._row[followed[followed >= 0]]])
-            left, at = (Tile(rows, self.residual.device).places for rows in (trunks, leaving))
-            self.residual[at] = self.residual[left]
+        # Until here these had the same edits as their parents: each begins with a copy of the parent's state.
+        if len(leaving := joining[parent >= 0]):
+            in_parent = replace(leaving, offset=self.joining.offset[self._row[parent[parent >= 0]]])
+            source, target = (Tile(rows, self.residual.device).places for rows in (in_parent, leaving))
+            self.residual[target] = self.residual[source]
         self.rows = self.joining[:end]
         self._row[joining.variant] = np.arange(begin, end)
 
@@ -595,8 +597,8 @@ class Walk:
     def _hooks(self) -> list[Hook]:
         """Return hooks at the edited sites within attention and MLP, for the rows that go through them."""
         sites: dict[Place, Site] = {}
-        # The edits of a nested variant are also edits of its parent, which has them in more layers.
-        for number in np.unique(self.variants.which[self.variants.nested_in < 0]):
+        # The edits of a variant with a parent are made in the parent's row.
+        for number in np.unique(self.variants.which[self.variants.parent < 0]):
             variant = self.variants.distinct[number]
             recorded = self._taken(variant.stage) if variant.can_change_output else ()
             for edit in variant.edits if variant.can_change_output else ():
@@ -648,10 +650,9 @@ class Walk:
         """List the edits of a tile's rows at a site; tokens are end to end or, with a width, padded to it."""
         spans, rows = [], tile.rows
         offset = tile.begins if width is None else np.arange(len(rows)) * width
-        # The edits of a row that left a parent were made in the parent's row.
-        edited_here = (self.variants.nested_in[rows.variant] < 0) | (layer < rows.layer)
+        # A row that left its parent joined after its last edit: none of its edits is in this layer.
         for number in sorted(self.writers.get((site.name, layer), ())):
-            if not len(rows_of_variant := np.flatnonzero(edited_here & (rows.which == number))):
+            if not len(rows_of_variant := np.flatnonzero(rows.which == number)):
                 continue
             # Rows of one variant begin and end at the same positions.
             start, length = int(rows.start[rows_of_variant[0]]), int(rows.length[rows_of_variant[0]])
@@ -659,7 +660,7 @@ class Walk:
                 if edit.writes and edit.site.name == site.name and layer in edit.layers:
                     at = rows.example[rows_of_variant], start, length, offset[rows_of_variant]
                     spans.append(TokenSpanEdit(edit, *at))
-                    self._note(rows.variant[rows_of_variant], edit, layer)
+                    self._applied.setdefault((id(edit), layer), []).append(rows.variant[rows_of_variant])
         return spans
 
     def _recorded(self, stage: Stage, layer: int) -> Tensor:
@@ -683,9 +684,9 @@ class Walk:
         return np.flatnonzero(np.isin(self.variants.which, list(self.readers.get(reading, ()))))
 
     def _rows_of(self, index: Indices) -> Indices:
-        """Return the rows of variants: their own, or the row of the parent that they still follow; -1 without one."""
-        own, other = self._row[index], self.variants.nested_in[index]
-        return np.where(own >= 0, own, np.where(other >= 0, self._row[other], -1))
+        """Return the rows of variants: their own, or until they have one the parent's; -1 without either."""
+        own, parent = self._row[index], self.variants.parent[index]
+        return np.where(own >= 0, own, np.where(parent >= 0, self._row[parent], -1))
 
     def _by_count(self, index: Indices) -> Iterator[tuple[Indices, Indices]]:
         """Group variants by their number of positions read: yield a group's indices, and the positions of each."""
@@ -743,11 +744,8 @@ class Walk:
         parts = in_halves(items, work)
         self.tile_tokens = max(1, self.tile_tokens // len(parts))
 
-    def _note(self, variants: Indices, edit: object, layer: int) -> None:
-        self._applied.setdefault((id(edit), layer), []).append(variants)
-
     def _check_that_every_edit_was_made(self) -> None:
-        alone = self.rows.variant[self.variants.nested_in[self.rows.variant] < 0]
+        alone = self.rows.variant[self.variants.parent[self.rows.variant] < 0]
         for number in np.unique(self.variants.which[alone]):
             expected = alone[self.variants.which[alone] == number]
             for edit in self.variants.distinct[number].edits:
