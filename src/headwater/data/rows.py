@@ -226,7 +226,7 @@ class _JsonStream:
     def refuse_more(self) -> None:
         """Refuse text after the value that the file consists of."""
         self._skip_blanks()
-        if more := self._text[self._place : self._place + 20]:
+        if more := self._text[self._place : self._place + 1]:
             raise InputError(f"{self._path}: not JSON ({more!r} follows the end of the array).")
 
     def value(self, what: str) -> Any:
