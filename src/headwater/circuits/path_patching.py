@@ -217,8 +217,8 @@ class PathEffects(ByMetric):
         return self.metrics[0] if name is None else checked_name("metric", name, self.metrics)
 
 
-Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]
-"""Senders or receivers, separate or together."""
+Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]] | None
+"""Senders or receivers, separate or together; None for all, separately."""
 
 
 @checked_call
@@ -256,7 +256,7 @@ def path_patch(
         corrupted: the other prompt of each pair, aligned with it token by token.
         senders: names such as "embed", "head 9.9", "mlp 8"; a kind ("head") or a layer ("head 9") means each of its
             nodes separately, also in a list. A list within the list is patched together, and so are the nodes that a
-            mapping has under one name: `{"inhibition": ["head 7.3", "head 8.6"]}`.
+            mapping has under one name: `{"inhibition": ["head 7.3", "head 8.6"]}`. None means every sender separately.
         receivers: in the same form: "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits".
         metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits.
         through: `direct`: senders' outputs reach receivers unchanged; `mlps`: also through the MLPs between them, which
