@@ -214,6 +214,13 @@ def test_cumulative_knockouts_of_residual_metrics_take_one_row_per_prompt(twins,
     assert [sum(n for at, n in rows if at == layer) for layer in range(3)] == [4, 4, 4]
 
 
+def test_states_after_several_sets_of_edges_at_once_are_refused(twins):
+    model, _ = twins("gpt2")
+    several = {"first": ("last", 1), "second": ("last", 2)}
+    with pytest.raises(InputError, match=r"names 2 sets of edges \(first, second\)"):
+        hw.knocked_out_states(model, [random_prompt()], block=several, progress=False)
+
+
 def test_windows_wider_than_the_model_all_cover_every_layer(twins):
     model, _ = twins("llama")
     prompt = random_prompt()

@@ -288,7 +288,8 @@ def knocked_out_states(
         By site, the states before and after, `layer example d_model` in float32 on the CPU.
 
     Raises:
-        InputError: a site is not a state of the residual stream, or the model does not have it.
+        InputError: a site is not a state of the residual stream, the model does not have it, or `block` names several
+            sets of edges.
     """
     check_call(model, batch_size)
     checked_name("variant", variant, VARIANTS)
@@ -349,7 +350,10 @@ def _states_plan(
 ) -> Plan:
     """Return the plan that reads states after a knockout in all layers, or in a window around each of them."""
     base, deepest = read_prompts(model, prompts), max(layer for _, layer in readings)
-    (edges,) = named_edges(block).values()
+    named = named_edges(block)
+    if len(named) > 1:
+        raise InputError(f"block= names {len(named)} sets of edges ({', '.join(named)}): give one of them.")
+    (edges,) = named.values()
     axes, windows = ((), {}) if window is None else (("layer",), {"layer": window})
     rows = []
     for i, prompt in enumerate(base):
