@@ -112,8 +112,21 @@ def test_lines_grow_rarer_up_to_one_a_minute(clock, caplog):
             bar.update()
     times = [text.split(" after ")[1].split(",")[0] for text in caplog.messages]
     assert times[:3] == ["10 seconds", "20 seconds", "30 seconds"]
-    assert times[-4:-1] == [spelled_time(7200 - 60 * i) for i in (2, 1, 0)]
+    assert times[-4:-1] == [spelled_time(7160 - 60 * i) for i in (2, 1, 0)]
     assert len(times) < 140
+
+
+def test_the_last_piece_is_said_once_and_times_are_whole_numbers(clock, caplog):
+    with progress_bar(True, 2, "layers", "layer") as bar:
+        for clock[0] in (12.0, 21.0):
+            bar.update()
+    assert caplog.messages == [
+        "layers: 1 of 2 layers after 12 seconds, about 12 seconds left.",
+        "layers: done after 21 seconds.",
+    ]
+    seconds = (1, 2.5, 9.97, 99.6, 100, 3590, 3600 * 99.6)
+    expected = ["a second", "2.5 seconds", "10 seconds", "100 seconds", "1.7 minutes", "60 minutes", "100 hours"]
+    assert list(map(spelled_time, seconds)) == expected
 
 
 def test_what_is_short_what_fails_and_what_shows_no_progress_is_not_said(clock, caplog):

@@ -45,6 +45,8 @@ class Lines:
         """Count what was done, and say so unless the last line is recent."""
         self.n += n
         now = time.monotonic()
+        if self.total and self.n >= self.total:
+            return  # the line at the end says so
         if now - self._said >= min(max((now - self._begun) / 10, SOON), SELDOM):
             self._say()
 
@@ -53,8 +55,9 @@ class Lines:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._over.set()
-        if kind is None and self._said > self._begun:
-            log(f"{self.desc}: done after {spelled_time(time.monotonic() - self._begun)}.")
+        took = time.monotonic() - self._begun
+        if kind is None and (self._said > self._begun or took >= SOON):
+            log(f"{self.desc}: done after {spelled_time(took)}.")
 
     def _speak(self) -> None:
         while not self._over.wait(max(self._said + SELDOM - time.monotonic(), 0)):
@@ -65,7 +68,8 @@ class Lines:
         self._said = time.monotonic()
         took = self._said - self._begun
         of = f" of {self.total:,}" if self.total else ""
-        left = f", about {spelled_time(took / self.n * (self.total - self.n))} left" if self.total and self.n else ""
+        more = (self.total or 0) - self.n
+        left = f", about {spelled_time(took / self.n * more)} left" if self.n and more > 0 else ""
         log(f"{self.desc}: {self.n:,}{of} {self.unit}s after {spelled_time(took)}{left}.")
 
 
@@ -106,10 +110,15 @@ def log(text: str) -> None:
 
 
 def spelled_time(seconds: float) -> str:
-    """Say how long something takes, in two digits."""
+    """Return how long something takes, in two digits or whole numbers."""
     if seconds < 100:
-        return f"{max(seconds, 1):.2g} seconds" if seconds >= 1.5 else "a second"
-    return f"{seconds / 3600:,.2g} hours" if seconds > 3600 else f"{seconds / 60:.2g} minutes"
+        return f"{_two_digits(seconds)} seconds" if seconds >= 1.5 else "a second"
+    return f"{_two_digits(seconds / 3600)} hours" if seconds > 3600 else f"{_two_digits(seconds / 60)} minutes"
+
+
+def _two_digits(number: float) -> str:
+    """Write a number in two digits, or as a whole number: 2g alone would write 99.6 as 1e+02."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 @contextmanager
