@@ -34,6 +34,19 @@ def test_token_ids_in_a_data_frame_become_lists(make):
     assert read_table(table) == ([[1, 2, 3]], [[1, 5, 3]])
 
 
+def test_an_answer_that_is_the_name_of_a_column_is_refused(tmp_path):
+    rows = {"clean": ["The capital of France is"], "corrupted": ["The capital of Italy is"]}
+    table = pd.DataFrame(rows | {"right": [" Paris"], "wrong": [" Rome"]})
+    table.to_csv(tmp_path / "pairs.csv", index=False)
+    named, model = hw.logit_difference("right", "wrong"), hw.load()
+    for given in (table, tmp_path / "pairs.csv"):
+        for call in (hw.edges, hw.patch, hw.ablate):
+            options = {"sites": "z"} if call is hw.patch else {"heads": [(0, 1)]} if call is hw.ablate else {}
+            with pytest.raises(InputError, match=r"'right' is the name of a column of the table: give .* df\["):
+                call(model, given, metric=named, progress=False, **options)
+    hw.patch(model, table, sites="z", metric=hw.logit_difference(table["right"], table["wrong"]), progress=False)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

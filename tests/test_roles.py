@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -259,6 +260,18 @@ def test_pairs_whose_roles_do_not_match_are_refused(model, options, message):
     given = {"sites": "resid_pre", "metric": METRIC, "progress": False}
     with pytest.raises(InputError, match=re.escape(message)):
         hw.patch(model, CLEAN, CORRUPTED, **given | options)
+
+
+@pytest.mark.parametrize("positions", [[-2, -1], [np.int64(0), 1], [-4, -3, -2, -1]])
+@pytest.mark.parametrize("call", [hw.patch, hw.ablate])
+def test_a_list_of_as_many_numbers_as_prompts_is_refused_because_it_has_two_meanings(model, call, positions):
+    prompts = CLEAN[:1] * 2
+    options = {"metric": METRIC, "progress": False} | ({"sites": "z"} if call is hw.patch else {"heads": [(0, 1)]})
+    with pytest.raises(InputError, match=r"has two meanings for 2 prompts\. These positions of every prompt: a set"):
+        call(model, prompts, values="zero", positions=positions, **options)
+    each = call(model, prompts, values="zero", positions=[[-2], [-1]], **options)
+    every = call(model, prompts, values="zero", positions={-2, -1}, **options)
+    assert not np.allclose(each.table["effect"].mean(), every.table["effect"].mean())
 
 
 def test_a_list_may_go_on_with_the_corrupted_prompts():

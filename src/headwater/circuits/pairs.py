@@ -35,7 +35,15 @@ from headwater.options import checked_name
 from headwater.patching.edits import LOGITS, CellTable, Indices
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan
-from headwater.patching.prompts import DIRECTIONS, PromptPair, Prompts, prompt_options, read_pairs, side_by_side
+from headwater.patching.prompts import (
+    DIRECTIONS,
+    PromptPair,
+    Prompts,
+    prompt_options,
+    read_pairs,
+    refuse_columns_as_answers,
+    side_by_side,
+)
 from headwater.patching.replacements import Replacement, build_replacement
 from headwater.runs.analysis import Run
 
@@ -154,6 +162,7 @@ def plan_of(
         raise InputError(
             f"The metric {elsewhere[0]!r} reads the residual stream; edges and circuits are measured at the logits."
         )
+    refuse_columns_as_answers(clean, metrics)
     plan = Plan(model, pair, CellTable.unedited(len(pair.base)), metrics, batch_size=batch_size)
     source = build_replacement(model, values, dataset, pair, (), seed)
     refuse_other_kinds(source)

@@ -54,6 +54,7 @@ from headwater.patching.prompts import (
     PromptPair,
     Prompts,
     read_prompt_pair,
+    refuse_columns_as_answers,
     seen_positions,
 )
 from headwater.patching.replacements import Replacement, TensorLike, ValueName, build_replacement
@@ -145,9 +146,10 @@ def patch(
             one), and which rows they are (`place.layer`, `.example`, `.position`, `.head`, ...). The function must
             treat each row independently.
         layers: the layers to patch.
-        positions: the positions to patch; query positions for `pattern`. A mapping names them by role and is resolved
-            in each prompt separately: `{"subject": [" France", " Italy"], "end": "last"}`. The sweep then runs over
-            roles, in the column `role`, and prompts may differ in length, also within a pair. See
+        positions: the positions to patch; query positions for `pattern`: a number, a range, a set, a word, a span
+            (start, stop) without its end, or a list with one of these per prompt ([[3], [5]]). A mapping names them by
+            role and is resolved in each prompt separately: `{"subject": [" France", " Italy"], "end": "last"}`. The
+            sweep then runs over roles, in the column `role`, and prompts may differ in length, also within a pair. See
             `headwater.models.positions`.
         heads: the heads to patch, by number (key-value heads for `k` and `v`) or by names of heads of one layer, as
             "9.2" or (9, 2).
@@ -177,6 +179,7 @@ def patch(
     if method == "attribution" and engine != "auto":
         raise InputError(f"engine={engine!r} was given, but method='attribution' has no engine: leave it out.")
     batch_size, seed, metrics = check_call(model, batch_size), checked_seed(seed), as_metrics(metric)
+    refuse_columns_as_answers(clean, metrics)
     if together is not None:
         options: dict[str, Any] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
         options |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}

@@ -45,7 +45,7 @@ from headwater.options import checked_flag, checked_name, checked_seed, is_one, 
 from headwater.patching.edits import CellTable, CellTemplate, Edit, ReplacementSpec, refuse_too_many_cells
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.plan import Plan, check_call, recorded_roles
-from headwater.patching.prompts import Prompts, read_prompt_pair, seen_positions
+from headwater.patching.prompts import Prompts, read_prompt_pair, refuse_columns_as_answers, seen_positions
 from headwater.patching.replacements import Replacement, TensorLike, ValueName, build_replacement
 from headwater.patching.sweep import ENGINES, Sweep, run_sweep
 
@@ -371,6 +371,7 @@ def ablate(
     checked_name("engine", engine, list(ENGINES))
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     complement, metrics = checked_flag("complement", complement), as_metrics(metric)
+    refuse_columns_as_answers(prompts, metrics)
     # The clean run is the one that is ablated.
     pair = read_prompt_pair(model, prompts, corrupted, "noise", positions=positions)
     one = {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
@@ -29,6 +29,7 @@ from headwater.models.sites import Site, hook_name
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id, spelled_tokens, token_strings
 from headwater.options import shown
 from headwater.patching.edits import ReplacementSpec
+from headwater.patching.metrics import Metric
 
 Prompts: TypeAlias = Inputs
 NAMED_BY_ROLE = (
@@ -99,6 +100,20 @@ def read_table(table: Path | pd.DataFrame) -> tuple[list[Any], list[Any]]:
     if not pairs:
         raise InputError(f"{where} has no rows.")
     return [clean for clean, _ in pairs], [corrupted for _, corrupted in pairs]
+
+
+def refuse_columns_as_answers(table: object, metrics: Iterable[Metric]) -> None:
+    """Refuse a metric whose answer is the name of a column of the table that the prompts come from."""
+    if isinstance(table, Path):
+        columns = {name for _, row in read_rows(table, "pairs of prompts") for name in row}
+    else:
+        columns = set(table.columns) if isinstance(table, pd.DataFrame) else set()
+    named = [one for metric in metrics for one in metric.answers if isinstance(one, str) and one in columns]
+    if named:
+        raise InputError(
+            f"The answer {named[0]!r} is the name of a column of the table: give the column, df[{named[0]!r}], or the "
+            "id of a token of this text."
+        )
 
 
 def _cell(row: Mapping[Any, Any], name: str, where: str) -> Any:
@@ -395,6 +410,17 @@ class Corruption:
         return hook_name("embed"), replace_hook(corrupt)
 
 
+def _refuse_two_meanings(positions: object, n: int) -> None:
+    """Refuse a list of numbers with as many as there are prompts: one for each, or all of them in every prompt."""
+    if not isinstance(positions, list) or len(positions) < 2 or len(positions) not in (n, 2 * n):
+        return
+    if all(isinstance(one, SupportsIndex) for one in positions):
+        raise InputError(
+            f"positions={shown(positions)} has two meanings for {n} prompt{'s' * (n > 1)}. These positions of every "
+            f"prompt: a set, {shown(set(positions))}. One for each prompt: {shown([[one] for one in positions])}."
+        )
+
+
 def read_prompt_pair(
     model: HookedModel,
     clean: Any,
@@ -406,8 +432,11 @@ def read_prompt_pair(
 ) -> PromptPair:
     """Read the prompts of a sweep, as `read_pairs` does, or noise, which may name one of the roles of `positions`."""
     if not isinstance(corrupted, ReplacementSpec):
-        return PromptPair(*read_pairs(model, clean, corrupted, by_role=by_role), direction)
+        first, second = read_pairs(model, clean, corrupted, by_role=by_role)
+        _refuse_two_meanings(positions, len(first))
+        return PromptPair(first, second, direction)
     prompts = read_prompts(model, clean)
+    _refuse_two_meanings(positions, len(prompts))
     if corrupted.kind != "noise":
         raise InputError(
             f"corrupted=hw.{corrupted.kind}(...) makes no corrupted run: give the corrupted prompts, or "
