@@ -296,7 +296,7 @@ def test_the_module_runs_as_the_command():
     ("arguments", "message"),
     [
         (["heads", "gpt2", "--model", "gpt2-xl"], "Too many words: gpt2. Help"),
-        (["reproduce", "mpas"], "Too many words: mpas. Did you mean maps?"),
+        (["reproduce", "mpas"], "There is no 'mpas'; did you mean maps?"),
         (["score", "gpt2", "no", "such"], "found gpt2 no such"),
         (["score", "no-such.txt"], "The file of texts no-such.txt does not exist"),
     ],

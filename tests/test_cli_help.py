@@ -73,8 +73,7 @@ NOT_OFFERED = {
     "detect": {"layer", "cross_fit", "reweighting"},
     "saliency": {"batch_size", "edges", "heads", "pairs", "layers"},
     "patch": {
-        "layers", "batch_size", "engine", "positions", "spans", "heads", "keys", "dataset", "seed", "from_layer",
-        "together",
+        "batch_size", "engine", "spans", "keys", "dataset", "seed", "from_layer", "together",
     },
     "knockout": {"layers", "batch_size", "engine"},
     "edges": {"batch_size", "positions", *PAIRED},
@@ -87,7 +86,7 @@ NOT_OFFERED = {
 """Parameters that a command fills, or leaves to Python: what takes functions, results or objects, and readings that are
 rarely asked for."""
 OWN_DEFAULTS = {
-    "heads": {"multi_token"}, "compare": {"multi_token"}, "relations": {"multi_token"}, "patch": {"sites"},
+    "heads": {"multi_token"}, "compare": {"multi_token"}, "relations": {"multi_token"}, "patch": {"sites", "positions"},
     "detect": {"methods"}, "reproduce pathways": {"methods"}, "reproduce maps": {"templates"},
 }  # fmt: skip
 """Options that are not handed on as they are."""

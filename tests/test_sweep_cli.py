@@ -71,9 +71,51 @@ def test_edges_of_patterns_are_swept_by_key(capsys, monkeypatch):
         "--quiet",
     )  # fmt: skip
     assert code == 0, err
-    rows = [line.split() for line in out.split("strongest\n")[1].strip().splitlines()]
-    assert rows[0] == ["site", "layer", "key", "metric", "examples", "mean"]
-    assert {len(row) for row in rows} == {6}
+    title = "strongest by mean effect (pattern, logit_difference, examples: 1)\n"
+    rows = [line.split() for line in out.split(title)[1].strip().splitlines()]
+    assert rows[0] == ["layer", "key", "mean"]
+    assert {len(row) for row in rows} == {3}
+
+
+TABLE = "clean,corrupted,answer,wrong\nThe capital of France is,The capital of Italy is, Paris, Rome\n"
+TABLE += "The capital of Spain is,The capital of Italy is, Madrid, Rome\n"
+
+
+@pytest.mark.filterwarnings("always:The answers in")
+def test_answers_come_from_columns_of_the_table_and_unused_ones_are_noted(capsys, monkeypatch, tmp_path):
+    (tmp_path / "pairs.csv").write_text(TABLE)
+    given = ("patch", "--pairs", tmp_path / "pairs.csv", "--quiet")
+    code, _, err = run(capsys, monkeypatch, *given, "--answers", "answer", "wrong", "--out", tmp_path / "run")
+    assert (code, err) == (0, "")
+    answers = hw.Sweep.load(tmp_path / "run").run.options["metrics"][0]["answers"]
+    words = [" Paris", " Madrid"], [" Rome", " Rome"]
+    assert answers == [[hw.load().tokenizer.encode(word)[-1] for word in some] for some in words]
+    code, _, err = run(capsys, monkeypatch, *given, *ANSWERS)
+    assert code == 0
+    assert "(answer, wrong) are not used: all pairs are measured with the same tokens" in err
+    code, _, err = run(capsys, monkeypatch, *given, "--answers", "answer", "wron")
+    assert (code, "row 2 has no 'wron'; it has clean, corrupted, answer, wrong." in err) == (2, True)
+    code, _, err = run(capsys, monkeypatch, *given, "--metric", "log-probability", "--answer", "answer")
+    assert (code, err) == (0, "")
+
+
+def test_layers_positions_and_heads_of_a_sweep_are_chosen(capsys, monkeypatch, tmp_path):
+    given = ("patch", *PAIR, *ANSWERS, "--quiet")
+    axes = ("--sites", "z", "--over", "head", "--over", "position")
+    chosen = ("--layers", "1-2", "--layers", "4", "--positions", "-1", "--positions", "2", "--heads", "1")
+    code, _, err = run(capsys, monkeypatch, *given, *axes, *chosen, "--out", tmp_path / "a")
+    assert code == 0, err
+    sweep = hw.Sweep.load(tmp_path / "a")
+    cells = set(zip(sweep.table["head"], sweep.table["position"], strict=True))
+    assert cells == {(1, at) for at in (2, len(sweep.tokens[0]) - 1)}
+    python = hw.patch(
+        hw.load(), PAIR[1], PAIR[3], sites="z", over=["head", "position"], layers=[1, 2, 4], heads=1, positions={2, -1},
+        metric=hw.logit_difference(*ANSWERS[1:]), progress=False,
+    )  # fmt: skip
+    assert sweep.table["effect"].tolist() == pytest.approx(python.table["effect"].tolist(), abs=1e-5)
+    roles = ("--positions", "last", "--positions", " France", "--out", tmp_path / "b")
+    code, _, err = run(capsys, monkeypatch, *given, *roles)
+    assert (code, set(hw.Sweep.load(tmp_path / "b").table["role"])) == (0, {"last", " France"}), err
 
 
 @pytest.mark.parametrize(
@@ -84,6 +126,10 @@ def test_edges_of_patterns_are_swept_by_key(capsys, monkeypatch):
             "no metric 'logit-diff'. Did you mean 'logit-difference'",
         ),
         (["patch", "--clean", "a", "--token", " Paris"], "needs --tokens RIGHT WRONG"),
+        (["patch", *PAIR, "--tokens", " Paris", "--sites", "z"], "--tokens needs two tokens, separated by a space"),
+        (["patch", *PAIR, *ANSWERS, "--layers", "all"], "--layers all is neither a number nor two numbers"),
+        (["patch", *PAIR, "--answers", "right", "wrong"], "name columns of a table: pass it as --pairs"),
+        (["knockout", "--prompt", "The capital is", "--key", "captial", *ANSWERS], "Did you mean ' capital'?"),
         (["patch", *PAIR, *ANSWERS, "--sites", "resid_per"], "no site 'resid_per'. Did you mean 'resid_pre'"),
         (["patch", *PAIR, "--tokens", "Parisian", "Rome"], "a metric needs one token"),
         (

@@ -7,6 +7,7 @@ everything else to stderr. torch and the models are imported only when a command
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -73,6 +74,10 @@ def main() -> None:
 
 
 def _run() -> int:
+    for option, word, another in zip(sys.argv, sys.argv[1:], sys.argv[2:], strict=False):
+        # A token may begin with a hyphen, so that the name of the next option would be taken as a token.
+        if option == "--tokens" and re.fullmatch(r"--[a-z][a-z-]+", another):
+            return _fail(f"--tokens needs two tokens, separated by a space; found {word!r}, then {another}.")
     try:
         command, bound, _ = app.parse_args(sys.argv[1:], exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -94,7 +99,7 @@ def _problem(error: CycloptsError) -> str:
     if isinstance(error, UnusedCliTokensError):
         words, commands = error.unused_tokens or [""], error.app or ()
         near = [] if words[0] in commands else get_close_matches(words[0], commands, n=1)
-        return f"Too many words: {' '.join(words)}." + (f" Did you mean {near[0]}?" if near else "")
+        return f"There is no {words[0]!r}; did you mean {near[0]}?" if near else f"Too many words: {' '.join(words)}."
     if isinstance(error, UnknownOptionError):
         # Compared without the dashes, which would make all options similar.
         option = error.token.keyword or error.token.value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -151,11 +152,16 @@ class MetricOptions:
     """For logit-difference: the right and the wrong token, such as --tokens " Paris" " Rome". Default: none."""
     token: Annotated[str | None, ANY_TEXT] = None
     """For log-probability, probability and rank: the token, such as --token " Paris". Default: none."""
+    answers: tuple[str, str] | None = None
+    """Instead of --tokens: the columns of the table of --pairs with the right and the wrong token of each pair, such as
+    --answers answer wrong. Default: none."""
+    answer: str | None = None
+    """Instead of --token: the column of the table of --pairs with the token of each pair. Default: none."""
     at: Annotated[str, ANY_TEXT] = "last"
     """Position of the metric: last, an index, or words of the prompt."""
 
-    def read(self) -> Metric:
-        """Return the metric that the options specify."""
+    def read(self, pairs: Path | None = None) -> Metric:
+        """Return the metric that the options specify; `pairs` is the table whose columns may contain the answers."""
         from headwater.patching.metrics import METRICS, answers_of
 
         by_name = {key.replace("_", "-"): key for key in METRICS}
@@ -163,11 +169,38 @@ class MetricOptions:
         if name not in by_name:
             raise InputError(f"There is no metric {self.metric!r}.{did_you_mean(name, by_name)}")
         tokens = [*(self.tokens or ()), *([self.token] if self.token is not None else [])]
+        columns = [*(self.answers or ()), *([self.answer] if self.answer is not None else [])]
         needed = {0: "no token", 1: "--token ANSWER", 2: "--tokens RIGHT WRONG"}
         count = len(answers_of(by_name[name]))
-        if len(tokens) != count:
-            raise InputError(f"The metric {name} needs {needed[count]}; found {tokens or 'no token'}.")
-        return METRICS[by_name[name]](*tokens, at=position(self.at))
+        if len(tokens) + len(columns) != count:
+            raise InputError(f"The metric {name} needs {needed[count]}; found {[*tokens, *columns] or 'no token'}.")
+        answers = _answers_in(pairs, columns, bool(tokens)) if columns or (pairs and tokens) else []
+        return METRICS[by_name[name]](*tokens, *answers, at=position(self.at))
+
+
+USUAL_ANSWERS = ("answer", "correct", "right", "wrong", "incorrect")
+"""Names of columns that probably contain answers."""
+
+
+def _answers_in(pairs: Path | None, columns: Sequence[str], other_tokens: bool) -> list[list[Any]]:
+    """Return the answers in some columns of a table of pairs; note columns of answers that are not used."""
+    from headwater.data.rows import read_rows
+
+    if pairs is None:
+        raise InputError(f"--answers and --answer name columns of a table: pass it as --pairs; found {list(columns)}.")
+    rows = list(read_rows(pairs, "pairs of prompts"))
+    for column in columns:
+        if missing := next((number for number, row in rows if row.get(column) is None), None):
+            has = ", ".join(map(str, dict(rows)[missing]))
+            raise InputError(f"{pairs}, row {missing} has no {column!r}; it has {has}.")
+    unread = [name for name in USUAL_ANSWERS if other_tokens and any(name in row for _, row in rows)]
+    if unread:
+        warnings.warn(
+            f"The answers in {pairs} ({', '.join(unread)}) are not used: all pairs are measured with the same tokens. "
+            "--answers RIGHT WRONG names the columns instead.",
+            stacklevel=2,
+        )
+    return [[row[column] for _, row in rows] for column in columns]
 
 
 def changed(options: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -84,6 +85,9 @@ def patch(
     over: list[Axis] | None = None,
     direction: Direction = "denoise",
     values: str = "other run",
+    layers: Annotated[list[str] | None, ANY_TEXT] = None,
+    positions: Annotated[list[str] | None, ANY_TEXT] = None,
+    heads: list[str] | None = None,
     window: Window = None,
     method: Literal["exact", "attribution"] = "exact",
     load: Load = Load(),
@@ -104,17 +108,23 @@ def patch(
         over: The axes to sweep: `key` only for `pattern`, `feature` for a dictionary. All entries of other axes are
             patched at once. Default: layer and head if a site has heads, layer and position otherwise.
         values: The replacement: other run; zero; mean, over the prompts; or resample, from another prompt.
+        layers: Only these layers: --layers 9, or --layers 18-25; repeat for several. Default: all.
+        positions: Only these positions: last, an index, or words of the prompt; repeat for several. With words, each is
+            a role of its own, and the prompts may differ in length. Default: all.
+        heads: Only these heads, by number or, of one layer, by name: --heads 3 --heads 7, or --heads 9.3. Default: all.
         method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
     """
     from headwater.models.sites import sites_called
     from headwater.patching.replacements import replacement_spec
 
-    prompts, metric, layers = pairs.prompts, measured.read(), _window(window)
+    prompts, metric, size = pairs.prompts, measured.read(pairs.pairs), _window(window)
     sites_called(list(sites))  # raises on unknown names before a model is loaded
     replacement_spec(values)
     sweep = hw.patch(
         load.model(model), prompts, pairs.corrupted, sites=cast(Any, list(sites)), metric=metric, over=over,
-        direction=direction, values=cast(Any, values), window=layers, method=method, **run.kept(),
+        direction=direction, values=cast(Any, values), layers=_numbers("--layers", layers),
+        heads=heads and [position(one) for one in heads], positions=_positions(positions), window=size, method=method,
+        **run.kept(),
     )  # fmt: skip
     _report(sweep, run)
 
@@ -197,7 +207,7 @@ def edges(
     """
     from headwater.runs.result import whole_summary
 
-    prompts, metric = pairs.prompts, measured.read()
+    prompts, metric = pairs.prompts, measured.read(pairs.pairs)
     result = hw.edges(
         load.model(model), prompts, pairs.corrupted, metric=metric, senders=senders, receivers=receivers,
         direction=direction, over=over, through=through, seed=seed, hours=hours, **run.kept(), **vars(measuring),
@@ -247,7 +257,7 @@ def circuit(
         useless, reason = changed(search), "only a search uses them. Pass --threshold"
     if useless:
         raise InputError(f"{', '.join(useless)} cannot be used here: {reason}, or leave these out.")
-    prompts, metric = pairs.prompts, measured.read()
+    prompts, metric = pairs.prompts, measured.read(pairs.pairs)
     result: Any
     if search.threshold is not None:
         result = hw.find_circuit(
@@ -274,6 +284,25 @@ def circuit(
         files += [str(chosen.save(run.out / "circuit.parquet")), *write_figure(chosen.plot(), run.out / "circuit")]
     strongest = chosen.table.dropna(subset=["effect"]).sort_values("effect", key=abs, ascending=False)
     _finish(run, about, strongest.head(SHOWN), sentences, files)
+
+
+def _numbers(option: str, texts: list[str] | None) -> list[int] | None:
+    """Return whole numbers, each of them or from one to another: 18-25."""
+    numbers: list[int] = []
+    for text in texts or ():
+        found = re.fullmatch(r"(-?\d+)(?:-(\d+))?", text)
+        if found is None:
+            raise InputError(f"{option} {text} is neither a number nor two numbers such as 18-25.")
+        numbers += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return numbers if texts else None
+
+
+def _positions(texts: list[str] | None) -> Any:
+    """Return the positions of a sweep: one place, several numbers, or several places, each a role."""
+    places = [position(text) for text in texts or ["all"]]
+    if len(places) == 1:
+        return places[0]
+    return set(places) if all(isinstance(one, int) for one in places) else dict(zip(texts or (), places, strict=True))
 
 
 def _window(text: str | None) -> Any:
@@ -310,4 +339,10 @@ def _report(sweep: hw.Sweep, run: RunOptions) -> None:
     output = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows}
     output["files"] = run.write(sweep, "sweep")
     text = [] if run.as_json else sweep.report()
-    report(output, {sweep.run.model: text, "strongest": rows}, run.as_json)
+    # What all rows share comes into the heading, so that the table is narrow.
+    shared = ("site", "metric", "examples")
+    same = [name for name in shared if len({row[name] for row in rows}) == 1]
+    words = [f"examples: {rows[0][name]}" if name == "examples" else str(rows[0][name]) for name in same]
+    plain = [{name: value for name, value in row.items() if name not in same} for row in rows]
+    title = f"strongest by mean effect ({', '.join(words)})" if words else "strongest by mean effect"
+    report(output, {sweep.run.model: text, title: plain}, run.as_json)

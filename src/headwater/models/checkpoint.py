@@ -99,10 +99,10 @@ def from_hub(what: str, files: Sequence[str], revision: str | None = None) -> Pa
         raise ModelError(
             f"The hub's model {name!r} has no revision {revision!r}; check the branch or commit."
         ) from None
-    except OSError as error:
+    except OSError:
         raise ModelError(
-            f"{name!r} is not a folder, is not in the hub's cache, and the hub cannot be reached "
-            f"({type(error).__name__}); give a folder, or fetch it first with `hf download {name}`.{embedded_hint}"
+            f"{name!r} is not a folder, is not in the hub's cache, and the hub cannot be reached; give a "
+            f"folder, or fetch it first with `hf download {name}`.{embedded_hint}"
         ) from None
 
 

@@ -3,7 +3,8 @@
     positions of one prompt   a number (negative counts from the end), a span (start, stop), a range, a set, "last",
                               "first", "all", a word, `occurrence(word, n)` (as text, "word#2"), `characters(...)`,
                               `last_token_of(...)`, a function of the token strings that returns any of these
-    of several prompts        one of these for all, or a list with one per prompt
+    of several prompts        one of these for all, or a list with one per prompt; for several numbers in every prompt
+                              a range or a set: a tuple of two is a span without its end, (-2, -1) is -2 alone
     by role                   a mapping from names to any of these: {"subject": [" France", " Italy"], "end": "last"}
 
 A word is searched for in the text exactly: as whole words first, else as any substring; if a word with a leading space
@@ -21,6 +22,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from headwater.calls import checked_call
@@ -303,12 +305,19 @@ def _named(name: str, prompt: Prompt) -> list[int]:
     if len(spans) != 1:
         near = next((word for word in ENDS if spans == [] and name.strip().casefold() in ALIASES[word]), None)
         which = f"Say which: hw.occurrence({name!r}, 1) to hw.occurrence({name!r}, {len(spans)})."
+        near = near or _nearest_word(name, text)
         hint = which if spans else f"Did you mean {near!r}?" if near else "Give positions instead."
         raise (InputError if spans else AbsentError)(
             f"The text {name!r} {'occurs ' + _times(len(spans)) if spans else 'does not occur'} in the prompt "
             f"{shown(text)}; it must occur exactly once. {hint}"
         )
     return list(token_span(offsets, *spans[0]))
+
+
+def _nearest_word(name: str, text: str) -> str | None:
+    """Return the word of a text that is most like a name, with the space before it; None if none is like it."""
+    near = get_close_matches(name.strip(), re.findall(r"\w+", text), n=1, cutoff=0.7)
+    return next((word for near_word in near for word in (f" {near_word}", near_word) if word in text), None)
 
 
 def _times(count: int) -> str:
