@@ -224,7 +224,7 @@ def test_sets_are_named_as_given_or_by_what_they_hold(models):
     counted = hw.ablate(model, prompts, sets=[{"neurons": listed} for listed in neurons], **options)
     assert counted.table["set"].tolist() == ["9 neurons", "9 neurons #2"]
     assert counted.run.options["sets"][1]["neurons"][0] == [1, 0]
-    assert one.report()[0].startswith("ablation: set head 0.1, head 2.3, mlp 2: ")
+    assert one.report()[0].startswith("Ablating head 0.1, head 2.3, mlp 2 changes the ")
 
 
 def test_sets_are_drawn_a_dot_for_each_with_its_name(models):

@@ -111,7 +111,7 @@ def test_the_curve_its_areas_and_its_placebos_are_those_of_plain_runs(family, by
         assert areas.loc[name, "placebo"] == pytest.approx(np.mean(chance_values), abs=2e-4)
         ends = [areas.loc[name, "placebo_low"], areas.loc[name, "placebo_high"]]
         assert ends == pytest.approx(np.quantile(chance_values, [0.05, 0.95]), abs=2e-4)
-    assert f"CPR {own['cpr']:.3f}" in curve.report()[0]
+    assert f"CPR, its mean over sizes, {own['cpr']:.3f}" in curve.report()[0]
 
 
 @pytest.mark.planted

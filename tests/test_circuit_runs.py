@@ -272,7 +272,7 @@ def test_an_interrupted_run_goes_on_with_the_pairs_that_are_left(tmp_path, monke
         ({"values": "zer"}, "Did you mean"),
         ({"values": hw.noise(1.0)}, "not defined for what a sender adds"),
         ({"dataset": [CLEAN]}, "does not use it"),
-        ({"values": "mean"}, "same tokens"),
+        ({"values": "mean"}, "own activation"),
         ({"placebos": -1}, "placebos"),
         ({"metric": hw.Metric("state", lambda x: x[:, -1, 0], site="resid_post")}, "measured at the logits"),
     ],

@@ -93,7 +93,7 @@ def test_values_of_other_kinds_equal_hooked_runs_with_these_outputs(family, valu
     [
         ({"values": "zero", "method": "eap-ig"}, "come from no run"),
         ({"values": hw.scale(2.0)}, "not defined for what a sender adds"),
-        ({"values": "mean"}, "with the same tokens"),
+        ({"values": "mean"}, "own activation"),
         ({"values": "resample", "dataset": [" Paris"]}, "No other prompt has as many tokens"),
         ({"values": "zero", "dataset": DATASET}, "dataset= was given"),
         ({"values": "nothing"}, "values='nothing'"),

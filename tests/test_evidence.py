@@ -181,7 +181,7 @@ def test_a_relation_whose_words_are_no_tokens_is_a_sentence_with_the_counts(thre
     assert len(found.report()) == 1
     with pytest.raises(InputError, match=r"'capital' must hold \{source\} once"):
         hw.evidence(three_movers, RELATIONS[0], **QUIET | {"template": "capital"})
-    with pytest.raises(InputError, match="has no relation of that name"):
+    with pytest.raises(InputError, match="There is no relation or folder country_to_capitol"):
         hw.evidence(three_movers, "country_to_capitol", **QUIET)
 
 

@@ -147,7 +147,7 @@ def test_files_that_are_not_json_are_refused_with_the_line(tmp_path):
 
 
 def test_folders_that_hold_no_relations_are_refused(tmp_path):
-    assert "does not exist" in refusal(tmp_path / "nowhere")
+    assert f"There is no relation or folder {tmp_path / 'nowhere'}." in refusal(tmp_path / "nowhere")
     assert "holds no relation" in refusal(tmp_path)
     write(tmp_path / "antonyms", "adj_antonym", [["a", "b"]])
     assert "holds adj_antonym.json but no antonyms.json" in refusal(tmp_path)
@@ -210,7 +210,7 @@ def test_tables_that_are_no_relation_are_refused_with_their_row(tmp_path):
     assert "('France',) is not a pair (source, target)" in refusal([("France", "Paris"), ("France",)])
     assert "('France', 3) is not a pair" in refusal([("France", 3)])
     assert "holds no pairs" in refusal({"mine": []})
-    assert "France does not exist, and headwater has no relation of that name" in refusal(["France", "Paris"])
+    assert "There is no relation or folder France" in refusal(["France", "Paris"])
 
 
 def test_a_target_may_be_one_word_or_several():

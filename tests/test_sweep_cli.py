@@ -33,8 +33,8 @@ def test_knockout_of_a_named_token_gives_the_curve_over_layers(checkpoint, capsy
         "--window", "2", "--metric", "log-probability", "--token", " Paris", "--quiet",
     )  # fmt: skip
     assert code == 0, err
-    assert "the strongest of 3 cells is" in out
-    assert "on log probability" in out
+    assert "Of 3 cells, cutting edges at layer " in out
+    assert " changes the log probability most, by " in out
 
 
 PAIR = ("--clean", "The capital of France is", "--corrupted", "The capital of Italy is")

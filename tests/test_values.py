@@ -294,7 +294,7 @@ def is_bidirectional(activation, other, place):
         ("pattern", hw.noise(0.1), InputError, "cannot be added to attention patterns"),
         ("resid_pre", torch.ones(5), InputError, r"tensor given as values is \(5,\); for resid_pre here it must be"),
         ("resid_pre", torch.full((32,), torch.nan), InputError, "NaN or infinity in it"),
-        ("resid_pre", hw.mean([CLEAN]), InputError, "over 1 prompt with the same tokens"),
+        ("resid_pre", hw.mean([CLEAN]), InputError, "over one prompt is its own activation"),
         ("resid_pre", hw.resample([CORRUPTED]), InputError, "cannot be resampled"),
         ("resid_pre", "add", InputError, "values='add' is not one of"),
         ("resid_pre", int, InputError, "is not one of"),

@@ -217,7 +217,7 @@ class Evidence(Result):
             )
         beaten = [row for row in self.ways.to_dict("records") if row["way"] in BASELINES]
         level = [f"{r['way']} ({r['share']:.2f})" for r in beaten if r["heads"] and not r["difference_low"] > 0]
-        why = [f"its share is not clearly greater than that of the heads chosen by {', '.join(level)}"] if level else []
+        why = [f"heads chosen by {' or by '.join(level)} are not clearly worse"] if level else []
         if not all(row["heads"] for row in beaten):
             why.append("no relation of another family could be compared")
         if not ours["p_value"] <= LARGEST_P:

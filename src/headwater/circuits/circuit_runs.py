@@ -25,7 +25,7 @@ from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, circui
 from headwater.circuits.circuit_walk import CircuitRequest, CircuitRunner
 from headwater.circuits.graph import Graph
 from headwater.circuits.result import ByMetric
-from headwater.errors import InputError
+from headwater.errors import InputError, callers_level
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Measures, metric_of_a_claim
@@ -246,7 +246,7 @@ def run_circuits(
 
     result = run_or_resume(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
     for left in gap_sentences(result.table):
-        warnings.warn(left, stacklevel=2)
+        warnings.warn(left, stacklevel=callers_level())
     return result
 
 

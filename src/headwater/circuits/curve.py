@@ -30,7 +30,7 @@ from headwater.circuits import circuit_runs
 from headwater.circuits.circuit import Circuit, circuit_from_edges, describe_graph, graph_of
 from headwater.circuits.circuit_walk import CircuitRequest
 from headwater.circuits.result import RANKED_BY, ByMetric, EdgeEffects, RankName
-from headwater.errors import InputError
+from headwater.errors import InputError, callers_level
 from headwater.models.hooked import HookedModel
 from headwater.options import (
     checked_count,
@@ -112,14 +112,23 @@ class CircuitCurve(ByMetric):
     def report(self) -> list[str]:
         """Return the four numbers of each metric beside their placebos, and the limits of the result."""
         sentences, by = [], self.run.options["by"]
-        words = {"cpr": "CPR", "cmd": "CMD", "log_area": "mean over log size", "least_size": "least size for 0.9"}
+        words = {"cpr": "CPR, its mean over sizes,", "cmd": "CMD, its mean distance from 1,"}
+        words |= {"log_area": "its mean over log size"}
         for metric, part in self.areas().groupby("metric", sort=False):
+            *areas, least = part.to_dict("records")
             parts = [
                 f"{words[row['area']]} {with_interval(row['value'], row['low'], row['high'], '.3f')}"
-                + (f" (random curves: {row['placebo']:.3f})" if np.isfinite(row["placebo"]) else "")
-                for row in part.to_dict("records")
+                + (f" (random circuits: {row['placebo']:.3f})" if np.isfinite(row["placebo"]) else "")
+                for row in areas
             ]
             sentences.append(f"Edges ranked by {by}, faithfulness on {metric}: {'; '.join(parts)}.".replace("_", " "))
+            chance = f" (random circuits: {least['placebo']:.1%})" if np.isfinite(least["placebo"]) else ""
+            value, low, high = (100 * float(least[name]) for name in ("value", "low", "high"))
+            size = with_interval(value, low, high, ".1f", " % of the edges")
+            if np.isfinite(value):
+                sentences.append(f"{size} reach faithfulness 0.9{chance}.".replace("%)", " %)"))
+            else:
+                sentences.append("No circuit of some edges reaches faithfulness 0.9.")
         return [*sentences, *circuit_runs.gap_sentences(self.table), *circuit_runs.discovery_sentences(self.run)]
 
     def __repr__(self) -> str:
@@ -206,7 +215,7 @@ def circuit_curve(
 
     result = run_or_resume(CircuitCurve, "circuit_curve", model, options, work, out=out, seed=seed, progress=progress)
     for left in [*circuit_runs.gap_sentences(result.table), *circuit_runs.discovery_sentences(result.run)]:
-        warnings.warn(left, stacklevel=2)
+        warnings.warn(left, stacklevel=callers_level())
     return result
 
 

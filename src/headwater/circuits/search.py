@@ -248,7 +248,8 @@ class CircuitSearch(Result):
         row, options = whole_summary(self).to_dict("records")[0], self.run.options
         metric = str(row["metric"]).replace("_", " ")
         size = f"{options['threshold']:g}"
-        change = f"cost the answer {size} of {metric}" if options["by"] == "signed" else f"changed {metric} by {size}"
+        is_signed = options["by"] == "signed"
+        change = f"cost the answer {size} of {metric}" if is_signed else f"changed the {metric} by {size}"
         sentences = []
         if row["not_tried"]:
             sentences.append(
@@ -264,10 +265,13 @@ class CircuitSearch(Result):
                 f"{row['left_out']:,} were left out from the start."
             )
         runs = f"{row['runs']:,} run{'s' * (row['runs'] != 1)}"
-        sentences += [
+        left = (
             f"{row['edges']:,} of {len(self.table):,} edges are left ({row['edges_on_a_path']:,} on a path); removing "
-            f"any of them when it was tried {change} or more. {row['removed']:,} were removed and "
-            f"{row['nowhere']:,} led nowhere (on no path), in {runs} of a pair.",
+            f"any of them when it was tried {change} or more."
+        )
+        sentences += [
+            f"{left if row['edges'] else f'No edge is left: removing one never {change}.'} {row['removed']:,} were "
+            f"removed and {row['nowhere']:,} led nowhere (on no path), in {runs} of a pair.",
             f"The circuit alone has faithfulness {with_interval(row['faithfulness'], row['low'], row['high'])} over "
             f"{row['examples']} pair{'s' * (row['examples'] != 1)}{beside_placebos(row)}.",
         ]

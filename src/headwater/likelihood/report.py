@@ -75,9 +75,8 @@ def _by_depth(profile: Profiled) -> str:
     rises = all(a < b for a, b in itertools.pairwise(medians))
     lines = [f"Median Min-K% over {unit} (in nats, higher = less likely seen): {listed}."]
     if len(medians) > 1:
-        lines.append(
-            f"The medians {'rise' if rises else 'do not rise'} at every step; in the published figures they do."
-        )
+        how = "rise at every step, as" if rises else "do not rise at every step, unlike"
+        lines.append(f"The medians {how} in the published figures.")
     tokens = profile.tokens
     if not tokens.empty:
         is_first = tokens["position"] == tokens.groupby("id")["position"].transform("min")

@@ -199,14 +199,20 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     axes = [axis for axis in known if axis in cells and axis not in by_role and pd.notna(best[axis])]
     where = ", ".join(f"{axis} {best[axis]}" for axis in axes)
     there = "back to the clean" if direction == "denoise" else "to the corrupted"
-    of = f"of the way {there} {metric}" if value == "normalized_effect" else f"on {metric}"
     examples, n_cells = int(best["examples"]), len(cells)
     of_pairs = value == "normalized_effect"
     unit = ("pair" if of_pairs else "prompt") + "s" * (examples != 1) + " of prompts" * of_pairs
-    among = f"the strongest of {n_cells} cells is " if n_cells > 1 else ""
-    named = f"{among}{where}: " if where else ""
     size = with_interval(best["mean"], best["low"], best["high"])
-    sentences = [f"{site}: {named}{size} {of}, over {examples} {unit}."]
+    if site in ("ablation", "complement", "edges"):
+        what = f"cutting edges{f' at {where}' * bool(where)}" if site == "edges" else f"ablating {best['set']}"
+        changes = f"changes the {metric}"
+        found = f"of {n_cells} cells, {what} {changes} most, by" if n_cells > 1 else f"{what} {changes} by"
+        found = f"{found[0].upper()}{found[1:]} {size}{f' of the way {there} one' * of_pairs}"
+    else:
+        among = f"the strongest of {n_cells} cells is " if n_cells > 1 else ""
+        of = f"of the way {there} {metric}" if of_pairs else f"on {metric}"
+        found = f"{site}: {f'{among}{where}: ' if where else ''}{size} {of}"
+    sentences = [f"{found}, over {examples} {unit}."]
     if examples < 2:
         sentences.append(f"{site}: one example has no interval, and other examples may differ.")
     elif n_cells > 1:
