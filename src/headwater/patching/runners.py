@@ -698,11 +698,11 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
         for length, listed in zip(product.shape[1:], zip(*(covered for _, covered in alike), strict=True), strict=True):
             at = np.arange(length)[None] if listed[0] is None else np.array(listed) % length
             places = (places[:, :, None] * length + at[:, None]).reshape(len(alike), -1)
-        most = max(1, PRODUCTS_AT_ONCE // max(1, places.shape[1]))
+        most, by_edit = max(1, PRODUCTS_AT_ONCE // max(1, places.shape[1])), to_device(places, product.device)
         for start in range(0, len(index), most):
             part = slice(start, start + most)
-            rows = to_device(cells.example[index[part], None] - first, product.device)
-            there = product.flatten(1)[rows, to_device(places[which[part]], product.device)]
+            rows = to_device(cells.example[index[part]] - first, product.device)
+            there = product.flatten(1)[rows[:, None], by_edit[to_device(which[part], product.device)]]
             total[to_device(index[part], total.device)] += there.sum(1).to(total.device)
     return total
 
