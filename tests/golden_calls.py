@@ -26,7 +26,6 @@ import xxhash
 import headwater as hw
 from headwater.heads.ablation import ablate_heads
 from headwater.heads.dynamic import dynamic_scores
-from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import relation_coverage
 from headwater.heads.weight_maps import composition_scores, singular_vectors
 from headwater.pathways.refusal_rates import refusals
@@ -180,7 +179,6 @@ def small_models(x: Example, edges: Callable[..., hw.EdgeEffects]) -> Calls:
         "completeness": lambda: hw.circuits.completeness(x.model, *pairs, circuit(), sets=2, **asked),
         "minimality": lambda: hw.circuits.minimality(x.model, *pairs, circuit().strongest(3), sets=1, **asked),
         "composition": lambda: composition_scores(x.model, **QUIET),
-        "attention classes": lambda: attention_classes(x.model),
     }
 
 

@@ -19,7 +19,6 @@ from headwater.errors import AgreementWarning, InputError, ModelError, RunFolder
 from headwater.heads import scores
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import classify_heads
-from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import Relation, tokenize_relations
 from headwater.heads.scoring import LEVEL, published_k
 from headwater.models.effective_embedding import bos_token, published_embedding
@@ -96,15 +95,6 @@ def test_norm_gains_are_folded_in_on_request(checkpoint, suite, family):
     naive = naive_scores(open_weights(checkpoint(family)), used, default_k, "mlp0", norm_gain=True)
     columns = [*KEYS, "score", "suppression"]
     pd.testing.assert_frame_equal(heads.table[columns], naive[columns], check_dtype=False, check_exact=False, atol=0.04)
-
-
-def test_what_heads_attend_to_stands_beside_their_categories_on_request(checkpoint, suite, tmp_path):
-    model = hw.load(checkpoint("gpt2"))
-    heads = classify_heads(model, relations=suite, attention=True, rule="published", progress=False, out=tmp_path / "r")
-    expected = attention_classes(model)
-    pd.testing.assert_frame_equal(heads.categories[list(expected.columns)], expected)
-    assert {"categories", "label"} <= set(heads.categories.columns)
-    pd.testing.assert_frame_equal(hw.HeadMap.load(tmp_path / "r").categories, heads.categories)
 
 
 def test_a_llama_is_scored_as_its_transformers_module_says(tmp_path, suite):

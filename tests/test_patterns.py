@@ -8,19 +8,18 @@ from transformer_lens.head_detector import compute_head_attention_similarity_sco
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.heads import patterns
 from headwater.heads.patterns import (
-    ATTENTION_CLASSES,
     BEHAVIOURS,
     attended_keys,
-    attention_classes,
     attention_on,
     repeated_tokens,
     token_kinds,
 )
-from headwater.planted import induction, name_mover
-from headwater.planted.circuits import INDUCTION_HEAD, PREVIOUS_TOKEN_HEAD
+from headwater.planted import induction
 from tests.tiny import tiny_hooked
+
+ATTENTION_CLASSES = ("previous_token", "duplicate_token", "induction")
+"""The behaviours that TransformerLens's detector has."""
 
 
 def keys_of(name, tokens):
@@ -33,25 +32,17 @@ def load(planted):
     return hw.load(planted.model, tokenizer=planted.tokenizer)
 
 
-@pytest.mark.planted
-def test_the_planted_induction_circuit_is_found_and_nothing_else():
-    table = attention_classes(load(induction()), seed=3).set_index(["layer", "head"])
-    called = table.loc[table["attention_class"] != "none", "attention_class"].to_dict()
-    assert called == {PREVIOUS_TOKEN_HEAD: "previous_token", INDUCTION_HEAD: "induction"}
-    assert table.loc[PREVIOUS_TOKEN_HEAD, "previous_token"] > 0.99
-    assert table.loc[INDUCTION_HEAD, "induction"] > 0.99
-
-
-@pytest.mark.planted
-def test_a_model_without_such_heads_has_none():
-    assert set(attention_classes(load(name_mover()))["attention_class"]) == {"none"}
+def scores_of(model, **options):
+    """The scores of `hw.attention_behaviour`: a row per head, a column per behaviour."""
+    found = hw.attention_behaviour(model, copying=False, progress=False, **options).table
+    return found.pivot(index=["layer", "head"], columns="behaviour", values="score")
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
 def test_scores_are_the_detectors_own_up_to_the_queries_that_have_no_such_key(family):
     model = tiny_hooked(family, seed=5)
-    table = attention_classes(model, sequences=4, length=9, seed=11)
+    table = scores_of(model, sequences=4, length=9, seed=11)
     tokens = repeated_tokens(model, 4, 9, 11)
     for name in ATTENTION_CLASSES:
         expected = torch.zeros(model.shape.n_layers, model.shape.n_heads)
@@ -106,7 +97,7 @@ def test_random_sequences_hold_no_special_token_and_repeat_once():
 
 def test_more_sequences_take_no_more_memory_and_none_are_lost_where_it_runs_out(monkeypatch):
     model = tiny_hooked("llama", seed=5)
-    whole = attention_classes(model, sequences=7, length=5)
+    whole = scores_of(model, sequences=7, length=5, batch_size=4)
     run, sizes = type(model).run, []
 
     def short_of_memory(self, tokens, *args, **options):
@@ -116,12 +107,11 @@ def test_more_sequences_take_no_more_memory_and_none_are_lost_where_it_runs_out(
         return run(self, tokens, *args, **options)
 
     monkeypatch.setattr(type(model), "run", short_of_memory)
-    monkeypatch.setattr(patterns, "SEQUENCES_AT_ONCE", 4)
-    parts = attention_classes(model, sequences=7, length=5)
+    parts = scores_of(model, sequences=7, length=5, batch_size=4)
     assert sizes == [4, 2, 2, 3, 1, 2]
     pd.testing.assert_frame_equal(parts, whole, rtol=1e-5)
     with pytest.raises(InputError, match=r"^sequences=10001 must be from 1 to 10000[.]$"):
-        attention_classes(model, sequences=10_001)
+        hw.attention_behaviour(model, sequences=10_001)
 
 
 def test_sequences_shrink_to_the_context_and_a_context_of_three_is_refused():

@@ -18,7 +18,6 @@ from headwater.detection.methods import METHODS
 from headwater.detection.reweighting import Reweighting
 from headwater.errors import ModelError
 from headwater.heads.dynamic import dynamic_scores
-from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import Relation
 from tests.forking import ended, started
 from tests.second_device import Elsewhere, card, move, second_device, split
@@ -76,7 +75,6 @@ ON_TEXTS = {
     "knockout": lambda model: hw.knockout(model, CLEAN, block=("last", (1, 2)), window=1, **METRIC).table,
     "states after a knockout": knocked_out,
     "classify and dynamic scores": dynamic,
-    "attention classes": attention_classes,
     "attention behaviour": lambda model: (
         hw.attention_behaviour(model, CLEAN, sequences=4, length=6, progress=False).table
     ),

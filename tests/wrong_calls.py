@@ -34,7 +34,6 @@ from safetensors.torch import save_file
 import headwater as hw
 from headwater.heads import (
     ablate_heads,
-    attention_classes,
     composition_scores,
     dynamic_scores,
     relation_coverage,
@@ -439,7 +438,6 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             relation_coverage,
             {"relations": [g.relation], "tokenizer": g.model.tokenizer},
         ),
-        "heads.attention_classes": lambda: (attention_classes, {"model": g.model}),
         "heads.salient_operations": lambda: (
             lambda embedding: salient_operations(open_weights(g.model), 1, 0, embedding=embedding),
             {"embedding": "raw"},

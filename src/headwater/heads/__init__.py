@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from headwater.heads.head_map import HeadMap as HeadMap
     from headwater.heads.patterns import BEHAVIOURS as BEHAVIOURS
     from headwater.heads.patterns import Behaviour as Behaviour
-    from headwater.heads.patterns import attention_classes as attention_classes
     from headwater.heads.relations import Relation as Relation
     from headwater.heads.relations import load_relations as load_relations
     from headwater.heads.relations import relation_coverage as relation_coverage

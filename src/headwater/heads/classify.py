@@ -30,7 +30,6 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.heads.categories import RULES, apply_rule, head_categories
 from headwater.heads.head_map import HeadMap
-from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import MultiTokenName, Relations, TokenRelation, load_relations
 from headwater.heads.scores import LayerScorer, margins, relation_table, score_table, suite_pairs
 from headwater.heads.scoring import (
@@ -46,7 +45,7 @@ from headwater.kernels.devices import full_float32, to_device
 from headwater.kernels.ov import OVMaps
 from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.hooked import HookedModel
-from headwater.models.loading import hooked_of, weights_of
+from headwater.models.loading import weights_of
 from headwater.models.weights import LayersAhead, WeightSource
 from headwater.options import checked_flag, checked_name
 from headwater.runs.analysis import Run, run_or_resume
@@ -66,7 +65,6 @@ def classify_heads(
     multi_token: MultiTokenName | None = None,
     norm_gain: bool = False,
     every_excess: bool = False,
-    attention: bool = False,
     device: str | torch.device | None = None,
 ) -> HeadMap:
     """Classify every attention head as algorithmic, knowledge, linguistic, translation, several of these, or none.
@@ -100,8 +98,6 @@ def classify_heads(
             by default gains are left out, as published.
         every_excess: compute `expected`, `excess`, p and q for every head and relation, not only for scores that can
             pass the rule, so that heads can be ranked; several times slower. `margin` is always computed.
-        attention: also run the model on repeated random tokens, and add each head's attention scores (previous token,
-            duplicate token, induction) as columns of `HeadMap.categories`; see `heads.patterns`.
         device: the device for scoring a checkpoint, such as "cpu" or "cuda"; default: a CUDA device if there is one,
             else the CPU. Scores do not depend on it. A loaded model is scored on its own device.
 
@@ -112,8 +108,7 @@ def classify_heads(
     """
     checked_name("rule", rule, RULES)
     k, threshold = checked_scoring(k, threshold, embedding)
-    norm_gain, attention = checked_flag("norm_gain", norm_gain), checked_flag("attention", attention)
-    every_excess = checked_flag("every_excess", every_excess)
+    norm_gain, every_excess = checked_flag("norm_gain", norm_gain), checked_flag("every_excess", every_excess)
     loaded = load_relations(relations)
     weights = weights_of(model, device)
     # The publication keeps items whose target is their source.
@@ -130,7 +125,6 @@ def classify_heads(
         "multi_token": multi_token,
         "norm_gain": norm_gain,
         "every_excess": every_excess,
-        "attention": attention,
     }
 
     def work(run: Run) -> HeadMap:
@@ -140,10 +134,7 @@ def classify_heads(
         layers = scored_layers(weights, usable, options, run, null_from=null_from)
         table = score_table(layers, [relation for relation, _ in usable])
         table = table.assign(**apply_rule(table, rule, threshold))
-        categories = head_categories(table)
-        if attention:
-            categories = categories.merge(attention_classes(hooked_of(model)), on=["layer", "head"])
-        return HeadMap(table, categories, relation_table(tokenized, ks), embeddings, run.record)
+        return HeadMap(table, head_categories(table), relation_table(tokenized, ks), embeddings, run.record)
 
     return run_or_resume(HeadMap, "classify_heads", weights, options, work, out=out, progress=progress)
 

@@ -81,8 +81,7 @@ class HeadMap(Result):
     interval, `loss_p_value` and `loss_q_value`; and `used`, whether the model uses the head for the relation.
     """
     categories: pd.DataFrame
-    """A row per layer and head: `categories`, a tuple of names, and `label`, its name in figures; with `attention=True`
-    also `previous_token, duplicate_token, induction` (0 to 1) and `attention_class`."""
+    """A row per layer and head: `categories`, a tuple of names, and `label`, its name in figures."""
     relations: pd.DataFrame
     """A row per relation: `relation, category, pairs, kept, used, k, note`."""
     embeddings: pd.DataFrame

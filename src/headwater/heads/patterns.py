@@ -25,76 +25,27 @@ from jaxtyping import Bool, Float, Inexact, Int
 from torch import Tensor
 
 from headwater.axes import Pattern, Tokens
-from headwater.calls import checked_call
 from headwater.colors import INK, SETS
 from headwater.errors import InputError, ModelError
 from headwater.heads.relations import load_relations, word_tokens
 from headwater.heads.weight_maps import PIECE
 from headwater.kernels.devices import in_halves, to_device
 from headwater.models.edits import read_hook
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES, sites_named
 from headwater.models.tokens import Batch, token_strings
 from headwater.models.weights import WeightSource
-from headwater.options import checked_count, checked_number, checked_seed
 from headwater.progress import Bar
 from headwater.registry import Registry
 
-ATTENTION_CLASSES = ("previous_token", "duplicate_token", "induction")
-"""The behaviours that TransformerLens's detector has."""
 MOST_SEQUENCES = 10_000
 """With this many, a head's score (0 to 1) has a standard error of at most 0.005, however much sequences differ."""
-SEQUENCES_AT_ONCE = 64
-"""Sequences in one forward pass, so that memory does not grow with their number."""
 PATTERN_FLOATS = 1 << 28
 """Approximate limit on the numbers in the patterns of one forward pass and in what is computed from them."""
 SUMS = ("on", "expected", "variance")
 """Names of the sums over the queries of each sequence, by class and head."""
 POSITION = ("count", "first", "second")
 """Names of the sums over sequences, by head, query and key."""
-
-
-@checked_call
-def attention_classes(
-    model: HookedModel, *, sequences: int = 16, length: int = 24, threshold: float = 0.4, seed: int = 0
-) -> pd.DataFrame:
-    """Score every head as previous-token, duplicate-token and induction head, on repeated random tokens.
-
-    These are three of the behaviours of `attention_behaviour`, without its null.
-
-    Args:
-        model: the model.
-        sequences: number of random sequences, at most 10,000.
-        length: number of tokens before they repeat; fewer if the vocabulary or the context is small.
-        threshold: the smallest score with which a head gets a class.
-        seed: seed of the random tokens.
-
-    Returns:
-        A row per layer and head: `layer, head, previous_token, duplicate_token, induction` (scores, 0 to 1) and
-        `attention_class` (one of these names, or "none").
-
-    Raises:
-        InputError: the model cannot be run, the vocabulary or the context is too small for a repeated sequence, or an
-            option is not a number.
-    """
-    check_model(model)
-    sequences = checked_count("sequences", sequences, most=MOST_SEQUENCES)
-    length = checked_count("length", length, least=2)
-    threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
-    kinds = token_kinds(model)
-    batch = Batch.of(repeated_tokens(model, sequences, length, checked_seed(seed), kinds).tolist(), pad=0)
-    layers = layers_read(model)
-    on = torch.zeros(len(BEHAVIOURS), len(layers), model.shape.n_heads, dtype=torch.double)
-    queries = torch.zeros(len(BEHAVIOURS), dtype=torch.double)
-    for start in range(0, sequences, SEQUENCES_AT_ONCE):
-        for part in pattern_sums(model, batch.rows(start, min(start + SEQUENCES_AT_ONCE, sequences)), kinds):
-            on += part["on"].sum(0, dtype=torch.double)
-            queries += part["queries"].sum(0)
-    scores = dict(zip(BEHAVIOURS, on / queries.clamp(min=1)[:, None, None], strict=True))
-    columns = {name: scores[name].flatten().numpy() for name in ATTENTION_CLASSES}
-    table = heads_of(layers, model.shape.n_heads).assign(**columns)
-    best = table[list(ATTENTION_CLASSES)]
-    return table.assign(attention_class=best.idxmax(axis=1).where(best.max(axis=1) >= threshold, "none"))
 
 
 def layers_read(model: HookedModel) -> tuple[int, ...]:
