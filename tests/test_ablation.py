@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -262,10 +263,10 @@ def test_a_folder_of_another_set_is_refused_and_its_own_is_read(models, tmp_path
         ({"sets": [[(0, 1)]], "mlps": [1]}, "sets= and mlps= were both given"),
         ({"sets": [[(0, 1)], [(0, 1)]]}, "The set 'head 0.1' was given twice"),
         ({"sets": {"a": {"head": [(0, 1)]}}}, "names 'head'. Did you mean 'heads'"),
-        ({"heads": (0, 1)}, r"heads= holds 0: give a list of pairs \(layer, head\)"),
+        ({"heads": [0, 1]}, r"heads= holds 0: give a list of pairs \(layer, head\)"),
         ({"heads": [(0, 1, 2)]}, r"heads= holds \(0, 1, 2\)"),
         ({"neurons": [(0, 48)]}, "There is no neuron 48 in layer 0; they are 0 to 47"),
-        ({"mlps": 1}, "mlps=1: give a list"),
+        ({"mlps": 1.5}, "mlps=1.5: give a list"),
         ({"mlps": range(3), "complement": True}, "The complement of all mlps is empty"),
         ({"heads": [(0, 1)], "values": "zeros"}, "Did you mean 'zero'"),
     ],
@@ -275,6 +276,15 @@ def test_a_set_that_cannot_be_ablated_is_refused_in_one_line(models, options, me
     with pytest.raises(InputError, match=message) as refused:
         hw.ablate(model, some_prompts(5), metric=METRIC, progress=False, **options)
     assert "\n" not in str(refused.value)
+
+
+def test_one_head_and_one_mlp_need_no_list(models):
+    (model, _), prompts = models("llama"), some_prompts(5)
+    one, listed = (
+        hw.ablate(model, prompts, metric=METRIC, progress=False, **options)
+        for options in ({"heads": (1, 2), "mlps": np.int64(2)}, {"heads": [(1, 2)], "mlps": [2]})
+    )
+    assert one.table.equals(listed.table)
 
 
 def test_equal_sets_of_two_names_have_the_same_effects_and_the_report_says_that_they_are_equal(models):

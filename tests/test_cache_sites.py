@@ -393,6 +393,9 @@ def test_patterns_of_chosen_heads_of_a_text_are_drawn_whatever_else_is_kept(llam
     ax = plt.figure().add_subplot()
     assert cache.plot(ax, heads=[(2, 3)]).get_title("left").endswith("head 2.3")
     plt.close("all")
+    assert cache.plot(heads="2.3").get_title("left").endswith("head 2.3")
+    assert [ax.get_title("left") for ax in cache.plot(heads=["2.3", (0, 1)]).axes[:-1]] == ["2.3", "0.1"]
+    plt.close("all")
     with pytest.raises(InputError, match=r"no attention pattern of head \(2, 2\)"):
         cache.plot(heads=[(2, 2)])
     with pytest.raises(InputError, match="2 panels"):

@@ -185,7 +185,7 @@ def test_a_wrong_row_is_reported_with_file_line_and_field(run, checkpoint, tmp_p
         (["heads", "--k", "many"], "Invalid value for --k"),
         (["heads", "--treshold", "1"], "--threshold"),
         (["heads", "--modle", "gpt2"], "No such option: --modle. Did you mean --model?"),
-        (["patch", "--answers", "a"], "No such option: --answers. Did you mean --tokens? Help: headwater patch --help"),
+        (["patch", "--prompts", "a"], "No such option: --prompts. Did you mean --pairs? Help: headwater patch --help"),
         (["lens", "gpt2"], "lens is not a command; in Python it is hw.lens. Help: headwater --help"),
         (["evidence", "gpt2", "--relation", "a"], "No such option: --relation. Help: headwater evidence --help"),
         (["score"], "MODEL-AND-FILE requires an argument"),
@@ -299,6 +299,7 @@ def test_the_module_runs_as_the_command():
         (["reproduce", "mpas"], "There is no 'mpas'; did you mean maps?"),
         (["score", "gpt2", "no", "such"], "found gpt2 no such"),
         (["score", "no-such.txt"], "The file of texts no-such.txt does not exist"),
+        (["evidence", "country_to_capital"], "is a relation: headwater evidence MODEL country_to_capital"),
     ],
 )
 def test_words_that_are_too_many_or_no_file_are_refused(run, arguments, message):

@@ -33,7 +33,8 @@ def test_what_is_said_of_other_names_exists(llama):
 
 def test_none_of_them_is_a_name_or_an_option_of_headwater():
     functions = {name: getattr(hw.HookedModel, name) for name in ("generate", "run", "hooks", "cache")}
-    functions |= {name: getattr(hw, name) for name in ("load", "direct_logit_attribution", "ablate", "classify_heads")}
+    functions |= {name: getattr(hw, name) for name in ("load", "direct_logit_attribution", "ablate", "knockout")}
+    functions["classify_heads"] = hw.classify_heads
     functions["plot"] = hw.Sweep.plot
     owners = {"package": hw, "model": hw.HookedModel, "result": Result, "Cache": hw.Cache, "Circuit": hw.Circuit}
     for place, name in HINTS:

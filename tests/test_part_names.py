@@ -121,6 +121,14 @@ def test_the_command_line_takes_names(monkeypatch, capsys):
         (lambda m: hw.patch(m, *PAIR, sites="z", heads=[(18, 6)], **QUIET), "There is no layer 18"),
         (lambda m: hw.patch(m, *PAIR, sites="z", heads="1.2", layers="x", **QUIET), "layers='x' must be whole numbers"),
         (lambda m: hw.patch(m, *PAIR, sites="z", heads=["1.2", "2.3"], **QUIET), "Name heads of one layer at a time"),
+        (
+            lambda m: hw.patch(m, *PAIR, sites="z", heads=["1.2", "2.3"], **QUIET),
+            "and together= of hw.patch edit heads",
+        ),
+        (
+            lambda m: hw.knockout(m, PAIR[0], block=hw.Edges("last", 1), heads=[(1, 2)], **QUIET),
+            "has no option heads=: heads belong to the edges, as in block=hw.Edges('last', ' France', heads=['9.2'])",
+        ),
         (lambda m: hw.patch(m, *PAIR, sites="z", layers=0, heads="1.2", **QUIET), "leave layers= out"),
         (lambda m: hw.patch(m, *PAIR, sites="k", heads="1.2", **QUIET), "k has key-value heads: give layers=1 and"),
         (

@@ -270,6 +270,8 @@ def test_a_list_of_as_many_numbers_as_prompts_is_refused_because_it_has_two_mean
     with pytest.raises(InputError, match=r"has two meanings for 2 prompts\. These positions of every prompt: a set"):
         call(model, prompts, values="zero", positions=positions, **options)
     each = call(model, prompts, values="zero", positions=[[-2], [-1]], **options)
+    arrays = call(model, prompts, values="zero", positions=[np.array([-2]), np.array([-1])], **options)
+    assert arrays.table["effect"].equals(each.table["effect"])
     every = call(model, prompts, values="zero", positions={-2, -1}, **options)
     assert not np.allclose(each.table["effect"].mean(), every.table["effect"].mean())
 

@@ -154,6 +154,10 @@ ABLATE = {
     "layers layer sites site": "heads=, mlps=, neurons= or features= choose what is ablated, as in mlps=[3]; any other "
     "site is swept by hw.patch(model, prompts, sites=..., values='zero', metric=...)"
 }
+KNOCKOUT = {
+    "heads head": "heads belong to the edges, as in block=hw.Edges('last', ' France', heads=['9.2'])",
+    "key keys query queries": "block= names the edges, as in block=hw.Edges('last', ' France')",
+}
 CLASSIFY = {"layers layer heads head": "all heads are classified; the result's table has their layers and heads"}
 TABLES = {
     "package": PACKAGE,
@@ -167,6 +171,7 @@ TABLES = {
     "cache": CACHE_OPTIONS,
     "direct_logit_attribution": ATTRIBUTION,
     "ablate": ABLATE,
+    "knockout": KNOCKOUT,
     "classify_heads": CLASSIFY,
     "run": RUN,
     "hooks": HOOKS,

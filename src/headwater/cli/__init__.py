@@ -44,7 +44,7 @@ app = App(
     default_parameter=Parameter(negative_iterable=(), negative_none=(), show_default=_default),
 )
 OPTIONS = {
-    "answer": "tokens", "answers": "tokens", "prompts": "pairs", "file": "pairs", "site": "sites", "layer": "layers",
+    "prompts": "pairs", "file": "pairs", "site": "sites", "layer": "layers",
     "output": "out", "graph": "data", "questions": "data",
 }  # fmt: skip
 """Names of options in other tools or commands, and their names here."""
@@ -74,10 +74,11 @@ def main() -> None:
 
 
 def _run() -> int:
-    for option, word, another in zip(sys.argv, sys.argv[1:], sys.argv[2:], strict=False):
+    if "--tokens" in sys.argv:
         # A token may begin with a hyphen, so that the name of the next option would be taken as a token.
-        if option == "--tokens" and re.fullmatch(r"--[a-z][a-z-]+", another):
-            return _fail(f"--tokens needs two tokens, separated by a space; found {word!r}, then {another}.")
+        right, wrong = [*sys.argv[sys.argv.index("--tokens") + 1 :], "", ""][:2]
+        if not wrong or re.fullmatch(r"--[a-z][a-z-]+", wrong):
+            return _fail(f"--tokens needs two tokens, RIGHT WRONG, separated by a space; found only {right!r}.")
     try:
         command, bound, _ = app.parse_args(sys.argv[1:], exit_on_error=False, print_error=False)
     except CycloptsError as error:

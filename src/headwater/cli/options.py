@@ -187,7 +187,9 @@ def _answers_in(pairs: Path | None, columns: Sequence[str], other_tokens: bool) 
     from headwater.data.rows import read_rows
 
     if pairs is None:
-        raise InputError(f"--answers and --answer name columns of a table: pass it as --pairs; found {list(columns)}.")
+        raise InputError(
+            "--answers and --answer name columns of a table of --pairs; for tokens use --tokens or --token."
+        )
     rows = list(read_rows(pairs, "pairs of prompts"))
     for column in columns:
         if missing := next((number for number, row in rows if row.get(column) is None), None):

@@ -38,6 +38,7 @@ from headwater.figures.style import (
 )
 from headwater.figures.sweep import shown as written
 from headwater.models.cache import Cache
+from headwater.models.part_names import read_part
 from headwater.options import checked_count, checked_several, shown
 from headwater.runs.result import DRAWINGS, whole_summary
 
@@ -80,8 +81,13 @@ def plot_cache(
 
 def _chosen(cache: Cache, heads: Any) -> list[tuple[int, int]]:
     """Return heads as pairs (layer, head); raise if the cache does not contain one."""
-    wanted = "pairs (layer, head), such as heads=[(0, 3)]"
-    chosen = [tuple(checked_several("heads", one, wanted)) for one in checked_several("heads", heads, wanted)]
+    wanted = "pairs (layer, head), such as heads=[(0, 3)], or names, such as heads=['0.3']"
+    heads = [heads] if isinstance(heads, str) else checked_several("heads", heads, wanted)
+    named = [read_part(one) if isinstance(one, str) else None for one in heads]
+    chosen = [
+        (part.layer, part.head) if part is not None else tuple(checked_several("heads", one, wanted))
+        for one, part in zip(heads, named, strict=True)
+    ]
     kept = {*product(cache.kept["pattern"].layers if "pattern" in cache.kept else (), cache.heads)}
     if missing := [one for one in chosen if one not in kept]:
         raise InputError(

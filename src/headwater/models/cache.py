@@ -591,7 +591,7 @@ class Cache(TokenizedTexts, Result):
         self,
         ax: Axes | None = None,
         *,
-        heads: Sequence[tuple[int, int]] | None = None,
+        heads: Sequence[tuple[int, int] | str] | str | None = None,
         example: int = 0,
         title: str | None = None,
         figsize: Size | None = None,
@@ -600,8 +600,8 @@ class Cache(TokenizedTexts, Result):
 
         Args:
             ax: where to draw; default: a new figure. Without `heads`, an `ax` shows the mean of all patterns.
-            heads: pairs (layer, head). Each gets a panel; more than 48 get a tile each in one image, by layer and head.
-                Default: all heads kept, or if there are many, the mean of each layer.
+            heads: pairs (layer, head), or names such as "9.2". Each gets a panel; more than 48 get a tile each in one
+                image, by layer and head. Default: all heads kept, or if there are many, the mean of each layer.
             example: the text whose patterns are drawn.
             title: replaces the default title of the figure.
             figsize: width and height of a new figure, in inches.

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeAlias, cast
 
 import pandas as pd
 
@@ -153,8 +153,8 @@ def within(number: int, count: int, what: str, where: str = "", note: str | None
 def parts_of_kind(option: str, requested: Any, sizes: Sizes) -> list[tuple[int, ...]]:
     """Return heads as pairs (layer, head), or MLPs as (layer,), in the requested order; `option` is `heads` or `mlps`.
 
-    `requested` is a name, a list of names, pairs or (for MLPs) layers, or a table of heads with the columns `layer`,
-    `head`; "head 9" is every head of layer 9.
+    `requested` is a name, one pair or layer, a list of names, pairs or (for MLPs) layers, or a table of heads with the
+    columns `layer`, `head`; "head 9" is every head of layer 9.
     """
     kind = option.removesuffix("s")
     advice = "give a list of pairs (layer, head), as [(0, 1), (2, 3)], or of names, as ['0.1', 'L2H3']"
@@ -164,6 +164,8 @@ def parts_of_kind(option: str, requested: Any, sizes: Sizes) -> list[tuple[int, 
         if missing := [name for name in ("layer", "head") if name not in requested.columns]:
             raise InputError(f"heads= has no column {missing[0]!r}: give rows with layer and head, or pairs of them.")
         requested = list(requested[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None))
+    if _is_number(requested) if kind == "mlp" else _is_pair(requested):
+        requested = [requested]
     if not isinstance(requested, str) and (is_one(requested) or has_no_order(requested)):
         raise InputError(f"{option}={shown(requested)}: {advice}.")
     parts: list[tuple[int, ...]] = []
@@ -179,6 +181,16 @@ def parts_of_kind(option: str, requested: Any, sizes: Sizes) -> list[tuple[int, 
         heads = range(sizes.n_heads) if head is None else [head]
         parts += [(i,) for i in layers] if kind == "mlp" else product(layers, heads)
     return parts
+
+
+def _is_pair(head: object) -> bool:
+    """Whether one head is given as a tuple (layer, head)."""
+    return isinstance(head, tuple) and len(head) == 2 and all(map(_is_number, head))
+
+
+def _is_number(one: object) -> bool:
+    # An array has `__index__` too, whatever its shape.
+    return is_one(one) and isinstance(one, SupportsIndex)
 
 
 def head_named(layer: Any, head: Any, sizes: Sizes) -> tuple[int, int]:
@@ -207,7 +219,8 @@ def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None 
     if len(of) > 1:
         raise InputError(
             f"heads={shown(heads)} name heads of layers {', '.join(map(str, of))}: heads= is crossed with layers= "
-            "here. Name heads of one layer at a time."
+            "here. Name heads of one layer at a time; hw.ablate(model, prompts, heads=...) and together= of hw.patch "
+            "edit heads of several layers at once."
         )
     if kv_site is not None and sizes.n_kv_heads < sizes.n_heads:
         raise InputError(

@@ -344,9 +344,9 @@ def ablate(
         corrupted: the other prompt of each pair, for values from the other run; or noise at its embeddings, see
             `hw.patch`.
         metric: see `hw.patch`.
-        heads: the attention heads of one set, as pairs (layer, head). These are query heads, also where they share
-            keys and values.
-        mlps: its MLPs, as layers.
+        heads: the attention heads of one set, as pairs (layer, head) or names ("9.2"), or one of them. These are query
+            heads, also where they share keys and values.
+        mlps: its MLPs, as layers, or one of them.
         neurons: its neurons, as pairs (layer, neuron): the inputs of the MLP's output projection.
         features: its features, as `hw.features(...)` or `hw.load_sae(...)` with `.only([...])`, one or several.
         sets: several sets instead of one: a mapping from names to sets, or a list of sets. A set is a mapping with

@@ -27,7 +27,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import AbsentError, Prompt, Where, checked_roles, needs_length, positions_of, role_in
 from headwater.models.sites import Site, hook_name
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id, spelled_tokens, token_strings
-from headwater.options import shown
+from headwater.options import is_one, shown
 from headwater.patching.edits import ReplacementSpec
 from headwater.patching.metrics import Metric
 
@@ -414,7 +414,8 @@ def _refuse_two_meanings(positions: object, n: int) -> None:
     """Refuse a list of numbers with as many as there are prompts: one for each, or all of them in every prompt."""
     if not isinstance(positions, list) or len(positions) < 2 or len(positions) not in (n, 2 * n):
         return
-    if all(isinstance(one, SupportsIndex) for one in positions):
+    # An array has `__index__` too, whatever its shape.
+    if all(is_one(one) and isinstance(one, SupportsIndex) for one in positions):
         raise InputError(
             f"positions={shown(positions)} has two meanings for {n} prompt{'s' * (n > 1)}. These positions of every "
             f"prompt: a set, {shown(set(positions))}. One for each prompt: {shown([[one] for one in positions])}."
