@@ -170,6 +170,6 @@ def test_salient_operations_of_layer_0_are_of_the_raw_embedding_or_of_what_is_as
     weights = open_weights(model)
     found = {name: heads.salient(0, 3, model=model, embedding=name, sources=3) for name in (None, "raw", "mlp0")}
     pd.testing.assert_frame_equal(found[None], found["raw"])
-    expected = salient_operations(weights, 0, 3, embedding="mlp0", sources=3)
+    expected = salient_operations(weights, [(0, 3)], embedding="mlp0", sources=3).drop(columns=["layer", "head"])
     pd.testing.assert_frame_equal(found["mlp0"], expected)
     assert not found["mlp0"]["sigma"].equals(found["raw"]["sigma"])

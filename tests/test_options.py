@@ -79,7 +79,7 @@ def test_a_caller_without_a_type_checker_is_told_too():
         (hw.Sweep.load, 3),
         (hw.load_depth_graph, 3),
         (lambda k: hw.classify_heads(model, k=k, **quiet), True),
-        (lambda layer: salient_operations(weights, layer, 0), "1"),
+        (lambda layer: salient_operations(weights, [(layer, 0)]), "1"),
         (lambda answer: answer_ids(answer, model.tokenizer, 2, 300), {5, 9}),
         (lambda pairs: hw.Relation("r", None, pairs), {"ja": "nein"}),
         (lambda pairs: hw.Relation("r", None, pairs), ["ja"]),

@@ -27,7 +27,7 @@ def test_gains_and_targets_equal_those_of_the_whole_product(family, embedding):
         of_head = factors.W_V[factors.value_head(head)], factors.W_O[head]
         (found,) = gains_of_heads(weights, [of_head], embedding, piece=37)
         torch.testing.assert_close(found.double(), sigma, rtol=1e-4, atol=1e-6)
-        table = salient_operations(weights, layer, head, embedding=embedding, sources=6, targets=4)
+        table = salient_operations(weights, [(layer, head)], embedding=embedding, sources=6, targets=4)
         order = sigma.argsort(descending=True)[:6]
         assert table.groupby("rank")["source_id"].first().tolist() == order.tolist()
         logits = x[order] @ product @ weights.unembedding().double()
@@ -43,7 +43,7 @@ def test_a_planted_head_is_salient_about_its_sources_and_shows_its_targets():
     colour = (("grass", ("green",)), ("snow", ("white",)))
     planted = plant_relations({(1, 2): [implements(capital), suppresses(colour)]}, first_mlp=True, n_kv_heads=2)
     weights = open_weights(hw.load(planted.model, tokenizer=planted.tokenizer))
-    table = salient_operations(weights, 1, 2, embedding="mlp0", sources=5, targets=1).set_index(["source", "sign"])
+    table = salient_operations(weights, [(1, 2)], embedding="mlp0", sources=5, targets=1).set_index(["source", "sign"])
     assert set(table.index.get_level_values("source")) == {" France", " Italy", " Spain", " grass", " snow"}
     for source, (target,) in capital:
         assert table.loc[(f" {source}", "writes"), "target"] == f" {target}"
@@ -54,4 +54,4 @@ def test_a_planted_head_is_salient_about_its_sources_and_shows_its_targets():
 def test_a_head_that_does_not_exist_is_refused():
     weights = open_weights(tiny_hooked("gpt2"))
     with pytest.raises(InputError, match="There is no layer 3; they are 0 to 2"):
-        salient_operations(weights, 3, 0)
+        salient_operations(weights, [(3, 0)])

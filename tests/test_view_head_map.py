@@ -8,7 +8,7 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
-from headwater.heads.card import salient_of_heads, salient_operations
+from headwater.heads.card import salient_operations
 from headwater.models.weights import open_weights
 from headwater.views.maps import CARDS, FLAGS, heads_with_cards
 from tests import chance
@@ -76,13 +76,13 @@ def test_with_its_model_cards_say_what_each_head_writes_and_suppresses():
 
 def test_several_heads_at_once_write_what_each_writes_by_itself():
     weights, heads = open_weights(embedded()), [(2, 1), (0, 0), (2, 5)]
-    together = salient_of_heads(weights, heads, embedding="mlp0", sources=4, targets=3)
+    together = salient_operations(weights, heads, embedding="mlp0", sources=4, targets=3)
     for layer, head in heads:
-        alone = salient_operations(weights, layer, head, embedding="mlp0", sources=4, targets=3)
+        alone = salient_operations(weights, [(layer, head)], embedding="mlp0", sources=4, targets=3)
         rows = together[(together["layer"] == layer) & (together["head"] == head)]
-        pd.testing.assert_frame_equal(rows.drop(columns=["layer", "head"]).reset_index(drop=True), alone)
-    assert salient_of_heads(weights, []).empty
-    assert list(salient_of_heads(weights, []).columns) == list(together.columns)
+        pd.testing.assert_frame_equal(rows.reset_index(drop=True), alone)
+    assert salient_operations(weights, []).empty
+    assert list(salient_operations(weights, []).columns) == list(together.columns)
 
 
 def test_of_a_large_model_the_classified_heads_have_cards_first():

@@ -439,7 +439,7 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             {"relations": [g.relation], "tokenizer": g.model.tokenizer},
         ),
         "heads.salient_operations": lambda: (
-            lambda embedding: salient_operations(open_weights(g.model), 1, 0, embedding=embedding),
+            lambda embedding: salient_operations(open_weights(g.model), [(1, 0)], embedding=embedding),
             {"embedding": "raw"},
         ),
         "heads.composition_scores": lambda: (composition_scores, {"model": g.model, **QUIET}),

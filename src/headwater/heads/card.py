@@ -190,46 +190,29 @@ Factors: TypeAlias = tuple[Float[Tensor, "d_model d_head"], Float[Tensor, "d_hea
 @checked_call
 def salient_operations(
     weights: WeightSource,
-    layer: int | HeadName,
-    head: int | None = None,
-    *,
-    embedding: EmbeddingName = "raw",
-    sources: int = 15,
-    targets: int = 5,
-) -> pd.DataFrame:
-    """Return a head's salient tokens, those with the strongest output, and the tokens that it maps them to.
-
-    Args:
-        weights: the model's parameters.
-        layer: the head's layer, or the head itself as "9.2" or (9, 2).
-        head: the head's index, if `layer` is a layer.
-        embedding: the head's input: "raw", "mlp0", "embed+mlp0" or "layer0".
-        sources: number of salient tokens.
-        targets: number of written and of suppressed tokens to list for each.
-
-    Returns:
-        A row per source, sign and place: `rank` of the source (from 1), `sigma` (the norm of the head's output over
-        the norm of its input), `source, source_id`, `sign` ("writes", "suppresses"), `place` (from 1), `target,
-        target_id`, `logit`.
-
-    Raises:
-        InputError: the head or the embedding does not exist, or less than one token is requested.
-    """
-    table = salient_of_heads(
-        weights, [head_named(layer, head, weights.shape)], embedding=embedding, sources=sources, targets=targets
-    )
-    return table.drop(columns=["layer", "head"])
-
-
-def salient_of_heads(
-    weights: WeightSource,
     heads: Sequence[HeadName],
     *,
     embedding: EmbeddingName = "raw",
     sources: int = 15,
     targets: int = 5,
 ) -> pd.DataFrame:
-    """Return `salient_operations` of several heads, with columns `layer, head`; the vocabulary is read once."""
+    """Return the salient tokens of heads, those with the strongest output, and the tokens that a head maps them to.
+
+    Args:
+        weights: the model's parameters; the vocabulary is read once for all heads.
+        heads: heads as "9.2" or (9, 2).
+        embedding: the input of the heads: "raw", "mlp0", "embed+mlp0" or "layer0".
+        sources: number of salient tokens of a head.
+        targets: number of written and of suppressed tokens to list for each.
+
+    Returns:
+        A row per head, source, sign and place: `layer, head`, `rank` of the source (from 1), `sigma` (the norm of the
+        head's output over the norm of its input), `source, source_id`, `sign` ("writes", "suppresses"), `place` (from
+        1), `target, target_id`, `logit`.
+
+    Raises:
+        InputError: a head or the embedding does not exist, or less than one token is requested.
+    """
     checked_name("embedding", embedding, KINDS)
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)
     places = [head_named(name, None, weights.shape) for name in heads]

@@ -16,7 +16,6 @@ from headwater.heads.card import (
     HeadCard,
     behaviour_of_head,
     relations_of_head,
-    salient_of_heads,
     salient_operations,
 )
 from headwater.heads.categories import CATEGORIES, SAYS, UNCLASSIFIED, by_sign, label_counts
@@ -320,7 +319,8 @@ class HeadMap(Result):
         """
         layer, head = head_named(layer, head, self._sizes)
         kind = self.read_by(layer) if embedding is None else embedding
-        return salient_operations(self._weights(model), layer, head, embedding=kind, sources=sources, targets=targets)
+        options: dict[str, Any] = {"embedding": kind, "sources": sources, "targets": targets}
+        return salient_operations(self._weights(model), [(layer, head)], **options).drop(columns=["layer", "head"])
 
     def salient_of(
         self,
@@ -347,8 +347,8 @@ class HeadMap(Result):
         tables = []
         for kind in dict.fromkeys(self.read_by(layer) for layer, _ in places):
             alike = [place for place in places if self.read_by(place[0]) == kind]
-            tables.append(salient_of_heads(weights, alike, embedding=kind, sources=sources, targets=targets))
-        return pd.concat(tables, ignore_index=True) if tables else salient_of_heads(weights, [])
+            tables.append(salient_operations(weights, alike, embedding=kind, sources=sources, targets=targets))
+        return pd.concat(tables, ignore_index=True) if tables else salient_operations(weights, [])
 
     def read_by(self, layer: int) -> EmbeddingName:
         """Return the name of the effective embedding with which a layer's heads are scored."""
