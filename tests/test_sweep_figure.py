@@ -92,6 +92,17 @@ def test_a_sweep_over_layers_is_a_curve_with_an_interval():
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("Layer", "Effect on logit difference")
 
 
+def test_heads_whose_order_means_nothing_are_not_joined_and_no_tick_is_beyond_the_last_layer():
+    sweep = made(n_examples=6)
+    table = sweep.table[sweep.table["position"] == 1].drop(columns="position")
+    ax = Sweep(table, RUN, ()).plot()
+    assert ax.lines[-1].get_linestyle() == "-"
+    assert ax.get_xlim() == (-0.5, table["layer"].max() + 0.5)
+    heads = Sweep(table.rename(columns={"layer": "head"}), RUN, ()).plot()
+    assert heads.lines[-1].get_linestyle() == "None"
+    assert "band" not in heads.get_title(loc="left")
+
+
 def test_layers_that_cannot_see_the_edges_are_gaps_in_the_curve():
     sweep = made(n_examples=2)
     table = sweep.table[sweep.table["position"] == 1].drop(columns="position")

@@ -251,7 +251,8 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
         ax.set_yticks(range(len(summary)), [f"{name} ({edges:,})" for name, edges in names])
         ax.invert_yaxis()
         ax.set_xlabel(label(f"Faithfulness on {name.replace('_', ' ')}"))
-        ax.set_title(model_title(runs.run, "circuits alone (bars: random circuits)"))
+        bars = " (bars: random circuits)" * bool(table["placebo"].notna().any())
+        ax.set_title(model_title(runs.run, f"circuits alone{bars}"))
     return ax
 
 

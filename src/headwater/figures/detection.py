@@ -168,7 +168,11 @@ def plot_probe_fit(fit: ProbeFit, ax: Axes | None = None) -> Axes:
         if table["control_auc"].notna().any():
             ax.plot(layers, table["control_auc"], color=FAINT, linestyle=DASHED, label="AUC of control tasks")
         ax.set_ylim(min(-0.1, float(table["selectivity_low"].min(skipna=True) or 0) - 0.02), 1.03)
+        for y, text in ((0.5, "chance AUC"), (0.0, "no selectivity")):
+            at = ("axes fraction", "data")
+            ax.annotate(text, (1.02, y), xycoords=at, fontsize="small", va="center")
         whole_numbers(ax.xaxis)
-        ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel="AUC, or difference of accuracies")
+        ax.set_xlim(layers.min() - 0.5, layers.max() + 0.5)  # no tick beyond the last layer
+        ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel="AUC; selectivity")
         legend_above(ax, 2, model_title(fit.run, f"probes of {fit.site} (n = {int(table['rows'].iloc[0]):,})"))
     return ax

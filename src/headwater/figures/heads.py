@@ -486,6 +486,8 @@ MAPS = {
 }
 ROLE_LOOKS = {"source": (ORANGE, "s"), "last": (BLUE, "o")}
 OURS = "named", "named together"
+IN_FULL = {"largest effect, first half": "head with the largest effect on the first half,"}
+"""Ablated heads by the name that the figure gives them, if it is not that of the table."""
 
 
 @DRAWINGS.add(EvidenceSuite)
@@ -546,12 +548,13 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
         rows, y = result.cost.iloc[::-1], range(len(result.cost))
         both = list(zip(rows["what"], rows["heads"], strict=True))
         # Heads that are ablated together are listed one by one in the rows above.
+        both = [(IN_FULL.get(what, what), heads) for what, heads in both]
         names = [what if not heads or "," in heads else f"{what} {heads}" for what, heads in both]
-        colors = [FAINT if what.startswith("random") else BLUE if what in OURS else ORANGE for what, _ in both]
+        colors = [FAINT if what.startswith("random") else BLUE if what in OURS else ORANGE for what in rows["what"]]
         cost.hlines(y, rows["low"], rows["high"], color=colors, lw=1.2)
         cost.scatter(rows["cost"], y, c=colors, s=14)
         cost.axvline(0, color=FAINT, lw=0.6)
-        cell_ticks(cost.yaxis, y, ticks(names))
+        cell_ticks(cost.yaxis, y, ticks(names, 60))
         cost.set(xlabel="Logits lost", title="cost of ablation")
         set_figure_title(figure, label(evidence_title(result)))
     return figure
@@ -577,9 +580,11 @@ def _evidence_map(table: pd.DataFrame, column: str, ax: Axes) -> None:
     limit = largest(grid)
     edges = [np.arange(n + 1) - 0.5 for n in grid.shape]
     ax.set_facecolor(UNSEEN)
-    mesh = ax.pcolormesh(
-        *edges[::-1], np.ma.masked_invalid(grid), cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True
+    # Attention is never negative.
+    scale: dict[str, Any] = (
+        {"cmap": "Blues", "vmin": 0} if column == "attention" else {"cmap": DIVERGING, "vmin": -limit}
     )
+    mesh = ax.pcolormesh(*edges[::-1], np.ma.masked_invalid(grid), vmax=limit, rasterized=True, **scale)
     ax.set(xlabel="Layer", ylabel="Head")
     whole_numbers(ax.xaxis, ax.yaxis)
     color_bar(mesh, ax)

@@ -74,6 +74,8 @@ CURVE = SETS[0][0]
 NARROWEST, WIDEST = 2.8, 9.0
 TOKEN = 0.13
 """Inches per token along an axis."""
+UNORDERED = ("head", "kv_head", "feature")
+"""Axes whose order means nothing: their places are not joined by lines."""
 NAMED = ("set", *ROLES)
 """Axes whose places have names instead of numbers."""
 
@@ -228,7 +230,7 @@ def _seen(part: pd.DataFrame, name: Any, fixed: dict[str, object]) -> str:
     settings += "".join(f", {LABELS.get(column, column).lower()} {index}" for column, index in fixed.items())
     for column, before in (("values", ""), ("window", "window ")):
         settings += "".join(f", {before}{one}" for one in (part[column].unique() if column in part.columns else ()))
-    band = "; 95 %" if axes == ["set"] else "; band: 95 %" if len(axes) == 1 else ""
+    band = "" if len(axes) != 1 else "; 95 %" if axes[0] in ("set", *UNORDERED) else "; band: 95 %"
     counted = f" (n = {_counts(part, axes)}{band})" if part["example"].nunique() > 1 else ""
     return f"{TITLES.get(name[0], name[0])}{settings}{counted}"
 
@@ -266,10 +268,15 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sw
     summary = summarize(part, columns, measure, 0.95, 0).sort_values(axis)
     places = summary[axis].to_numpy(dtype=float)
     ax.axhline(0, color=FAINT, linewidth=0.6)
+    is_ordered = axis not in UNORDERED
     if summary["low"].notna().any():
         bounds = summary["low"].to_numpy(dtype=float), summary["high"].to_numpy(dtype=float)
-        ax.fill_between(places, *bounds, color=CURVE, alpha=0.18, linewidth=0)
-    ax.plot(places, summary["mean"], color=CURVE, marker="o", markersize=2.6)
+        if is_ordered:
+            ax.fill_between(places, *bounds, color=CURVE, alpha=0.18, linewidth=0)
+        else:
+            ax.vlines(places, *bounds, color=CURVE, alpha=0.4, linewidth=2)
+    line = "-" if is_ordered else "none"
+    ax.plot(places, summary["mean"], color=CURVE, marker="o", markersize=2.6, linestyle=line)
     missing = summary["mean"].isna().to_numpy()
     for i, place in enumerate(places[missing]):
         look: dict[str, Any] = {"facecolor": UNSEEN, "edgecolor": HATCH, "hatch": "//////", "linewidth": 0}
@@ -282,6 +289,9 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sw
         cell_ticks(ax.xaxis, places, names, rotation=60, ha="right", rotation_mode="anchor")
     else:
         whole_numbers(ax.xaxis)
+        # No tick beyond the last layer, but some room beside a few features with large numbers.
+        room = max(0.5, 0.02 * (places.max() - places.min()))
+        ax.set_xlim(places.min() - room, places.max() + room)
         ax.set_xlabel(LABELS[axis])
     ax.set_ylabel(label)
 
