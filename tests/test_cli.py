@@ -210,7 +210,7 @@ def test_another_runs_folder_is_refused_and_kept(run, checkpoint, suite, tmp_pat
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_an_interrupt_says_that_the_same_command_continues_and_it_does(run, checkpoint, suite, tmp_path, monkeypatch):
+def test_an_interrupt_before_the_first_piece_says_that_nothing_is_saved(run, checkpoint, suite, tmp_path, monkeypatch):
     command = ["heads", checkpoint("llama"), "--relations", suite, "--out"]
     run(*command, tmp_path / "whole")
 
@@ -221,7 +221,7 @@ def test_an_interrupt_says_that_the_same_command_continues_and_it_does(run, chec
         patch.setattr(scores, "score_layer", interrupted)
         code, printed, error = run(*command, tmp_path / "parts")
     assert (code, printed) == (130, "")
-    assert f"Interrupted. The same command continues from {tmp_path / 'parts'}." in error
+    assert f"Interrupted. Nothing is saved in {tmp_path / 'parts'} yet." in error
     assert run(*command, tmp_path / "parts")[0] == 0
     for file in (tmp_path / "whole").iterdir():
         if file.name != "run.json":

@@ -88,10 +88,14 @@ def _run() -> int:
         return command(*bound.args, **bound.kwargs) or 0
     except HeadwaterError as error:
         return _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         out = bound.arguments.get("out") or bound.arguments.get("run", RunOptions()).out
         note = "Nothing was saved; with --out FOLDER a run can be resumed."
-        screen.print(f"\nInterrupted. {f'The same command continues from {out}.' if out else note}")
+        if out:
+            # As the interrupted call says (`headwater.calls`).
+            empty = "Nothing is saved" in str(error)
+            note = f"Nothing is saved in {out} yet." if empty else f"The same command continues from {out}."
+        screen.print(f"\nInterrupted. {note}")
         return INTERRUPTED
 
 

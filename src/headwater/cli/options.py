@@ -284,7 +284,9 @@ def show(lines: Sequence[Any], console: Console) -> None:
     for name in names:
         widths = [0 if isinstance(row[name], list | tuple) else len(_cell(row[name])) for row in lines]
         is_number = not any(isinstance(row[name], str | list | tuple) for row in lines)
-        table.add_column(name.replace("_", " "), justify="right" if is_number else "left", min_width=max(widths))
+        # In a narrow terminal a long heading is wrapped, not cut.
+        options: dict[str, Any] = {"justify": "right" if is_number else "left", "overflow": "fold"}
+        table.add_column(name.replace("_", " "), min_width=max(widths), **options)
     for row in lines:
         table.add_row(*(_cell(row[name]) for name in names))
     console.print(table, soft_wrap=False)
