@@ -351,7 +351,7 @@ def test_a_name_is_refused_before_anything_is_loaded(run, monkeypatch, tmp_path)
     def load(*_, **__):
         raise InputError("a model is loaded")
 
-    monkeypatch.setattr("headwater.models.loading.embedded_folder", load)
+    monkeypatch.setattr("headwater.models.checkpoint.embedded_folder", load)
     prompts = ["--clean", "a", "--corrupted", "b", "--tokens", " a", " b"]
     for command, name in [
         (["patch", *prompts, "--sites", "resid_per"], "resid_per"),

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.errors import InputError, InterventionError, ModelError
+from headwater.errors import InputError, InterventionError
 from tests.plain_hooks import hooked_points, random_texts
-from tests.tiny import FEW, tiny_hooked, tiny_model, tiny_tokenizer
+from tests.tiny import FEW, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(params=[*FEW, "gemma3"])
@@ -237,12 +237,3 @@ def test_what_cannot_stand_for_an_activation_is_refused_and_leaves_no_hook(llama
     with pytest.raises(InterventionError, match=r"A hook at blocks.1.hook_resid_post was given \(1, \d, 32\)"):
         llama.run("the capital", [("blocks.1.hook_resid_post", edit)])
     assert hooked_points(llama) == before
-
-
-def test_analyses_of_a_model_in_training_mode_are_refused():
-    model = tiny_hooked("gpt2")
-    model.raw.train()
-    with pytest.raises(ModelError, match=r"is in training mode .*: call \.eval\(\) on it first"):
-        hw.patch(model, " see the big cat", sites="z", values="zero", metric=hw.probability(" cat"), progress=False)
-    model.raw.eval()
-    hw.patch(model, " see the big cat", sites="z", values="zero", metric=hw.probability(" cat"), progress=False)

@@ -100,7 +100,7 @@ FEWER = ("object", "array")
 """Of functions that take long."""
 LONGEST = 1500
 """The most characters of a message that is still read."""
-SIDE_BY_SIDE = "Choose prompts that differ token for token.\n"
+SIDE_BY_SIDE = "prompts that differ token for token.\n"
 """What follows is a table of two tokenizations, on lines of their own."""
 
 

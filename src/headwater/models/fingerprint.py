@@ -426,6 +426,14 @@ class KnownModules:
             return [*values, {UNKNOWN: f"{', '.join(unnamed[:SHOWN])}{more}"}]
         return values
 
+    def have_other_hooks(self) -> bool:
+        """Return whether a module has other hooks of torch than at load."""
+        if self.as_loaded() is not None:
+            return False
+        held = ((self._before.get(path), _held(module)) for path, module in _modules(self._raw))
+        nothing = Held(torch.nn.Module, {}, {}, {})
+        return any(next(_other_hooks(before or nothing, now), None) for before, now in held)
+
     def _other_forwards(self) -> list[type]:
         return [kind for kind, forward in self._forwards.items() if getattr(kind, "forward", None) is not forward]
 

@@ -32,7 +32,6 @@ from headwater.errors import InputError, InterventionError, UnknownNameError, di
 from headwater.foreign_names import missing
 from headwater.kernels.devices import to_device
 from headwater.models import cache_collection, generation
-from headwater.models.bridge_check import evaluation_mode
 from headwater.models.edits import (
     REPORT,
     Attached,
@@ -219,17 +218,17 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         These are the attached hooks of `with model.hooks(...)` that may edit; other changes to the model since it was
         loaded (`headwater.models.fingerprint`); and the rules of its generation config. Another thread's hooks are not
         included: this property waits until that thread has finished.
-
-        Raises:
-            ModelError: the model is in training mode.
         """
         with self.lock:
             acting: dict[str, object] = {MODEL_HOOKS: self._attachments.edits()}
-            if changed := self._modules.alterations():
-                evaluation_mode(self)
-            acting[PAST_HOOKS] = changed
+            acting[PAST_HOOKS] = self._modules.alterations()
         acting["generation_config"] = settings(self.raw, TOKEN_RULES)
         return {option: what for option, what in acting.items() if what}
+
+    @property
+    def has_torch_hooks(self) -> bool:
+        """Whether a module has hooks of torch that it did not have when the model was loaded."""
+        return self._modules.have_other_hooks()
 
     @contextlib.contextmanager
     def hooks(self, hooks: Iterable[Hook | PromptHook]) -> Iterator[None]:

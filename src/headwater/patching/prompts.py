@@ -33,8 +33,8 @@ from headwater.patching.metrics import Metric
 
 Prompts: TypeAlias = Inputs
 NAMED_BY_ROLE = (
-    "If the words have different numbers of tokens, name positions by role, as in positions={'subject': "
-    "hw.last_token_of((' Rome', ' New York')), 'end': 'last'}; or else choose "
+    "If the words have different numbers of tokens, name roles: positions={'subject': "
+    "hw.last_token_of((' Rome', ' New York')), 'end': 'last'}; or choose "
 )
 
 
