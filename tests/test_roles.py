@@ -249,7 +249,7 @@ def test_roles_that_are_not_there_are_refused_by_name(where, message):
         ({"positions": {"a": [(" the cat", " big"), " is"]}}, "hw.last_token_of"),
         ({"positions": {"a": [" France", " Paris", " Italy"]}}, "one entry per prompt; 3 were given for 2"),
         ({"positions": {"a": "last", "b": ({3}, "last")}}, "which are two different tokens"),
-        ({"positions": "last"}, "name positions by role, as in positions={'subject': hw.last_token_of("),
+        ({"positions": "last"}, "name roles: positions={'subject': hw.last_token_of("),
         ({"positions": ROLES, "window": {"position": 2}}, "roles have none"),
         ({"positions": ROLES, "spans": "each"}, "token by token"),
         ({"positions": "last", "spans": "token by token"}, "is for positions by role"),
