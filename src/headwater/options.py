@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -60,6 +60,12 @@ def is_one(value: Any) -> bool:
     except TypeError:  # a tensor without axes is an Iterable, and fails only here
         return True
     return False
+
+
+def is_index(value: object) -> bool:
+    """Return whether a value is one whole number of any library."""
+    # An array has `__index__` too, whatever its shape.
+    return is_one(value) and isinstance(value, SupportsIndex)
 
 
 def one_or_several(value: Any) -> list[Any]:
@@ -202,9 +208,10 @@ def checked_path(option: str, value: object) -> Path:
 
 def checked_number(option: str, value: Any, above: float, below: float = float("inf"), up_to: bool = False) -> float:
     """Return a number, of any library, between two others; with `up_to` it may equal the second."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not (above < value < below or (up_to and value == below)):
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if not is_number or not (above < number < below or (up_to and number == below)):
         limit = f"above {above:g}" if below == float("inf") else f"between {above:g} and {below:g}"
         limit = f"above {above:g} and at most {below:g}" if up_to else limit
         raise InputError(f"{option}={shown(value)} must be a number {limit}.")
-    return float(value)
+    return float(number)

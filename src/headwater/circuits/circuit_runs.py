@@ -138,10 +138,8 @@ class CircuitRuns(ByMetric):
         table, name = self.table, _chosen(self.table, "circuit", circuit)
         if other is not None:
             refuse_other_measure("other", other.run, self.run)
-            if (
-                other.run.options["circuits"][_chosen(other.table, "circuit", circuit)]
-                != (self.run.options["circuits"][name])
-            ):
+            other_name = _chosen(other.table, "circuit", circuit)
+            if other.run.options["circuits"][other_name] != self.run.options["circuits"][name]:
                 raise InputError(f"other= ran another circuit than {name}: run the same one with other values.")
         # Indices of the run's prompts on which this circuit was chosen; None if these prompts are unknown.
         chosen_on = self.run.options["discovery"].get(name)
@@ -155,7 +153,7 @@ class CircuitRuns(ByMetric):
         held_out = None if discovery is None else np.delete(effect, list(discovery))
         notes = notes_of_few(len(drawn), self.run.options.get("placebos", 0), "random circuits")
         notes += notes_of_seen(discovery or (), "circuit")
-        others = None if other is None else _effects(other.table, _chosen(other.table, "circuit", circuit), metric)[0]
+        others = None if other is None else _effects(other.table, other_name, metric)[0]
         evidence = ClaimEffects(effect, drawn, others, effects.T, held_out)
         what = f"The circuit {plain_text(name)} of {int(table.loc[table['circuit'] == name, 'edges'].iloc[0]):,} edges"
         if len(drawn):

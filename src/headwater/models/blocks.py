@@ -47,7 +47,6 @@ from headwater.models.forward import (
     finite_output,
     forward,
     forward_replaced,
-    has_hooks,
     keeps_an_index,
     last_logits_only,
     reads,
@@ -321,12 +320,12 @@ class Blocks:
             if self._own is not None and self.model.steps_checked and not (gradients_at or self.model.is_bidirectional):
                 # whole prompts, right-padded and with causal attention, go through the same steps as rows
                 stack.enter_context(forward_replaced((own.module, own.forward) for own in self._own))
-            if skipped := not (unembed or has_hooks(self.model.raw.unembed)):
+            if not unembed:
                 # One logit of 0 in place of the whole vocabulary.
                 nothing = (self.model.raw.unembed, lambda residual: residual.new_zeros(*residual.shape[:-1], 1))
                 stack.enter_context(forward_replaced([nothing]))
             logits = forward(self.model, batch, options=options).detach()
-        last_logits = None if skipped else logits[:, -1]
+        last_logits = logits[:, -1] if unembed else None
         finite_output(self.model, activations[last], batch, None)
         if self._own is not None:
             # This attention accepts no cache: keys and values come from its hooks.

@@ -17,12 +17,12 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
-from headwater.options import has_no_order, is_one, resolve_indices, shown, whole_number
+from headwater.options import has_no_order, is_index, is_one, resolve_indices, shown, whole_number
 
 # Six digits at most: int() refuses thousands of digits with its own error.
 _LAYER, _HEAD, _OF = r"(?P<layer>\d{1,6})", r"(?P<head>\d{1,6})", r"(?:[. ]?<?(?P<of>[qkv])>?)?"
@@ -164,7 +164,7 @@ def parts_of_kind(option: str, requested: Any, sizes: Sizes) -> list[tuple[int, 
         if missing := [name for name in ("layer", "head") if name not in requested.columns]:
             raise InputError(f"heads= has no column {missing[0]!r}: give rows with layer and head, or pairs of them.")
         requested = list(requested[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None))
-    if _is_number(requested) if kind == "mlp" else _is_pair(requested):
+    if is_index(requested) if kind == "mlp" else _is_pair(requested):
         requested = [requested]
     if not isinstance(requested, str) and (is_one(requested) or has_no_order(requested)):
         raise InputError(f"{option}={shown(requested)}: {advice}.")
@@ -185,12 +185,7 @@ def parts_of_kind(option: str, requested: Any, sizes: Sizes) -> list[tuple[int, 
 
 def _is_pair(head: object) -> bool:
     """Whether one head is given as a tuple (layer, head)."""
-    return isinstance(head, tuple) and len(head) == 2 and all(map(_is_number, head))
-
-
-def _is_number(one: object) -> bool:
-    # An array has `__index__` too, whatever its shape.
-    return is_one(one) and isinstance(one, SupportsIndex)
+    return isinstance(head, tuple) and len(head) == 2 and all(map(is_index, head))
 
 
 def head_named(layer: Any, head: Any, sizes: Sizes) -> tuple[int, int]:
@@ -203,10 +198,13 @@ def head_named(layer: Any, head: Any, sizes: Sizes) -> tuple[int, int]:
     return cast("tuple[int, int]", (layer, head))
 
 
-def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None = None) -> tuple[Any, Any]:
+def layers_and_heads(
+    layers: Any, heads: Any, sizes: Sizes, kv_site: str | None = None, *, advice: str = ": leave layers= out"
+) -> tuple[Any, Any]:
     """Return `layers=` and `heads=` as numbers if `heads=` holds names of heads, which contain their layer.
 
-    Numbers are returned unchanged; `kv_site` is a selected site with key-value heads (if any).
+    Numbers are returned unchanged; `kv_site` is a selected site with key-value heads (if any); `advice` ends the
+    error of heads that are not in the layers.
     """
 
     def is_name(head: object) -> bool:
@@ -228,7 +226,5 @@ def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None 
             f"heads= as numbers, {numbers[0] // (sizes.n_heads // sizes.n_kv_heads)} for this one."
         )
     if of[0] not in resolve_indices(layers, sizes.n_layers, "layer"):
-        raise InputError(
-            f"heads={shown(heads)} is in layer {of[0]}, which is not in layers={shown(layers)}: leave layers= out."
-        )
+        raise InputError(f"heads={shown(heads)} is in layer {of[0]}, which is not in layers={shown(layers)}{advice}.")
     return tuple(of), tuple(numbers)

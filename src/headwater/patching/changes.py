@@ -209,7 +209,7 @@ class TensorReplacement(_Changing):
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Check that the tensor fits; no values are needed."""
-        longest = max(map(len, self.inputs.pair.base))
+        longest = max(request.width, *map(len, self.inputs.pair.base))
         for name in dict.fromkeys(site for site, _ in request.places):
             listed, lengths = _axes(self.site(name)), self.site(name).size(request.model.shape, longest)
             sizes = {"example": len(self.inputs.pair.prompts)} | dict(zip(self.site(name).axes, lengths, strict=True))
@@ -315,10 +315,9 @@ class Noise(_Changing):
             # Padding gets no noise, so that a draw does not depend on the longest prompt of its group.
             sampled = torch.zeros(len(request.examples), self.samples, *size)
             for row, example in enumerate(request.examples):
-                length = len(self.inputs.pair.base[example])
                 for sample in range(self.samples):
-                    shape, seed = (length, *size[1:]), self.inputs.arguments["seed"]
-                    sampled[row, sample, :length] = draw(seed, site, layer, example, sample, shape)
+                    shape, seed = (request.lengths[row], *size[1:]), self.inputs.arguments["seed"]
+                    sampled[row, sample, : request.lengths[row]] = draw(seed, site, layer, example, sample, shape)
             drawn[site, layer] = sampled.flatten(0, 1).to(model.device, model.dtype)
         return drawn
 
@@ -332,9 +331,8 @@ class Noise(_Changing):
 
 
 def _number(option: str, value: Any) -> float:
-    # A tensor or an array with one number counts as a number, and text does not.
-    number = value.item() if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0 else value
+    # An array with one number counts as a number.
     try:
-        return checked_number(option, number, above=-float("inf"))
+        return checked_number(option, value.item() if getattr(value, "size", None) == 1 else value, above=-float("inf"))
     except InputError:
         raise InputError(f"{option}={shown(value)} is not a finite number.") from None

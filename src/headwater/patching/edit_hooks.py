@@ -98,7 +98,7 @@ class EditHook(PromptHook):
                 made_up = tuple(Prompt((0,) * start, ()) for start in starts)
                 bound = self._over(model, made_up, {name: row for row, name in enumerate(new.rows)})
             lengths = [start + int((row >= 0).sum()) for start, row in zip(starts, new.positions, strict=True)]
-            write_new = bound._grown(new.rows, lengths)._writer(model, site, layer, new.rows, lengths, starts)
+            write_new = bound._writer(model, site, layer, new.rows, lengths, starts)
             return site.hook_name(layer), replace_hook(_Writes(self, write_new))
         if batch is not None:
             bound, names = self.over(model, batch), [batch.name(row) for row in range(len(batch))]
@@ -117,14 +117,6 @@ class EditHook(PromptHook):
         self._over(model, (Prompt((0,), ()),), {0: 0})._writer(model, site, layer, [0])
         return site.hook_name(layer), replace_hook(_Writes(self, write))
 
-    def _grown(self, names: Sequence[int | str], lengths: Sequence[int]) -> EditHook:
-        """Return the hook for prompts that new tokens have made this long."""
-        assert self.replacement is not None
-        grown = [len(prompt) for prompt in self.replacement.inputs.pair.base]
-        for name, length in zip(names, lengths, strict=True):
-            grown[self.numbers[name]] = length
-        return replace(self, replacement=self.replacement.for_new_tokens(grown))
-
     def _writer(
         self,
         model: HookedModel,
@@ -136,10 +128,15 @@ class EditHook(PromptHook):
     ) -> Callable[[Tensor], Tensor]:
         """Return the function that applies the edit to an activation of these prompts, or of their last tokens."""
         assert self.replacement is not None
+        if starts is not None and not self.replacement.covers_new_tokens:
+            raise InputError(
+                f"{self.replacement.label or self.spec.kind}: the other prompts have values for the tokens of a "
+                "prompt, none for generated ones. Give positions= within the prompt, such as range(4)."
+            )
         try:
-            _, numbers = layers_and_heads(layer, self.heads, model.shape, kv_site_of([site]))
+            _, numbers = layers_and_heads(layer, self.heads, model.shape, kv_site_of([site]), advice="")
         except InputError as error:
-            raise InputError(f"{self!r}: {str(error).removesuffix(': leave layers= out.')}.") from None
+            raise InputError(f"{self!r}: {error}") from None
         heads = None if numbers is None else resolve_indices(numbers, site.n_heads(model.shape), "head")
         units = None if site.units is None or len(site.units) == site.width(model.shape, 1) else tuple(site.units)
         prompts, examples = self.replacement.inputs.pair.base, [self.numbers[name] for name in names]
@@ -153,10 +150,10 @@ class EditHook(PromptHook):
                 named = None if len(at) == len(prompt) else at
             edits.append((Edit(site, range(layer, layer + 1), named, heads, of, units), row))
         lengths = [len(prompts[example]) for example in examples] if lengths is None else lengths
-        wanted = ValueRequest(model, examples, max(lengths), ((site.name, layer),), {}, {site.name: site})
+        wanted = ValueRequest(model, examples, lengths, ((site.name, layer),), {}, {site.name: site})
         # A tensor made in inference mode could not be part of a graph that the caller is building.
         with torch.inference_mode(not torch.is_grad_enabled()):
-            values = compute_values(self.replacement, wanted, lengths)
+            values = compute_values(self.replacement, wanted)
         return lambda activation: written_into(activation, None, edits, values, layer, starts=starts)
 
 

@@ -279,10 +279,11 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
             wider, tokens = longer, 0
         groups[-1].append(example)
         width, tokens = wider, tokens + per_example[example]
+    most = wave_tokens(plan.model)
     for group in groups:
         examples = range(group[0], group[-1] + 1)
         cells = plan.cells.among(examples)
-        for wave in _cut(plan.cells.part(cells), of_cell[cells.start : cells.stop], wave_tokens(plan.model)):
+        for wave in _cut(plan.cells.part(cells), of_cell[cells.start : cells.stop], most):
             yield examples, range(cells.start + wave.start, cells.start + wave.stop)
 
 

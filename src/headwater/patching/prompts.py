@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import AbsentError, Prompt, Where, checked_roles, needs_length, positions_of, role_in
 from headwater.models.sites import Site, hook_name
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id, spelled_tokens, token_strings
-from headwater.options import is_one, shown
+from headwater.options import is_index, shown
 from headwater.patching.edits import ReplacementSpec
 from headwater.patching.metrics import Metric
 
@@ -104,12 +104,11 @@ def read_table(table: Path | pd.DataFrame) -> tuple[list[Any], list[Any]]:
 
 def refuse_columns_as_answers(table: object, metrics: Iterable[Metric]) -> None:
     """Refuse a metric whose answer is the name of a column of the table that the prompts come from."""
-    if isinstance(table, Path):
+    words = [one for metric in metrics for one in metric.answers if isinstance(one, str)]
+    columns: set[Any] = set(table.columns) if isinstance(table, pd.DataFrame) else set()
+    if words and isinstance(table, Path):
         columns = {name for _, row in read_rows(table, "pairs of prompts") for name in row}
-    else:
-        columns = set(table.columns) if isinstance(table, pd.DataFrame) else set()
-    named = [one for metric in metrics for one in metric.answers if isinstance(one, str) and one in columns]
-    if named:
+    if named := [word for word in words if word in columns]:
         raise InputError(
             f"The answer {named[0]!r} is the name of a column of the table: give the column, df[{named[0]!r}], or the "
             "id of a token of this text."
@@ -414,8 +413,7 @@ def _refuse_two_meanings(positions: object, n: int) -> None:
     """Refuse a list of numbers with as many as there are prompts: one for each, or all of them in every prompt."""
     if not isinstance(positions, list) or len(positions) < 2 or len(positions) not in (n, 2 * n):
         return
-    # An array has `__index__` too, whatever its shape.
-    if all(is_one(one) and isinstance(one, SupportsIndex) for one in positions):
+    if all(map(is_index, positions)):
         raise InputError(
             f"positions={shown(positions)} has two meanings for {n} prompt{'s' * (n > 1)}. These positions of every "
             f"prompt: a set, {shown(set(positions))}. One for each prompt: {shown([[one] for one in positions])}."

@@ -70,13 +70,18 @@ class ValueRequest:
 
     model: HookedModel
     examples: Sequence[int]
-    width: int
-    """Number of tokens of the longest prompt that is edited."""
+    lengths: Sequence[int]
+    """Number of tokens of each example's prompt, in generation with the tokens generated so far."""
     places: tuple[Place, ...]
     other: Mapping[Place, Tensor]
     """The other run's activations, for kinds that take them."""
     sites: Mapping[str, Site]
     """The sites of the places, by name."""
+
+    @property
+    def width(self) -> int:
+        """Number of tokens of the longest example."""
+        return max(self.lengths)
 
     def of_runs(self, prompts: Sequence[Prompt], names: Sequence[int | str]) -> dict[Place, Tensor]:
         """Run prompts, named so in error messages, and return their activations at each place."""
@@ -135,10 +140,10 @@ class Replacement(ABC):
         """Return the position before which the values of an example equal those of its own run."""
         return 0
 
-    def for_new_tokens(self, lengths: Sequence[int]) -> Replacement:
-        """Return the replacement for prompts that generated tokens have made this long."""
-        longer = tuple(Prompt((0,) * length, ()) for length in lengths)
-        return type(self)(replace(self.inputs, pair=PromptPair(longer)))
+    @property
+    def covers_new_tokens(self) -> bool:
+        """Whether it has values for generated tokens."""
+        return True
 
     @property
     def label(self) -> str | None:
@@ -238,7 +243,7 @@ def replacement_spec(values: object) -> ReplacementSpec:
         return ReplacementSpec("tensor", {"tensor": checked_tensor("values", values)})
     if callable(values) and not isinstance(values, type):
         name = getattr(values, "__name__", "")
-        if getattr(values, "__module__", "").startswith("headwater.") and f"{name}(" in WITH_ARGUMENTS:
+        if name in VALUES and str(values.__module__).startswith("headwater."):
             raise InputError(f"values=hw.{name} is a function that makes values: call it, as in {WITH_ARGUMENTS}.")
         return ReplacementSpec("function", {"function": values})
     kinds = tuple(name for name, row in VALUES.items() if not row.needs)
@@ -280,12 +285,12 @@ def build_replacement(
     return replacement
 
 
-def compute_values(replacement: Replacement, request: ValueRequest, lengths: Sequence[int]) -> ReplacementValues:
+def compute_values(replacement: Replacement, request: ValueRequest) -> ReplacementValues:
     """Return the values that edits write at the examples of a group, or a function of the activation for some kinds."""
     # Draws of one prompt are separate examples: functions receive the index of the caller's prompt.
     known = [example // replacement.inputs.pair.draws for example in request.examples]
     change = replacement.written if replacement.changes else None
-    return ReplacementValues(replacement.values(request), change, known, lengths, replacement.samples or 1)
+    return ReplacementValues(replacement.values(request), change, known, request.lengths, replacement.samples or 1)
 
 
 def refuse_values_that_change_nothing(replacement: Replacement, outcome: int) -> None:
@@ -314,12 +319,10 @@ class _OfDataset(Replacement):
         super().__init__(inputs)
         self.pool = inputs.dataset if inputs.dataset is not None else inputs.pair.prompts
 
-    def for_new_tokens(self, lengths: Sequence[int]) -> Replacement:
-        """Refuse values that other prompts have for their own tokens only."""
-        raise InputError(
-            f"{self.label or self.inputs.kind}: the other prompts have values for the tokens of a prompt, none for "
-            "generated ones. Give positions= within the prompt, such as range(4)."
-        )
+    @property
+    def covers_new_tokens(self) -> bool:
+        """Whether it is one mean for all tokens: other values are those of the other prompts' own tokens."""
+        return self.mean_over == "tokens"
 
     def runs(self, request: ValueRequest, numbers: Sequence[int]) -> dict[Place, Tensor]:
         return request.of_runs([self.pool[i] for i in numbers], [f"{i} of the data set" for i in numbers])
@@ -356,10 +359,6 @@ class Mean(_OfDataset):
     def label(self) -> str:
         """The label: what the mean is taken over."""
         return f"mean over {self.mean_over}"
-
-    def for_new_tokens(self, lengths: Sequence[int]) -> Replacement:
-        """Return itself if it is one mean for all tokens."""
-        return self if self.mean_over == "tokens" else super().for_new_tokens(lengths)
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Return each mean for every example and, for a mean over tokens, for every position."""

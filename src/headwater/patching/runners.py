@@ -392,8 +392,8 @@ def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementVal
         (site, layer): sites[site].read(group.aligned_with_base(others[name], sites[site]))
         for (site, layer), name in group.value_names.items()
     }
-    wanted = ValueRequest(model, group.examples, max(group.lengths), tuple(sorted(group.sources)), other, sites)
-    return compute_values(replacement, wanted, group.lengths)
+    wanted = ValueRequest(model, group.examples, group.lengths, tuple(sorted(group.sources)), other, sites)
+    return compute_values(replacement, wanted)
 
 
 def run_variants(

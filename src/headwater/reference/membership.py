@@ -42,7 +42,7 @@ from headwater.likelihood.members import load_member_texts
 from headwater.likelihood.scores import memorization_scores, score_of
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.loading import load
+from headwater.models.loading import hooked_of
 from headwater.models.tokens import encode, token_span
 from headwater.options import checked_name, checked_path, is_label
 from headwater.reference.published import Reproduction, published_numbers
@@ -167,7 +167,7 @@ def reproduce_membership(
     checked_name("benchmark", benchmark, BENCHMARKS)
     files = [texts] if isinstance(texts, str | Path) else list(texts)
     tables = [load_joined_texts(file) if benchmark == JOINED else load_member_texts(file) for file in files]
-    model = model if isinstance(model, HookedModel) else load(model)
+    model = hooked_of(model)
     if reference is not None:
         check_model(reference, "reference")
     source = published_numbers("membership")

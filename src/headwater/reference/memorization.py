@@ -27,7 +27,7 @@ from headwater.likelihood.framed import GOLD, MODEL, NONE, PREDICTED, TURNS, Pre
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
-from headwater.models.loading import load
+from headwater.models.loading import hooked_of
 from headwater.questions.labels import Judge
 from headwater.reference.published import Reproduction, Steps, published_numbers, timed_steps, usual_first
 from headwater.runs.analysis import Run, run_or_resume
@@ -75,7 +75,7 @@ def reproduce_memorization(
     Raises:
         InputError: the published model is unknown or has another shape, or nothing can be scored.
     """
-    model = model if isinstance(model, HookedModel) else load(model)
+    model = hooked_of(model)
     reference = published_numbers("memorization")
     name = reference.name_of(model.name, model.shape, published)
     asking: dict[str, Any] = {"judge": judge, "predecessors": predecessors, **_asking(model, predecessors)}

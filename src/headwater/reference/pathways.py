@@ -27,7 +27,7 @@ from headwater.calls import checked_call
 from headwater.detection.detection import Detection, detect
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.loading import load
+from headwater.models.loading import hooked_of
 from headwater.pathways.attention_saliency import Saliency, saliency
 from headwater.pathways.refusal_rates import Refusals, refusals
 from headwater.pathways.trace import Pathways, trace_pathways
@@ -118,7 +118,7 @@ def reproduce_pathways(
     unknown = [name for name in methods if name not in METHODS]
     if unknown:
         raise InputError(f"{unknown[0]!r} was not published. Choose from {', '.join(METHODS)}.")
-    model = model if isinstance(model, HookedModel) else load(model)
+    model = hooked_of(model)
     drawn = load_questions(questions, sample=sample)  # type: ignore[arg-type]
     reference = published_numbers("pathways")
     name = reference.name_of(model.name, model.shape, published)
