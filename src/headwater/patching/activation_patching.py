@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, cast, get_args
@@ -180,18 +181,12 @@ def patch(
         raise InputError(f"engine={engine!r} was given, but method='attribution' has no engine: leave it out.")
     batch_size, seed, metrics = check_call(model, batch_size), checked_seed(seed), as_metrics(metric)
     refuse_columns_as_answers(clean, metrics)
+    measured = partial(run_sweep, "patch", engine=engine, seed=seed, progress=progress, out=out)
     if together is not None:
-        options: dict[str, Any] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
-        options |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
-        options |= {"keys": None if is_all(keys) else keys, "spans": None if spans == SPANS[0] else spans}
-        if given := [name for name, value in options.items() if value is not None]:
-            raise InputError(
-                f"together= and {given[0]}= were both given: a node specifies its own site, layer and place."
-            )
-        if method != METHODS[0]:
-            raise InputError(
-                f"together= needs method='exact', not {method!r}: estimates of single nodes simply add up."
-            )
+        swept: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
+        swept |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
+        swept |= {"keys": None if is_all(keys) else keys, "spans": None if spans == SPANS[0] else spans}
+        _refuse_beside_nodes(method, swept)
         pair = read_prompt_pair(model, clean, corrupted, direction)
         nodes = read_nodes(model, together, pair.prompts)
         of_nodes = sites_named(list(dict.fromkeys(node.site for node in nodes)), model)
@@ -201,18 +196,17 @@ def patch(
             (i, [joint_template(nodes, i, replacement, sample) for sample in draws]) for i in range(len(pair.base))
         )
         plan = Plan(model, pair, cells, metrics, replacement, batch_size)
-        options = {"together": [node.described() for node in nodes]}
-        return run_sweep("patch", plan, options, engine=engine, seed=seed, progress=progress, out=out)
+        return measured(plan, {"together": [node.described() for node in nodes]})
     if sites is None:
         raise InputError("Nothing was requested: give sites=, or together= for nodes to patch at once.")
 
     chosen_sites = sites_named(sites, model)
     spec = SweepSpec(model, chosen_sites, over, layers, positions, heads, keys, window, spans, from_layer)
     pair = read_prompt_pair(model, clean, corrupted, direction, positions=positions, by_role=spec.by_role["position"])
-
     # The positions to edit in each prompt, and the matching positions in the other prompt of its pair.
     edited, attended = pair.spans(positions), pair.spans(keys, in_base=is_all(keys))
     matched = pair.matched(edited, chosen_sites, attended if spec.by_role["key"] else None)
+
     replacement = build_replacement(model, values, dataset, pair, chosen_sites, seed, positions=positions)
     if spec.from_layer is not None and not replacement.takes_other_run:
         kind = replacement.inputs.kind
@@ -227,28 +221,12 @@ def patch(
     n_places = sum(math.prod(map(len, one.values())) for of_prompt in steps for one in of_prompt)
     refuse_too_many_cells(n_places * len(metrics) * (replacement.samples or 1) * len(spec.source_layers) * pair.draws)
     cells = spec.cells(pair, steps, replacement, matched)
-    plan = Plan(model, pair, cells, metrics, replacement, batch_size, matched=matched)
 
-    covered: list[tuple[int, ...] | str] = []
-    for of_prompt, prompt in zip(steps, pair.prompts, strict=True):
-        covers = [step.covers for step in of_prompt[0]["position"]]
-        at = sorted({position for one in covers for position in one or ()})
-        covered.append("all" if None in covers or len(at) == len(prompt) else tuple(at))
-    of_heads = [site for site in chosen_sites if site.has_heads]
-    options = {
-        "sites": [site.described for site in chosen_sites],
-        "over": spec.axes,
-        "window": spec.windows,
-        "layers": resolve_indices(spec.layers, model.shape.n_layers, "layer"),
-        "positions": covered,
-        "heads": {site.name: resolve_indices(spec.heads, site.n_heads(model.shape), "head") for site in of_heads},
-        "from_layer": spec.source_layers if spec.from_layer is not None else None,
-        "method": method,
-    }
+    plan = Plan(model, pair, cells, metrics, replacement, batch_size, matched=matched)
+    options = spec.described(pair, steps) | {"method": method}
     options |= {"roles": recorded_roles(edited), "spans": spans} if spec.by_role["position"] else {}
     options |= {} if is_all(keys) else {"keys": recorded_roles(attended), "spans": spans}
-    runner = AttributionRunner if method == "attribution" else None  # None: the engine's runner
-    return run_sweep("patch", plan, options, runner=runner, engine=engine, seed=seed, progress=progress, out=out)
+    return measured(plan, options, runner=AttributionRunner if method == "attribution" else None)
 
 
 @dataclass(frozen=True)
@@ -263,6 +241,14 @@ class AxisStep:
 
 Steps: TypeAlias = Mapping[str, list[AxisStep]]
 """By axis."""
+
+
+def _refuse_beside_nodes(method: str, swept: Mapping[str, object]) -> None:
+    """Refuse the options of a sweep over axes beside `together=`."""
+    if given := [name for name, value in swept.items() if value is not None]:
+        raise InputError(f"together= and {given[0]}= were both given: a node specifies its own site, layer and place.")
+    if method != METHODS[0]:
+        raise InputError(f"together= needs method='exact', not {method!r}: estimates of single nodes simply add up.")
 
 
 def _refuse_too_many_features(model: HookedModel, sites: Sequence[Site], steps: Sequence[Sequence[Steps]]) -> None:
@@ -350,6 +336,24 @@ class SweepSpec:
                     cache[one] = self._steps_in(prompt, site, spans, keys)
             by_prompt.append([cache[one] for one in same])
         return by_prompt
+
+    def described(self, pair: PromptPair, steps: Sequence[Sequence[Steps]]) -> dict[str, Any]:
+        """Return the swept axes and the indices that they cover, for the record of the run."""
+        covered: list[tuple[int, ...] | str] = []
+        for of_prompt, prompt in zip(steps, pair.prompts, strict=True):
+            covers = [step.covers for step in of_prompt[0]["position"]]
+            at = sorted({position for one in covers for position in one or ()})
+            covered.append("all" if None in covers or len(at) == len(prompt) else tuple(at))
+        shape, of_heads = self.model.shape, [site for site in self.sites if site.has_heads]
+        return {
+            "sites": [site.described for site in self.sites],
+            "over": self.axes,
+            "window": self.windows,
+            "layers": resolve_indices(self.layers, shape.n_layers, "layer"),
+            "positions": covered,
+            "heads": {site.name: resolve_indices(self.heads, site.n_heads(shape), "head") for site in of_heads},
+            "from_layer": self.source_layers if self.from_layer is not None else None,
+        }
 
     def _steps_in(
         self, prompt: Prompt, site: Site, spans: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan]
