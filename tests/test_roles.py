@@ -198,6 +198,8 @@ def test_one_of_several_occurrences_of_a_word_is_named_by_its_number():
             positions_of(where, prompt, 0, 1)
     with pytest.raises(InputError, match="counted from 1"):
         hw.occurrence(" Ann", 0)
+    with pytest.raises(InputError, match=r"a word per prompt: \[hw\.occurrence\(word, n\) for word in words\]"):
+        hw.occurrence([" Ann", " Bob"], 1)
 
 
 def test_a_number_sign_of_the_text_itself_is_found_as_it_is_written():

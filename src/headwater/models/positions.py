@@ -29,7 +29,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels.devices import failures_named
 from headwater.models.tokens import Offsets, token_span
-from headwater.options import shown, whole_number, whole_numbers
+from headwater.options import is_one, shown, whole_number, whole_numbers
 
 SIDES = ("clean", "corrupted")
 ENDS: Mapping[str, Callable[[int], range]] = {
@@ -159,7 +159,8 @@ def occurrence(word: str, n: int) -> Occurrence:
         InputError: the word is not a text, or n is not a whole number other than 0.
     """
     if not isinstance(word, str) or not word:
-        raise InputError(f"hw.occurrence takes a word of the prompt, not {shown(word)}.")
+        several = " For a word per prompt: [hw.occurrence(word, n) for word in words]." if not is_one(word) else ""
+        raise InputError(f"hw.occurrence takes a word of the prompt, not {shown(word)}.{several}")
     try:
         which = whole_number(n)
     except TypeError:
