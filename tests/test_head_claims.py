@@ -60,9 +60,13 @@ def test_the_numbers_are_those_of_ablating_the_heads(family):
     same = claim(model, PROMPTS, rows, placebos=5, seed=3, chosen_on=[], **QUIET).table.iloc[0]
     assert same["held_out"] == same["effect"] == found["effect"]
     assert same["placebo_high"] == found["placebo_high"]
-    few = claim(model, PROMPTS, [(1, 0)], other=None, **QUIET)  # three other heads in the layer
-    assert few.table["p_value"].item() >= 1 / 4
-    assert "only 3 comparable random sets, so p is at least 0.25; there are no others" in few.sentence
+    few = claim(
+        model, PROMPTS, [(1, 0)], other=None, **QUIET
+    )  # eleven other heads in the model, three of them in the layer
+    assert few.table["p_value"].item() >= 1 / 12
+    assert "only 11 comparable random sets, so p is at least 0.083; there are no others" in few.sentence
+    assert "random sets are also from the nearest layers" in few.sentence
+    assert "nearest" not in claim(model, PROMPTS, heads, placebos=5, seed=3, **QUIET).sentence
 
 
 def held_on_shuffled_answers(times: int) -> int:
@@ -119,5 +123,9 @@ def test_random_sets_have_as_many_other_heads_of_each_layer_and_no_set_twice():
         assert sorted(layer for layer, _ in one) == [3, 3, 5]
         assert not set(one) & set(named)
     assert len(matched_sets(model(1, 5), [(0, 0), (0, 1)], 20, 0)) == 3
+    # One head has eight others in its layer, too few for a p of 5 %: the next layers have enough.
+    near = {head for (head,) in matched_sets(model(6, 9), [(3, 0)], 100, 0)}
+    assert near == {(layer, head) for layer in (2, 3, 4) for head in range(9)} - {(3, 0)}
+    assert {layer for ((layer, _),) in matched_sets(model(6, 9), [(3, 0)], 8, 0)} == {3}
     with pytest.raises(InputError, match="2 heads need 2 others as controls"):
         matched_sets(model(1, 3), [(0, 0), (0, 1)], 20, 0)

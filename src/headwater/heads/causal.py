@@ -55,7 +55,7 @@ from headwater.patching.replacements import TensorLike, ValueName
 from headwater.patching.sweep import Sweep
 from headwater.progress import progress_bar
 from headwater.runs.result import Claim
-from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
+from headwater.stats.claims import TOO_FEW, ClaimEffects, claim_of, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.stats.significance import mcnemar_p, q_values, sign_flip_p
 
@@ -275,7 +275,8 @@ def claim(
         other: the values of a second ablation, as a check of the first; None for no second ablation.
         chosen_on: the prompts that chose the heads. If they occur in `prompts` they do not count as held out, and the
             claim says so. Pass an empty list if no prompt did, as for heads that were classified from parameters.
-        placebos: number of random sets of other heads from the same layers; all such sets if there are fewer.
+        placebos: number of random sets of other heads from the same layers (all such sets if there are fewer), or also
+            from the nearest layers if there are fewer than 19.
         margin: the smallest effect that matters, in units of the metric; default: the 95 % quantile of the sizes of
             the random sets' effects.
         level: level of the interval.
@@ -311,8 +312,10 @@ def claim(
         others = (pair.ids for pair in read_pairs(model, chosen_on, None)[0])
         overlap = places_among(swept.run.options["prompts"][0], others)
     held_out = None if chosen_on is None else np.delete(effects[0], overlap)
-    exhausted = "; there are no others in the same layers"
-    notes = notes_of_few(len(drawn), placebos, advice=exhausted) + notes_of_seen(overlap, "heads")
+    notes = notes_of_few(len(drawn), placebos, advice="; there are no others") + notes_of_seen(overlap, "heads")
+    layers = {layer for layer, _ in chosen}
+    if not all(layer in layers for placebo in drawn for layer, _ in placebo):
+        notes.append("random sets are also from the nearest layers, because the heads' own layers have too few")
     evidence = ClaimEffects(effects[0], effects[1:], other_effects, effects.T, held_out)
     named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
     what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"
@@ -321,17 +324,20 @@ def claim(
     return Claim.of(judged, swept.run, options)
 
 
-def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Generator) -> list[Head]:
-    """Draw one other head per head, from its layer, or from the nearest layer if that has too few."""
+def layer_matched(
+    heads: Heads, n_layers: int, n_heads: int, rng: np.random.Generator, layers: Sequence[int] | None = None
+) -> list[Head]:
+    """Draw one other head per head, from its layer (or `layers`), or from the nearest layer if that has too few."""
+    layers = [layer for layer, _ in heads] if layers is None else layers
     free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
     if sum(map(len, free.values())) < len(heads):
         raise InputError(f"{len(heads)} heads need {len(heads)} others as controls; the model has fewer: lower top=.")
     drawn_by_layer = {}
-    for layer, count in Counter(layer for layer, _ in heads).items():
+    for layer, count in Counter(layers).items():
         drawn_by_layer[layer] = list(rng.permutation(free[layer])[:count])
         free[layer] = [head for head in free[layer] if head not in drawn_by_layer[layer]]
     matched = []
-    for layer, _ in heads:
+    for layer in layers:
         source = layer
         if drawn_by_layer[layer]:
             head = drawn_by_layer[layer].pop()
@@ -343,13 +349,22 @@ def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Gene
 
 
 def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
-    """Draw up to `n` distinct sets of other heads, matched to the chosen heads' layers by `layer_matched`."""
-    generator, sets = np.random.default_rng(seed), dict[Heads, Heads]()
-    # Layers with few heads have few distinct sets, so the number of draws is limited.
-    for _ in range(REDRAWS * n):
-        drawn = layer_matched(chosen, model.shape.n_layers, model.shape.n_heads, generator)
-        sets.setdefault(tuple(sorted(drawn)), drawn)
-        if len(sets) == n:
+    """Draw up to `n` distinct sets of other heads, matched to the chosen heads' layers by `layer_matched`.
+
+    If these layers have too few sets for a p of 5 %, also from layers next to them, then from layers two away, ...
+    """
+    generator, sets, n_layers = np.random.default_rng(seed), dict[Heads, Heads](), model.shape.n_layers
+    own = np.array([layer for layer, _ in chosen])
+    for reach in range(n_layers):
+        # Layers with few heads have few distinct sets, so the number of draws is limited.
+        for _ in range(REDRAWS * n):
+            shift = generator.integers(-reach, reach, len(own), endpoint=True) if reach else 0
+            layers = (own + shift).clip(0, n_layers - 1).tolist()
+            drawn = layer_matched(chosen, n_layers, model.shape.n_heads, generator, layers)
+            sets.setdefault(tuple(sorted(drawn)), drawn)
+            if len(sets) == n:
+                break
+        if len(sets) >= min(n, TOO_FEW):
             break
     return list(sets.values())
 
