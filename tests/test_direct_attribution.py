@@ -217,6 +217,14 @@ def test_what_cannot_be_used_is_named(models, options, message):
         attributed(models("llama"), **options)
 
 
+def test_two_pairs_of_two_prompts_may_not_be_read_as_right_tokens_and_wrong_ones(models):
+    pairs = [(" Paris", " Rome"), (" Rome", " Paris")]
+    with pytest.raises(
+        InputError, match=r"two meanings .* by prompt: tokens=\(\[' Paris', ' Rome'\], \[' Rome', ' Paris'"
+    ):
+        hw.direct_logit_attribution(models("llama"), PROMPTS[:2], tokens=pairs)
+
+
 def test_it_is_saved_and_loaded_and_a_run_folder_gives_it_back(models, tmp_path):
     result = attributed(models("llama"), out=tmp_path / "run")
     again = attributed(models("llama"), out=tmp_path / "run")

@@ -233,6 +233,12 @@ def _answers(
             f"tokens={shown(tokens)} must be the pair (correct, wrong), as in tokens=(' Paris', ' Rome'), or two lists "
             "with one entry per prompt, tokens=(right, wrong)."
         )
+    if n_prompts == 2 and isinstance(tokens, list) and all(isinstance(one, tuple) and len(one) == 2 for one in tokens):
+        first, second = ([one[i] for one in tokens] for i in range(2))
+        raise InputError(
+            f"tokens={shown(tokens)} has two meanings for 2 prompts. A pair by prompt: tokens=({first}, {second}). "
+            f"The correct tokens, then the wrong ones: tokens=({list(tokens[0])}, {list(tokens[1])})."
+        )
     correct, wrong = (answer_ids(token, model.tokenizer, n_prompts, model.shape.d_vocab) for token in tokens)
     same = (correct == wrong).nonzero().flatten().tolist()
     if same:
