@@ -113,6 +113,10 @@ def test_a_model_in_training_mode_is_found_out(checkpoint):
     model.raw.blocks[1].train()
     with pytest.raises(ModelError, match=r"training mode \(module .*blocks\.1"):
         bridge_check.evaluation_mode(model)
+    model.raw.train()
+    for run in (model.run, lambda text: model.generate(text, max_new_tokens=2), lambda text: hw.lens(model, text)):
+        with pytest.raises(ModelError, match="in training mode, where dropout is random"):
+            run(" the dog")
 
 
 @pytest.mark.diagonal

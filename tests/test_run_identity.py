@@ -477,7 +477,7 @@ VALUES = {
         lambda model: undone(model.raw.blocks[1].attn.original_component, "scaling", 2.0),
         "scaling = 2.0",
     ),
-    "training": (lambda model: (model.raw.train(), model.raw.eval)[1], "training = True"),
+    "training": (lambda model: (model.raw.blocks[1].train(), model.raw.eval)[1], "training = True"),
     "another activation": (
         lambda model: undone(model.raw.blocks[1].mlp.original_component, "act_fn", torch.nn.ReLU()),
         "act_fn is a ReLU",

@@ -95,6 +95,8 @@ def forward(
         if not is_bridge(raw):
             out = raw(tokens, stop_at_layer=stop_at, **options)
             return out if columns is None else out[:, to_device(columns, out.device)]
+        if raw.training:
+            raise ModelError(f"{model.name} is in training mode, where dropout is random: call model.raw.eval() first.")
         options = {"use_cache": False} | options
         if stop_at == model.shape.n_layers:
             return _residual_after_last_block(model, tokens, options)
