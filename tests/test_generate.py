@@ -182,6 +182,15 @@ def test_an_edit_acts_on_every_token_or_on_positions_of_the_prompt_alone(llama):
     assert other.run.unknown is None
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "glm4_moe_lite"])
+def test_steered_texts_of_latent_attention_are_those_of_whole_runs(name):
+    model = hw.load(random_model(name), tokenizer=tiny_tokenizer())
+    hooks = [hw.edit("resid_post", 0, hw.scale(3.0))]
+    for row, new in zip(ROWS, model.generate(ROWS, hooks, max_new_tokens=3).tokens, strict=True):
+        for step, token in enumerate(new):
+            assert token == int(model.run([row + new[:step]], hooks, keep="last")[0, 0].argmax())
+
+
 def test_a_hook_that_never_fires_or_does_not_fit_is_an_error(llama):
     with pytest.raises(InterventionError, match="no activation named"):
         llama.generate(PROMPTS, [("blocks.9.hook_resid_post", newest)])

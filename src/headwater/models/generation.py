@@ -735,7 +735,9 @@ class _HookedSteps(_CachedSteps):
     def _next(self) -> Float[Tensor, "row d_vocab"]:
         """Run one new column, with hooks created for it."""
         listed = hooks_for(self._model, self._hooks, self._reads, now_reading())
-        if self._step == 1 and listed:
+        # Multi-head latent attention: the bridge caches keys of every head, transformers one latent vector per token.
+        is_latent = getattr(text_config(self._model.raw.original_model.config), "kv_lora_rank", None)
+        if self._step == 1 and listed and not is_latent:
             self._bare = bare_model(self._model, [name for name, _ in listed])
             if self._bare is not None:
                 # Attach hooks once, not at every step: it costs as much as some layers of a small model.
