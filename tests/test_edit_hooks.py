@@ -5,6 +5,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 import headwater as hw
 from headwater.errors import InputError, InterventionError
@@ -252,6 +253,26 @@ def test_an_edit_of_all_positions_is_in_generation_what_it_is_in_runs_of_the_gro
         assert tokens == cut
     _, plain = model.generate(RAGGED, max_new_tokens=5, return_tokens=True, progress=False)
     assert plain != tokens
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_an_edit_attached_by_a_context_is_in_generation_the_edit_given_to_it(family):
+    model = tiny_hooked(family)
+    by_token = 3 * torch.randn(1, 16, model.shape.d_model)
+    options = {"max_new_tokens": 5, "return_tokens": True, "progress": False}
+    plain = model.generate(RAGGED, **options)[1]
+    for edit in (
+        hw.edit("pattern", 1, hw.scale(0.5)),
+        hw.edit("resid_post", 0, hw.add(by_token)),
+        hw.edit("resid_post", 0, lambda activation, other, place: activation + by_token[0, place.position]),
+    ):
+        with model.hooks([edit]):
+            attached = model.generate(RAGGED, **options)[1]
+            cache = DynamicCache()
+            model.run([[40, 41]], past_key_values=cache)
+            continued = model.run([[42]], past_key_values=cache)
+        assert attached == model.generate(RAGGED, hooks=[edit], **options)[1] != plain
+        assert torch.allclose(continued[0, -1], model.run([[40, 41, 42]], [edit])[0, -1], atol=1e-5)
 
 
 def test_generated_tokens_get_noise_of_their_own_and_each_prompt_its_own_draw():

@@ -52,6 +52,7 @@ from headwater.models.forward import (
     columns_kept,
     finite_output,
     forward,
+    now_reading,
     reached,
     reads,
 )
@@ -188,7 +189,8 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         batch, past = self.tokenize(inputs), past_key_values
         beside = {"attention_mask": attention_mask, "position_ids": position_ids}
         options = {name: value for name, value in beside.items() if value is not None}
-        listed = hooks_for(self, listed_hooks(hooks), batch, _new_tokens(batch, past, position_ids))
+        new = _new_tokens(batch, past, position_ids)
+        listed = hooks_for(self, listed_hooks(hooks), batch, new)
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
         columns = None if stop_at is not None else columns_kept(keep, batch)
@@ -198,9 +200,10 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
             # Restore the previous value, not False: runs nest when a hook runs the model.
             stack.callback(setattr, self, "_own_graph", self._own_graph)
             self._own_graph = True
-            if past is None:
-                stack.enter_context(reads(Reading.of(batch)))
-            else:
+            # Generation knows more of its new tokens: their prompts.
+            known = None if past is None else now_reading() or new
+            stack.enter_context(reads(known or Reading.of(batch)))
+            if past is not None:
                 options |= cache_options(self, past)
                 stack.enter_context(reached(attentions_of(self.raw)))
             out = forward(self, batch, columns, stop_at, options)

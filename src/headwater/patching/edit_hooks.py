@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, read_hook, replace_hook
-from headwater.models.forward import Reading
+from headwater.models.forward import Reading, now_reading
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all, positions_of
 from headwater.models.sites import SITES, Site, SiteName, kv_site_of
@@ -109,6 +109,9 @@ class EditHook(PromptHook):
             )
 
         def write(activation: Tensor) -> Tensor:
+            if (reading := now_reading()) is not None and bool((reading.positions[:, 0] > 0).any()):
+                # Generated tokens: they have positions and keys that the activation does not show.
+                return cast("Tensor", self.hook_for(model, batch, reading)[1](activation, hook=None))
             rows, length = range(activation.shape[0]), activation.shape[2 if site.has_keys else 1]
             any_input = self._over(model, (Prompt((0,) * length, ()),) * len(rows), {row: row for row in rows})
             return any_input._writer(model, site, layer, rows)(activation)
