@@ -105,6 +105,7 @@ def test_a_hook_by_filter_acts_once_at_each_place_and_like_one_by_name(llama):
     names = [f"blocks.{layer}.hook_resid_mid" for layer in range(3)]
     torch.testing.assert_close(by_filter, llama.run(TEXT, [(name, lambda x, hook: x / 2) for name in names]))
     torch.testing.assert_close(by_filter, llama.run_with_hooks(TEXT, fwd_hooks=[(names, halve)]))
+    torch.testing.assert_close(by_filter, llama.run_with_hooks(TEXT, fwd_hooks=((name, halve) for name in names)))
     assert not torch.allclose(by_filter, llama(TEXT))
 
 

@@ -144,9 +144,10 @@ class TransformerLensNames(Model):
         if one_or_several(bwd_hooks):
             raise InputError("There are no bwd_hooks here: model.run(tokens, hooks, grad=True) records gradients.")
         batch = self._given(input, prepend_bos)
-        if is_one(fwd_hooks) or any(is_one(hook) or isinstance(hook, str) or len(hook) != 2 for hook in fwd_hooks):  # type: ignore[arg-type]
+        listed = one_or_several(fwd_hooks)
+        if any(is_one(hook) or len(hook) != 2 for hook in listed):
             raise InputError(f"fwd_hooks={shown(fwd_hooks)} must be a list of (name, function(activation, hook)).")
-        hooks = [(same[0], function) for names, function in fwd_hooks for same in self._by_place(self._named(names))]
+        hooks = [(same[0], function) for names, function in listed for same in self._by_place(self._named(names))]
         return self._returned(batch, hooks, return_type, checked_flag("loss_per_token", loss_per_token), stop_at_layer)
 
     def run_with_cache(
