@@ -334,6 +334,7 @@ def test_features_are_kept_as_their_dictionary_reads_them(llama):
     assert torch.equal(cache.rows("blocks.1.hook_resid_post"), cache.rows("resid_post", 1))
     two = llama.cache(TEXTS, sites=features.only([4, 1]), **QUIET)
     torch.testing.assert_close(two.rows(features.name), expected[:, [4, 1]], **CLOSE)
+    assert two.to_frame(features.name).columns[-2:].tolist() == [f"{features.name}.4", f"{features.name}.1"]
 
 
 def test_what_is_not_kept_is_said_in_one_short_line(llama):

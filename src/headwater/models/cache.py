@@ -484,13 +484,17 @@ class Cache(TokenizedTexts, Result):
     def to_frame(self, site: str, layer: int | None = None, *, role: str | None = None) -> pd.DataFrame:
         """Return `frame` with a column for every number of `rows`, named by its index: `z.0.3` is head 0, number 3.
 
+        Features are named by their numbers in their dictionary.
+
         Raises:
             InputError: see `rows`.
         """
         activation, _ = self._find((site, layer))
         sizes = (*activation.size, int(self.lengths[0])) if activation.has_keys else activation.size
+        features = {one["name"]: one["features"] for one in self.run.options.get("features", ())}
         labels = [
-            self.heads if axis in ("head", "kv_head") and size == len(self.heads) else range(size)
+            features.get(activation.name)
+            or (self.heads if axis in ("head", "kv_head") and size == len(self.heads) else range(size))
             for axis, size in zip([axis for axis in activation.axes if axis != "position"], sizes, strict=True)
         ]
         names = [".".join([activation.name, *map(str, place)]) for place in product(*labels)]
