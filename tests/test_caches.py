@@ -217,6 +217,7 @@ def test_attention_by_role_needs_patterns_and_roles(llama):
         ({"heads": [-5]}, "no head -5"),
         ({"positions": [9]}, "No sequence has a position 9"),
         ({"positions": []}, "names no position"),
+        ({"positions": [1, 1]}, r"names one twice. For one of each text: \[\[1\], \[1\]\]"),
         ({"sites": "resid_past"}, "resid_post"),
         ({"sites": []}, "names no activation"),
         ({"batch_size": 0}, "batch_size=0"),

@@ -248,6 +248,9 @@ def kept_at(positions: Any, texts: TokenizedTexts) -> TokenizedTexts:
     else:
         if not numbers:
             raise InputError("positions= names no position.")
+        if len(set(numbers)) < len(numbers):
+            each = shown([[number] for number in numbers])
+            raise InputError(f"positions={shown(positions)} names one twice. For one of each text: {each}.")
         longest = int(texts.lengths.max())
         if outside := [number for number in numbers if not -longest <= number < longest]:
             raise InputError(f"No sequence has a position {outside[0]}; the longest has {longest} tokens.")
