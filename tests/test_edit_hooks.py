@@ -275,6 +275,20 @@ def test_an_edit_attached_by_a_context_is_in_generation_the_edit_given_to_it(fam
         assert torch.allclose(continued[0, -1], model.run([[40, 41, 42]], [edit])[0, -1], atol=1e-5)
 
 
+def test_an_edit_attached_by_a_context_knows_which_prompt_is_in_which_batch():
+    model = tiny_hooked("llama")
+    numbered = hw.edit("resid_post", 0, lambda activation, other, place: activation + place.example[:, None])
+    texts = [[40, 41], [42, 43, 44, 45], [46]]  # a cache sorts them by length
+    options = {"sites": ["resid_post"], "layers": [0], "progress": False}
+    plain = model.cache(texts, **options)
+    for batch_size in (1, 2, 3):
+        with model.hooks([numbered]):
+            edited = model.cache(texts, batch_size=batch_size, **options)
+        for i in range(3):
+            added = edited.example("resid_post", 0, i) - plain.example("resid_post", 0, i)
+            assert torch.allclose(added, torch.full_like(added, i), atol=1e-5)
+
+
 def test_generated_tokens_get_noise_of_their_own_and_each_prompt_its_own_draw():
     model, seen = tiny_hooked("llama"), []
     edit = hw.edit("resid_post", 1, hw.noise(3.0, samples=1, absolute=True))

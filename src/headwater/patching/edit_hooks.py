@@ -82,6 +82,16 @@ class EditHook(PromptHook):
         replacement = build_replacement(model, self.spec, None, pair, sites, positions=self.positions)
         return replace(self, replacement=replacement, numbers=numbers)
 
+    def _over_lengths(self, model: HookedModel, names: Sequence[int | str], lengths: Sequence[int]) -> EditHook:
+        """Return the hook for prompts of these lengths, whose tokens and whose total number are unknown."""
+        # A number is that of the prompt among all of the call, whose batches may have them in another order.
+        are_numbers = all(isinstance(name, int) for name in names)
+        numbers = {name: int(name) if are_numbers else row for row, name in enumerate(names)}
+        prompts = [Prompt((0,), ())] * (1 + max(numbers.values()))
+        for name, length in zip(names, lengths, strict=True):
+            prompts[numbers[name]] = Prompt((0,) * length, ())
+        return self._over(model, tuple(prompts), numbers)
+
     def hook_for(self, model: HookedModel, batch: Batch | None, new: Reading | None = None) -> Hook:
         """Return the hook for these prompts; without prompts, for any input of the model.
 
@@ -93,10 +103,8 @@ class EditHook(PromptHook):
         if new is not None:
             if not everywhere:
                 return site.hook_name(layer), read_hook(lambda activation, hook: None)
-            starts, bound = new.positions[:, 0].tolist(), self
-            if self.replacement is None:
-                made_up = tuple(Prompt((0,) * start, ()) for start in starts)
-                bound = self._over(model, made_up, {name: row for row, name in enumerate(new.rows)})
+            starts = new.positions[:, 0].tolist()
+            bound = self._over_lengths(model, new.rows, starts) if self.replacement is None else self
             lengths = [start + int((row >= 0).sum()) for start, row in zip(starts, new.positions, strict=True)]
             write_new = bound._writer(model, site, layer, new.rows, lengths, starts)
             return site.hook_name(layer), replace_hook(_Writes(self, write_new))
@@ -112,12 +120,12 @@ class EditHook(PromptHook):
             if (reading := now_reading()) is not None and bool((reading.positions[:, 0] > 0).any()):
                 # Generated tokens: they have positions and keys that the activation does not show.
                 return cast("Tensor", self.hook_for(model, batch, reading)[1](activation, hook=None))
-            rows, length = range(activation.shape[0]), activation.shape[2 if site.has_keys else 1]
-            any_input = self._over(model, (Prompt((0,) * length, ()),) * len(rows), {row: row for row in rows})
-            return any_input._writer(model, site, layer, rows)(activation)
+            rows = tuple(range(len(activation))) if reading is None else reading.rows
+            lengths = [activation.shape[2 if site.has_keys else 1]] * len(rows)
+            return self._over_lengths(model, rows, lengths)._writer(model, site, layer, rows)(activation)
 
         # Made once and discarded: a head or value that does not fit is refused here, not during the run.
-        self._over(model, (Prompt((0,), ()),), {0: 0})._writer(model, site, layer, [0])
+        self._over_lengths(model, (0,), [1])._writer(model, site, layer, [0])
         return site.hook_name(layer), replace_hook(_Writes(self, write))
 
     def _writer(
