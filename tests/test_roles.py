@@ -278,6 +278,20 @@ def test_a_list_of_as_many_numbers_as_prompts_is_refused_because_it_has_two_mean
     assert not np.allclose(each.table["effect"].mean(), every.table["effect"].mean())
 
 
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        (hw.lens, {"positions": [-2, -1]}),
+        (hw.direct_logit_attribution, {"tokens": (5, 9), "at": [-2, -1]}),
+        (hw.edges, {"corrupted": [" the big is", " the cat is"], "metric": METRIC, "positions": [-2, -1]}),
+    ],
+)
+def test_wherever_positions_are_read_such_a_list_is_refused(model, call, given):
+    name = "at" if "at" in given else "positions"
+    with pytest.raises(InputError, match=rf"^{name}=\[-2, -1\] has two meanings for 2 prompts"):
+        call(model, [" the cat is", " the dog is"], progress=False, **given)
+
+
 def test_a_list_may_go_on_with_the_corrupted_prompts():
     prompts = [Prompt((0, 1), (" a", " b"), ((0, 2), (2, 4)), " a b"), Prompt((0, 2), (" a", " c"))]
     spots = spans_by_role({"x": [0, 1], "y": ({1}, {0})}, *prompts, 0, 1)
@@ -321,7 +335,7 @@ def test_direct_attributions_are_of_each_role(model):
     roles = {"subject": [" France", " Paris"], "middle": (1, 3), "end": "last"}
     found = hw.direct_logit_attribution(model, CLEAN, at=roles, **options)
     assert found.table["role"].unique().tolist() == ["subject", "middle", "end"]
-    for role, at in (("subject", [4, 1]), ("middle", (1, 3)), ("end", "last")):
+    for role, at in (("subject", [[4], [1]]), ("middle", (1, 3)), ("end", "last")):
         alone = hw.direct_logit_attribution(model, CLEAN, at=at, **options)
         part = found.table[found.table["role"] == role]
         if role != "subject":

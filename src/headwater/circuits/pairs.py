@@ -29,7 +29,7 @@ from headwater.circuits.exact import Exact, refuse_heads_that_meet
 from headwater.circuits.graph import Graph
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.positions import Where
+from headwater.models.positions import Where, refuse_two_meanings
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_name
 from headwater.patching.edits import LOGITS, CellTable, Indices
@@ -108,6 +108,7 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
         return Places(tuple(tuple(s.base for s in spans.values()) for spans in by_role), tuple(where), chosen=True)
     chosen: list[tuple[int, ...] | None] = [None] * len(plan.pair.base)
     if where is not None:
+        refuse_two_meanings(where, len(chosen))
         chosen = [spans[""].base for spans in plan.pair.spans(where)]
     if over is None:
         return Places(tuple((places,) for places in chosen), chosen=where is not None)

@@ -40,7 +40,7 @@ from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.model import residual_scale
-from headwater.models.positions import Prompt, Where, positions_of, roles_of
+from headwater.models.positions import Prompt, Where, positions_of, refuse_two_meanings, roles_of
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
 from headwater.models.unembedding import Norm, attention_post_norm, final_norm, unembedding_head
@@ -218,6 +218,7 @@ class _ReadAt(NamedTuple):
 def _read_positions(at: object, prompts: Sequence[Prompt]) -> list[_ReadAt]:
     """Return the positions that are read in each prompt, one role at a time."""
     n = len(prompts)
+    refuse_two_meanings(at, n, "at")
     if not isinstance(at, Mapping):
         return [_ReadAt(i, None, positions_of(at, prompt, i, n)) for i, prompt in enumerate(prompts)]
     by_role = [roles_of(at, prompt, i, n) for i, prompt in enumerate(prompts)]

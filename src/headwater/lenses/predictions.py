@@ -40,7 +40,7 @@ from headwater.kernels.likelihood import UnembeddingHead
 from headwater.kernels.likelihood_blocked import layer_predictions
 from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.positions import Prompt, Where, positions_of, roles_of
+from headwater.models.positions import Prompt, Where, positions_of, refuse_two_meanings, roles_of
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
 from headwater.models.unembedding import Normalise, refuse_other_logits, unembedding_head
@@ -175,6 +175,7 @@ def lens(
     transform = reader(opened, chosen, n_layers)
     top_k = checked_count("top_k", top_k, most=model.shape.d_vocab)
     batch_size = checked_count("batch_size", batch_size)
+    refuse_two_meanings(positions, len(read))
     where = [positions_of(positions, prompt, example, len(read)) for example, prompt in enumerate(read)]
     targets = _targets(model, read, where, answer)
     options = {

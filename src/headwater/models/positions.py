@@ -29,7 +29,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels.devices import failures_named
 from headwater.models.tokens import Offsets, token_span
-from headwater.options import is_one, shown, whole_number, whole_numbers
+from headwater.options import is_index, is_one, shown, whole_number, whole_numbers
 
 SIDES = ("clean", "corrupted")
 ENDS: Mapping[str, Callable[[int], range]] = {
@@ -210,6 +210,17 @@ def positions_of(
             f"to {len(prompt) - 1}: {listed}{' ...' if len(prompt) > 24 else ''}"
         )
     return tuple(sorted(set(positions)))
+
+
+def refuse_two_meanings(positions: object, n: int, option: str = "positions") -> None:
+    """Refuse a list of numbers with as many as there are prompts: one for each, or all of them in every prompt."""
+    if not isinstance(positions, list) or len(positions) < 2 or len(positions) not in (n, 2 * n):
+        return
+    if all(map(is_index, positions)):
+        raise InputError(
+            f"{option}={shown(positions)} has two meanings for {n} prompt{'s' * (n > 1)}. These positions of every "
+            f"prompt: a set, {shown(set(positions))}. One for each prompt: {shown([[one] for one in positions])}."
+        )
 
 
 def roles_of(

@@ -24,10 +24,19 @@ from headwater.data.rows import read_rows, refuse_repeated
 from headwater.errors import InputError
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.hooked import HookedModel
-from headwater.models.positions import AbsentError, Prompt, Where, checked_roles, needs_length, positions_of, role_in
+from headwater.models.positions import (
+    AbsentError,
+    Prompt,
+    Where,
+    checked_roles,
+    needs_length,
+    positions_of,
+    refuse_two_meanings,
+    role_in,
+)
 from headwater.models.sites import Site, hook_name
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id, spelled_tokens, token_strings
-from headwater.options import is_index, shown
+from headwater.options import shown
 from headwater.patching.edits import ReplacementSpec
 from headwater.patching.metrics import Metric
 
@@ -409,17 +418,6 @@ class Corruption:
         return hook_name("embed"), replace_hook(corrupt)
 
 
-def _refuse_two_meanings(positions: object, n: int) -> None:
-    """Refuse a list of numbers with as many as there are prompts: one for each, or all of them in every prompt."""
-    if not isinstance(positions, list) or len(positions) < 2 or len(positions) not in (n, 2 * n):
-        return
-    if all(map(is_index, positions)):
-        raise InputError(
-            f"positions={shown(positions)} has two meanings for {n} prompt{'s' * (n > 1)}. These positions of every "
-            f"prompt: a set, {shown(set(positions))}. One for each prompt: {shown([[one] for one in positions])}."
-        )
-
-
 def read_prompt_pair(
     model: HookedModel,
     clean: Any,
@@ -432,10 +430,10 @@ def read_prompt_pair(
     """Read the prompts of a sweep, as `read_pairs` does, or noise, which may name one of the roles of `positions`."""
     if not isinstance(corrupted, ReplacementSpec):
         first, second = read_pairs(model, clean, corrupted, by_role=by_role)
-        _refuse_two_meanings(positions, len(first))
+        refuse_two_meanings(positions, len(first))
         return PromptPair(first, second, direction)
     prompts = read_prompts(model, clean)
-    _refuse_two_meanings(positions, len(prompts))
+    refuse_two_meanings(positions, len(prompts))
     if corrupted.kind != "noise":
         raise InputError(
             f"corrupted=hw.{corrupted.kind}(...) makes no corrupted run: give the corrupted prompts, or "
