@@ -161,3 +161,13 @@ def test_missing_groups_and_missing_labels_of_probes_are_refused():
         hw.fit_probe(states, labels, groups=["a", np.nan] * 20, **QUIET)
     with pytest.raises(InputError, match="label"):
         hw.fit_probe(states, pd.array([0, 1] * 19 + [0, pd.NA], dtype="Int64"), **QUIET)
+
+
+def test_a_probe_is_that_of_its_layer_in_whatever_order_the_rows_are():
+    states = np.random.default_rng(0).normal(size=(3, 20, 4))
+    fit = hw.fit_probe(states, states[1, :, 0] > 0, folds=2, controls=0, **QUIET)
+    for table in (fit.table[::-1], fit.table[1:]):
+        changed = replace(fit, table=table)
+        assert changed.probe().layer == fit.probe().layer == 1
+        assert changed.probe(1).weight.equal(fit.weight[1])
+        assert changed.probe(2).bias == fit.bias[2]

@@ -148,7 +148,8 @@ class ProbeFit(Result):
         Raises:
             InputError: the layer has no probe.
         """
-        layers = self.table["layer"].tolist()
+        # Not those of the table, whose rows may have been sorted or taken out.
+        layers = list(self.run.options["layers"])
         wanted = self.best if layer is None else layer
         if not isinstance(wanted, Integral) or wanted not in layers:
             raise InputError(f"There is no probe of layer {shown(layer)}; there are {', '.join(map(str, layers))}.")
