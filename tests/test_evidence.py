@@ -1,5 +1,7 @@
 """From weights to a cause, on planted models whose movers are known, and against plain hooks and shuffled targets."""
 
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -89,6 +91,15 @@ def test_each_mover_is_named_by_weights_and_attention_and_by_no_baseline(suite):
     beside = suite.ways[suite.ways["way"].isin(BASELINES)]
     assert np.allclose(beside["share"].astype(float), 0.0, atol=1e-4)
     assert "3 of 3 relations individually exceed every baseline" in " ".join(suite.report())
+
+
+def test_a_family_keeps_its_p_value_in_whatever_order_the_relations_are(suite):
+    one_by_chance = replace(suite, strength=suite.strength.assign(b=0.0))
+    p = one_by_chance.summary().set_index("family")["p_value"]
+    assert sorted(p) == pytest.approx([1 / 51, 1 / 51, 1])
+    for table in (one_by_chance.table[::-1], one_by_chance.table[1:]):
+        again = replace(one_by_chance, table=table).summary().set_index("family")["p_value"]
+        assert again.equals(p[again.index])
 
 
 def test_a_baseline_that_is_level_is_seen_around_the_mark_of_weights_and_attention(suite):

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
-from torch import Tensor
 
 from headwater.causes.naming import BASELINES, NAMED, WAYS, shuffled_p
 from headwater.errors import InputError
@@ -48,13 +46,14 @@ class EvidenceSuite(Result):
     `p_value` (shuffled targets), and `holds`: p is at most 5 % and the share is greater than each baseline's."""
     ways: pd.DataFrame
     """A row per relation and way of naming a head; see `headwater.causes.naming.judged`."""
-    strength: Float[Tensor, "relation draw"]
-    """Column 0: for the true targets; other columns: for each draw of shuffled ones; see `headwater.causes.naming`."""
+    strength: pd.DataFrame
+    """A column per relation that the model can do. Row 0: for the true targets; other rows: for each draw of shuffled
+    ones; see `headwater.causes.naming`."""
     run: RunRecord
 
     @classmethod
     def of(
-        cls, rows: Sequence[dict[str, Any]], ways: Sequence[pd.DataFrame], strength: Tensor, run: RunRecord
+        cls, rows: Sequence[dict[str, Any]], ways: Sequence[pd.DataFrame], strength: pd.DataFrame, run: RunRecord
     ) -> EvidenceSuite:
         """Assemble the result from the relations' rows and ways."""
         columns = ["relation", "way", "layer", "head", "heads", "rank", "share", "low", "high", "difference"]
@@ -86,7 +85,7 @@ class EvidenceSuite(Result):
         means = self.ways.pivot(index="relation", columns="way", values="share") if len(self.ways) else pd.DataFrame()
         for family, of_family in self.measured.groupby("family", sort=False):
             # The relations of a family are averaged within each draw, so that they count as one finding.
-            p = shuffled_p(self.strength.numpy()[of_family.index].mean(0))
+            p = shuffled_p(self.strength[of_family["relation"]].to_numpy().mean(1))
             share = of_family["share"].mean()
             shares = means.loc[of_family["relation"]].mean()
             row = {"family": family, "relations": len(of_family), "named": int((of_family["rank"] == 1).sum())}

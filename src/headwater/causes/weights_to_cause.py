@@ -184,16 +184,16 @@ def _measure(
 
         for i, piece in zip(named, run.pieces("second", list(named), second, bar), strict=True):
             results[i] = {**results[i], **piece}
-    ways, rows, strength = [], [], torch.full((n, 1 + options["draws"]), torch.nan, dtype=torch.float64)
+    ways, rows, strength = [], [], {}
     for i in range(n):
         if i in named:
             effects, sources = results[i]["effects"].numpy(), prompts[i].second.item.numpy()
             frame, drawn = judged(choices[i], named[i], effects, sources, seed)
             ways.append(frame.assign(relation=tokenized[i].relation.name))
-            strength[i] = torch.from_numpy(drawn)
+            strength[tokenized[i].relation.name] = drawn
         family = choices[i].family if i in choices else None
         rows.append(_row(tokenized[i], prompts.get(i), results.get(i), family, reasons.get(i, "")))
-    suite = EvidenceSuite.of(rows, ways, strength, run.record)
+    suite = EvidenceSuite.of(rows, ways, pd.DataFrame(strength), run.record)
     if not single:
         return suite
     if 0 not in choices:  # no prompts can be built, or the model cannot do the relation
