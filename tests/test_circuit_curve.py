@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import headwater as hw
+from headwater.errors import InputError
 from headwater.planted import circuits
 from tests.circuit_reference import CircuitReference
 from tests.tiny import tiny_hooked, tiny_model
@@ -111,7 +112,7 @@ def test_the_curve_its_areas_and_its_placebos_are_those_of_plain_runs(family, by
         assert areas.loc[name, "placebo"] == pytest.approx(np.mean(chance_values), abs=2e-4)
         ends = [areas.loc[name, "placebo_low"], areas.loc[name, "placebo_high"]]
         assert ends == pytest.approx(np.quantile(chance_values, [0.05, 0.95]), abs=2e-4)
-    assert f"CPR, its mean over sizes, {own['cpr']:.3f}" in curve.report()[0]
+    assert f"CPR, its area over sizes, {own['cpr']:.3f}" in curve.report()[0]
 
 
 @pytest.mark.planted
@@ -151,3 +152,11 @@ def test_sizes_count_edges_to_the_nearest_and_never_none():
     curve = hw.circuit_curve(model, edges, *HELD_OUT, sizes=(1.6 / n, 0.001), placebos=0, **QUIET)
     assert curve.summary()[["size", "edges"]].values.tolist() == [[0.001, 1], [1.6 / n, 2]]
     assert curve.areas()["placebo"].isna().all()
+
+
+@pytest.mark.parametrize("sizes", [[], "all", 0.1, (0.1, 0.1)])
+def test_one_size_has_no_curve_and_no_area(sizes):
+    model = tiny_hooked("llama")
+    edges = hw.edges(model, *DISCOVERY, method="eap", **QUIET)
+    with pytest.raises(InputError, match=r"must be two or more fractions of all edges, such as \(0\.01, 0\.1, 1\)"):
+        hw.circuit_curve(model, edges, *HELD_OUT, sizes=sizes, **QUIET)

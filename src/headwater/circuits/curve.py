@@ -112,7 +112,7 @@ class CircuitCurve(ByMetric):
     def report(self) -> list[str]:
         """Return the four numbers of each metric beside their placebos, and the limits of the result."""
         sentences, by = [], self.run.options["by"]
-        words = {"cpr": "CPR, its mean over sizes,", "cmd": "CMD, its mean distance from 1,"}
+        words = {"cpr": "CPR, its area over sizes,", "cmd": "CMD, the area of its distance from 1,"}
         words |= {"log_area": "its mean over log size"}
         for metric, part in self.areas().groupby("metric", sort=False):
             *areas, least = part.to_dict("records")
@@ -165,7 +165,7 @@ def circuit_curve(
         clean: the held-out prompts, or a table of pairs; see `hw.run_circuits`.
         corrupted: the other prompt of each pair.
         metric: as in `hw.run_circuits`; answers are those of the held-out prompts.
-        sizes: fractions of all edges, above 0 and at most 1.
+        sizes: two or more fractions of all edges, above 0 and at most 1.
         by: how edges are ranked, `size` or `signed`; see `EdgeEffects.circuit`.
         values: what the other edges carry; see `hw.run_circuits`.
         dataset: the prompts for `mean` and `resample`.
@@ -182,9 +182,9 @@ def circuit_curve(
         UserWarning: held-out prompts are among those on which the edges were chosen, or have no gap.
     """
     graph, listed = graph_of(model), [] if isinstance(sizes, str) else one_or_several(sizes)
-    if not listed:
-        raise InputError(f"sizes={shown(sizes)} must be fractions of all edges, such as (0.01, 0.1, 1).")
     shares = sorted({checked_number("sizes", one, above=0.0, below=1.0, up_to=True) for one in listed})
+    if len(shares) < 2:
+        raise InputError(f"sizes={shown(sizes)} must be two or more fractions of all edges, such as (0.01, 0.1, 1).")
     checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
     if edges.graph != graph:
         raise InputError(
@@ -238,11 +238,10 @@ def _curves(
 
 def _areas(sizes: Float[ndarray, " size"], f: Float[ndarray, "draw size"]) -> dict[str, Float[ndarray, " draw"]]:
     logs, enough = np.log(sizes), f >= ENOUGH
-    width = logs[-1] - logs[0]
     return {
         "cpr": np.trapezoid(f, sizes, axis=1),
         "cmd": np.trapezoid(np.abs(1 - f), sizes, axis=1),
-        "log_area": np.trapezoid(f, logs, axis=1) / width if width > 0 else f[:, 0],
+        "log_area": np.trapezoid(f, logs, axis=1) / (logs[-1] - logs[0]),
         "least_size": np.where(enough.any(1), sizes[enough.argmax(1)], np.nan),
     }
 
