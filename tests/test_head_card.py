@@ -58,6 +58,7 @@ def test_the_card_has_the_numbers_of_the_map_for_both_signs_the_called_ones_firs
     of_head = heads.table.query("layer == 1 and head == 2").set_index("relation")
     for row in card.relations.to_dict("records")[:2]:
         sign, prefix = ("score", "") if row["says"] == "implements" else ("suppression", "suppression_")
+        assert row["sign"] == sign
         expected = of_head.loc[row["relation"]]
         assert row["score"] == expected[sign]
         for name in ("expected", "excess", "q_value"):
@@ -161,7 +162,8 @@ def test_a_relation_that_a_head_copies_stands_on_the_side_on_which_it_does(plant
     row = heads.table["relation"] == "past"
     table = heads.table.assign(copying=row, suppressed=False)
     card = relations_of_head(table, 1, 2)
-    assert card.loc[card["says"] == "copies", ["relation", "score"]].to_numpy().tolist() == [["past", 1.0]]
+    copied = card.loc[card["says"] == "copies", ["relation", "sign", "score"]]
+    assert copied.to_numpy().tolist() == [["past", "suppression", 1.0]]
 
 
 def test_salient_operations_of_layer_0_are_of_the_raw_embedding_or_of_what_is_asked_for():

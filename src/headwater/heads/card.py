@@ -56,8 +56,8 @@ class HeadCard:
     """The head's label in the head map."""
     relations: pd.DataFrame
     """A row per relation and sign, rows with a nonempty `says` first, then by excess: `relation, category, says`
-    ("implements", "suppresses", "copies", or empty), `score, expected, excess, q_value`; for a validated map also
-    `loss`, its interval `loss_low, loss_high`, and `used`."""
+    ("implements", "suppresses", "copies", or empty), `sign` ("score" or "suppression"), and its `score, expected,
+    excess, q_value`; for a validated map also `loss`, its interval `loss_low, loss_high`, and `used`."""
     writes: pd.DataFrame | None
     """The result of `HeadMap.salient`; None if no sources were requested."""
     behaviour: pd.DataFrame | None
@@ -127,7 +127,7 @@ def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFram
     use = [name for name in USE if "used" in rows]
     found = found.assign(**{name: found[name].where(found["called"]) for name in use})
     order = np.lexsort((-found["score"], -found["excess"].fillna(-np.inf), found["says"] == ""))
-    return found[["relation", "category", "says", *NUMBERS, *use]].iloc[order].reset_index(drop=True)
+    return found[["relation", "category", "says", "sign", *NUMBERS, *use]].iloc[order].reset_index(drop=True)
 
 
 def behaviour_of_head(behaviour: AttentionTable, layer: int, head: int) -> pd.DataFrame:
