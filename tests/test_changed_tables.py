@@ -155,6 +155,14 @@ def test_answers_without_a_question_set_are_refused(model, answered):
         hw.detect(model, replace(answered, table=answered.table.assign(dataset=np.nan)), **QUIET)
 
 
+@pytest.mark.parametrize("label", [np.nan, 2])
+def test_answers_that_are_neither_right_nor_wrong_are_refused(model, answered, label):
+    changed = answered.table.assign(z=[label, *answered.table["z"][1:]])
+    for call in (hw.detect, hw.trace_pathways):
+        with pytest.raises(InputError, match=r"z must be 1 \(wrong\) or 0 \(right\) in every row"):
+            call(model, replace(answered, table=changed), **QUIET)
+
+
 def test_missing_groups_and_missing_labels_of_probes_are_refused():
     states, labels = np.random.default_rng(0).normal(size=(40, 4)), [0, 1] * 20
     with pytest.raises(InputError, match="groups: entry 1 is missing"):

@@ -268,6 +268,8 @@ def check_answered(model: HookedModel, answered: AnsweredQuestions) -> None:
         raise InputError("There are no answers: the table of answered questions is empty.")
     if answered.table["dataset"].isna().any():
         raise InputError("An answer is of no question set: the column dataset has missing values.")
+    if not answered.table["z"].isin((0, 1)).all():
+        raise InputError("The column z must be 1 (wrong) or 0 (right) in every row: remove answers without a label.")
 
 
 def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_words: bool) -> dict[int, AskedQuestion]:
