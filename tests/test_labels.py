@@ -285,6 +285,8 @@ def test_find_words_prefers_whole_words():
         "N/A",
         "I'm sorry, but nobody knows.",
         "It is not known who wrote it.",
+        "The composer of Le Concert is unknown.",
+        "The exact date of his birth is still not known.",
         "That is not known.",
         "Nobody knows.",
         "That was never told.",
@@ -300,6 +302,7 @@ def test_refusals_are_told(answer):
     [
         "Paris",
         "The Unknown Soldier",
+        "Unknown Pleasures is an album that was unknown in Paris.",
         "Sorry",
         "I Can't Get No Satisfaction",
         "No one",

@@ -62,7 +62,7 @@ _REFUSALS = re.compile(
     | ^\W*(i\sapologi[sz]e|it\sis\s(not\s(known|clear|possible)|unclear|unknown|impossible))\b
     | ^\W*(nobody|no\sone)\s(really\s)?knows\b
     | ^\W*(that|this|it)\s(is|was|has)\s(not|never)\s(been\s)?(known|told|recorded)\b
-    | ^\W*unknown\W*$
+    | (^\W*|\b(is|are|was|were|remains?)\s((currently|still)\s)?)(unknown|not\sknown)\W*$
     """,
     re.IGNORECASE | re.VERBOSE,
 )
