@@ -64,6 +64,11 @@ def test_the_first_match_is_taken_and_of_these_the_longest():
         ("England", "land", ""),
         ("York New", "New York", ""),
         ("New old York", "New York", ""),
+        ("It is Shakespeare's play", "Shakespeare", "contains"),
+        ("France’s capital", "France", "contains starts"),
+        ("It is McDonald's.", "McDonald's", "contains"),
+        ("It is McDonald", "McDonald's", ""),
+        ("the 1990's", "1990", ""),
         # what the rules do not read: negation, a part of something else, another order
         ("not Paris but Lyon", "Paris", "contains"),
         ("one of the largest", "one", "contains starts"),

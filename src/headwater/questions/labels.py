@@ -52,6 +52,7 @@ _KOREAN = re.compile(
     "(?:은|는|이|가|을|를|의|에|도|만|요|이?다|입니다|입니까|이?에요|예요|이?야|이었습니다|였습니다|이?었?다|였다|이?며|이?라고|이?라는)?"
 )
 """Korean suffixes that follow a noun without a space: particles and forms of "to be"."""
+_POSSESSIVE = re.compile(r"(?<=[^\W\d_])['’]s\b", re.IGNORECASE)
 _REFUSALS = re.compile(
     rf"""\b(i|we)\s(really\s|just\s|actually\s)?{_NOT}\s(\w+\s)?{_VERBS}\b
     | \b(i['’]?m|i\sam)\s(not\s(sure|certain|aware|familiar|able)|unable)\b
@@ -95,8 +96,9 @@ def match(answer: str, accepted: Iterable[str], rule: str = CONTAINS) -> Match |
     """
     checked_name("rule", rule, RULES)
     matches, aliases = list[Match](), tuple(accepted)
-    for marks in MARKS:
-        words = normalised_words(answer, marks)
+    # One reading of each word with 's: with it ("McDonald's"), and without it ("Shakespeare's").
+    for marks, text in zip(MARKS, (answer, _POSSESSIVE.sub("  ", answer)), strict=True):
+        words = normalised_words(text, marks)
         for alias in aliases:
             run = _run(words, normalised_words(alias, marks), rule)
             if run:
