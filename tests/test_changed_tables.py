@@ -11,6 +11,7 @@ from headwater.errors import InputError
 from headwater.heads.ablation import ablate_heads
 from headwater.heads.dynamic import dynamic_scores
 from tests.tiny import embedded
+from tests.viewed import spec_in
 
 QUIET = {"progress": False}
 TEMPLATE = "Q: What is the adjective for {source}?\nA:"
@@ -122,6 +123,20 @@ def test_labels_follow_the_texts_of_the_scores_in_any_order(statistics, answered
         hw.membership(part, labels[::2], resamples=20)
     both = replace(part, table=scores.table[scores.table["text"] % 2 == 0])
     assert len(hw.membership(both, labels[::2], resamples=20).table) == len(found.table)
+
+
+def test_statistics_of_some_texts_and_layers_are_scored_and_shown_as_far_as_they_go(model, statistics):
+    of_one = {name: getattr(statistics, name).query("text == 3") for name in ("table", "texts")}
+    with pytest.raises(InputError, match=r"tokens of text 0, which stats\.texts lacks"):
+        hw.memorization_scores(replace(statistics, texts=of_one["texts"]))
+    part = replace(statistics, **of_one)
+    assert spec_in(part.view(texts=3))["texts"][0]["number"] == 3
+    with pytest.raises(InputError, match="there is no text 0 in the statistics"):
+        part.view(texts=0)
+    by_layer = hw.token_statistics(model, ["Paris is in France."], layers="all", **QUIET)
+    scores = hw.memorization_scores(replace(by_layer, table=by_layer.table.query("layer == 2")), k=0.2)
+    assert scores.texts["layer"].tolist() == [2]
+    assert any(sentence.startswith("loss: median") for sentence in scores.report())
 
 
 def test_joined_statistics_with_two_texts_of_one_number_are_refused(statistics):

@@ -173,6 +173,8 @@ def memorization_scores(
     if (repeated := stats.texts["text"].duplicated()).any():
         number = stats.texts["text"][repeated].iloc[0]
         raise InputError(f"Text {number} is twice in the statistics: number the texts of joined statistics apart.")
+    if unknown := set(stats.table["text"]) - set(stats.texts["text"]):
+        raise InputError(f"stats.table has tokens of text {min(unknown)}, which stats.texts lacks: filter both.")
     shares = checked_shares(k)
     checked_number("minimum_variance", minimum_variance, above=0.0)
     contents = stats.texts["content"].tolist()
@@ -326,7 +328,8 @@ def _frame_of_texts(stats: TextStatistics) -> pd.DataFrame:
     """Return a row per text, or per text and layer."""
     if "layer" not in stats.table:
         return stats.texts.copy()
-    layers = pd.DataFrame({"layer": np.array(stats.run.options["layers"])})
+    kept = np.unique(stats.table["layer"]) if len(stats.table) else np.array(stats.run.options["layers"])
+    layers = pd.DataFrame({"layer": kept.astype(int)})
     crossed = stats.texts.merge(layers, how="cross")
     return crossed[["text", "layer", *stats.texts.columns.drop("text")]]
 

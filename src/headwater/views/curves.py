@@ -20,7 +20,7 @@ from headwater.figures.pathways import title_of as pathways_title
 from headwater.figures.style import plain_title
 from headwater.likelihood.profile import DepthProfile
 from headwater.likelihood.statistics import STATISTICS, TextStatistics
-from headwater.options import checked_count, shown
+from headwater.options import shown
 from headwater.pathways.interventions import RANDOM
 from headwater.pathways.modes import ALL, MODES
 from headwater.pathways.trace import Pathways
@@ -155,7 +155,9 @@ def _chosen(stats: TextStatistics, texts: Sequence[int] | int | None) -> list[in
     listed = [texts] if isinstance(texts, int) else texts
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise InputError(f"texts={shown(texts)} must be the index of a text, or a list of them.")
-    return [checked_count("texts", one, least=0, most=len(indices) - 1) for one in listed]
+    if lacking := [one for one in listed if one not in indices]:
+        raise InputError(f"texts={shown(texts)}: there is no text {shown(lacking[0])} in the statistics.")
+    return list(listed)
 
 
 @VIEWS.add(Pathways)
