@@ -211,6 +211,7 @@ def test_the_terminal_says_whose_answers_are_judged_and_which_probe_is_not_above
         (("saliency", "nowhere"), "nowhere is not a folder"),
         (("heads", "{run}"), "holds a Saliency, not a HeadMap"),
         (("saliency", "{empty}"), "it is not a folder that headwater wrote"),
+        (("pathways", "{parent}"), "it holds the results run: give one of them"),
         (("maps", "{run}"), "maps"),
         (("saliency", "{run}", "--style", "publisht"), "publish"),
     ],
@@ -218,7 +219,8 @@ def test_the_terminal_says_whose_answers_are_judged_and_which_probe_is_not_above
 def test_what_cannot_be_drawn_is_one_line(arguments, message, capsys, monkeypatch, tmp_path):
     made_up_saliency().save(tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    given = [argument.format(run=tmp_path / "run", empty=tmp_path / "empty") for argument in arguments]
+    folders = {"run": tmp_path / "run", "empty": tmp_path / "empty", "parent": tmp_path}
+    given = [argument.format(**folders) for argument in arguments]
     code, _, err = run(capsys, monkeypatch, "figure", *given)
     assert code != 0
     assert message in " ".join(err.split())
