@@ -258,6 +258,7 @@ def test_texts_with_nothing_to_score_stay_in_the_result_with_the_reason(load):
     nothing = score(load("neox"), ["", " cat"])
     assert len(nothing.table) == 0
     assert set(nothing.table) == set(without.table)
+    assert "nan" not in nothing.plot().get_title(loc="left")
 
 
 def test_the_logits_of_all_of_the_vocabulary_are_never_held(load, monkeypatch, rng):

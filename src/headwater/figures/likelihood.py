@@ -342,8 +342,8 @@ def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
         else:
             values = np.sort(table["log_probability"].to_numpy(float))
             ax.plot(values, np.arange(1, len(values) + 1) / max(1, len(values)), color=BLUE)
-            greedy = float((table["rank"] == 0).mean()) if len(table) else float("nan")
-            ax.set_title(model_title(stats.run, f"{len(values):,} tokens, {greedy:.0%} ranked first"))
+            share = f", {(table['rank'] == 0).mean():.0%} ranked first" if len(table) else ""
+            ax.set_title(model_title(stats.run, f"{len(values):,} tokens{share}"))
             ax.set(xlabel="log p of a token (nats)", ylabel="Share of tokens at or below", ylim=(0, 1))
     return ax
 
