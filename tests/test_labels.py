@@ -189,6 +189,8 @@ def test_the_first_match_is_taken_and_of_these_the_longest():
         ("C", "C++", ""),
         ("It is C++.", "C++", "contains"),
         ("C♯", "C#", "contains exact starts"),
+        ("B♭ major", "B major", ""),
+        ("B♭", "Bb", "contains exact starts"),
         ("A+", "A", ""),
         ("O−", "O+", ""),
         ("O-", "O-", "contains exact starts"),

@@ -32,7 +32,7 @@ _SILENT = "'’‘`´\u02bb\u02bc\u02bd\u02be\u02bf\u0640"
 """Apostrophes, and the stroke that lengthens an Arabic word."""
 _LETTERS = {"æ": "ae", "œ": "oe", "þ": "th", "ð": "d", "ı": "i"}
 """Replacements of letters that Unicode does not decompose, except those whose name is a letter "with" ... (ł, ø, đ)."""
-_AS = str.maketrans("−‐‑—―⁄∕∶♯٫٬", "---––//:#.,", _SILENT)
+_AS = str.maketrans("−‐‑—―⁄∕∶♯♭٫٬", "---––//:#b.,", _SILENT)
 _SCRIPTS = {"CJK": "h", "IDEOGRAPHIC": "h", "HIRAGANA": "h", "KATAKANA": "k", "KATAKANA-HIRAGANA": "k", "HANGUL": "g"}
 _SCRIPTS |= dict.fromkeys(("THAI", "LAO", "KHMER", "MYANMAR"), "t")
 _CHINESE_NUMBERS = "〇一二三四五六七八九十百千万億萬亿兆"
