@@ -295,7 +295,11 @@ def test_the_module_runs_as_the_command():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["heads", "gpt2", "--model", "gpt2-xl"], "Too many words: gpt2. Help"),
+        (["heads", "gpt2", "--model", "gpt2-xl"], "Too many words: gpt2. For several values, repeat the option. Help"),
+        (
+            ["score", "gpt2", "a.txt", "--k", "0.2", "0.3"],
+            "Too many words: 0.3. For several values, repeat the option.",
+        ),
         (["reproduce", "mpas"], "There is no 'mpas'; did you mean maps?"),
         (["score", "gpt2", "no", "such"], "found gpt2 no such"),
         (["score", "no-such.txt"], "The file of texts no-such.txt does not exist"),

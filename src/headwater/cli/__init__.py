@@ -104,7 +104,8 @@ def _problem(error: CycloptsError) -> str:
     if isinstance(error, UnusedCliTokensError):
         words, commands = error.unused_tokens or [""], error.app or ()
         near = [] if words[0] in commands else get_close_matches(words[0], commands, n=1)
-        return f"There is no {words[0]!r}; did you mean {near[0]}?" if near else f"Too many words: {' '.join(words)}."
+        many = f"Too many words: {' '.join(words)}. For several values, repeat the option."
+        return f"There is no {words[0]!r}; did you mean {near[0]}?" if near else many
     if isinstance(error, UnknownOptionError):
         # Compared without the dashes, which would make all options similar.
         option = error.token.keyword or error.token.value
