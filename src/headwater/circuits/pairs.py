@@ -108,7 +108,7 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
         return Places(tuple(tuple(s.base for s in spans.values()) for spans in by_role), tuple(where), chosen=True)
     chosen: list[tuple[int, ...] | None] = [None] * len(plan.pair.base)
     if where is not None:
-        refuse_two_meanings(where, len(chosen))
+        refuse_two_meanings(where, len(chosen), of_pairs=plan.pair.other is not None)
         chosen = [spans[""].base for spans in plan.pair.spans(where)]
     if over is None:
         return Places(tuple((places,) for places in chosen), chosen=where is not None)

@@ -4,7 +4,8 @@
                               "first", "all", a word, `occurrence(word, n)` (as text, "word#2"), `characters(...)`,
                               `last_token_of(...)`, a function of the token strings that returns any of these
     of several prompts        one of these for all, or a list with one per prompt; for several numbers in every prompt
-                              a range or a set: a tuple of two is a span without its end, (-2, -1) is -2 alone
+                              a range or a set: a tuple of two is a span without its end, (-2, -1) is -2 alone; a list
+                              of numbers if there is only one prompt
     by role                   a mapping from names to any of these: {"subject": [" France", " Italy"], "end": "last"}
 
 A word is searched for in the text exactly: as whole words first, else as any substring; if a word with a leading space
@@ -212,9 +213,9 @@ def positions_of(
     return tuple(sorted(set(positions)))
 
 
-def refuse_two_meanings(positions: object, n: int, option: str = "positions") -> None:
+def refuse_two_meanings(positions: object, n: int, option: str = "positions", *, of_pairs: bool = False) -> None:
     """Refuse a list of numbers with as many as there are prompts: one for each, or all of them in every prompt."""
-    if not isinstance(positions, list) or len(positions) < 2 or len(positions) not in (n, 2 * n):
+    if not isinstance(positions, list) or len(positions) < 2 or len(positions) not in (n, (1 + of_pairs) * n):
         return
     if all(map(is_index, positions)):
         raise InputError(
@@ -253,6 +254,8 @@ def checked_roles(where: Mapping[Any, Any]) -> None:
 def _of_example(where: object, example: int, n_examples: int, side: int | None) -> object:
     """Return one prompt's entry of positions for several prompts, or for both prompts of a pair."""
     if isinstance(where, list):
+        if n_examples == 1 and side is None and all(map(is_index, where)):
+            return set(where)
         both = side is not None and len(where) == 2 * n_examples
         if len(where) != n_examples and not both:
             raise InputError(

@@ -430,10 +430,10 @@ def read_prompt_pair(
     """Read the prompts of a sweep, as `read_pairs` does, or noise, which may name one of the roles of `positions`."""
     if not isinstance(corrupted, ReplacementSpec):
         first, second = read_pairs(model, clean, corrupted, by_role=by_role)
-        refuse_two_meanings(positions, len(first))
+        refuse_two_meanings(positions, len(first), of_pairs=second is not None)
         return PromptPair(first, second, direction)
     prompts = read_prompts(model, clean)
-    refuse_two_meanings(positions, len(prompts))
+    refuse_two_meanings(positions, len(prompts), of_pairs=True)
     if corrupted.kind != "noise":
         raise InputError(
             f"corrupted=hw.{corrupted.kind}(...) makes no corrupted run: give the corrupted prompts, or "
