@@ -371,8 +371,10 @@ def test_a_file_is_not_a_checkpoint(folder):
 
 
 def test_something_else_is_refused():
-    with pytest.raises(InputError, match="Cannot load a int"):
+    with pytest.raises(InputError, match="Cannot load an int"):
         hw.load(3)
+    with pytest.raises(InputError, match=r"loaded already: use it, or give its model\.raw"):
+        hw.load(hw.load())
 
 
 def test_a_folder_without_config_is_refused(folder):

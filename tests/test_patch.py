@@ -392,7 +392,7 @@ def test_a_text_that_falls_on_different_tokens_is_shown_side_by_side(models):
         ({"sites": "z", "values": "mean", "dataset": [[3], [4]]}, "prompts of one token only"),
         ({"sites": "z", "batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"sites": "z", "metric": hw.logit_difference}, "makes a metric when it is called: hw.logit_difference"),
-        ({"sites": "z", "metric": hw.Metric("m", len, site="mlp_out", layer=9)}, "reads layer 9; they are 0 to 2"),
+        ({"sites": "z", "metric": hw.Metric("m", len, site="mlp_out", layer=9)}, "layer=9 is not a layer"),
     ],
 )
 def test_what_cannot_be_used_is_named(models, options, message):

@@ -174,12 +174,17 @@ def test_a_model_without_tokenizer_takes_no_left_padded_ids_without_a_mask():
     assert torch.allclose(logits[0, 0], bare.run([[5]])[0, 0], atol=1e-5)
 
 
-@pytest.mark.parametrize("layer", [True, "1", 1.5, 3, -1])
+@pytest.mark.parametrize("layer", [True, "1", 1.5, 3, -4])
 def test_a_metric_that_reads_no_layer_of_the_model_is_refused(model, layer):
     metric = hw.Metric("norm", lambda x: x.norm(dim=-1)[:, -1], site="mlp_out")
     object.__setattr__(metric, "layer", layer)
-    with pytest.raises(InputError, match=r"reads layer .*; they are 0 to 2"):
+    with pytest.raises(InputError, match=r"The metric 'norm': layer=.* is not a layer; the model has layers 0 to 2"):
         hw.knockout(model, " the cat", block=("last", 1), metric=metric, progress=False)
+    by_last = []
+    for last in (2, -1):
+        object.__setattr__(metric, "layer", last)
+        by_last.append(hw.knockout(model, " the cat", block=("last", 1), metric=metric, progress=False).table)
+    assert by_last[0].equals(by_last[1])
 
 
 def test_a_mask_may_say_that_padding_ids_in_front_are_real(model):

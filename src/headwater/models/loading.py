@@ -58,7 +58,7 @@ from headwater.models.transformers_names import (
     quiet_transformers,
 )
 from headwater.models.weights import WeightSource, open_weights
-from headwater.options import checked_flag, checked_kind, checked_path, shown
+from headwater.options import a_or_an, checked_flag, checked_kind, checked_path, shown
 
 NATIVE = "TransformerLensNative"
 """TransformerLens's name for its own models inside a bridge; their blocks are serial, whatever their config says."""
@@ -196,14 +196,17 @@ def _from_memory(
         return model
     if isinstance(what, torch.nn.Module) and hasattr(what, "hook_dict") and hasattr(what, "cfg"):
         return _from_lens(what, tokenizer, device, kind)
+    if isinstance(what, HookedModel):
+        raise InputError("This model is loaded already: use it, or give its model.raw to load it with other options.")
+    found = a_or_an(type(what).__name__)
     if isinstance(what, Mapping):
         raise InputError(
-            f"Cannot load a {type(what).__name__}, which says nothing of the architecture: load these weights into a "
-            "transformers model with its load_state_dict, and give that model."
+            f"Cannot load {found}, which says nothing of the architecture: load these weights into a transformers "
+            "model with its load_state_dict, and give that model."
         )
     raise InputError(
-        f"Cannot load a {type(what).__name__}: give a hub name, a folder, a transformers model, a TransformerBridge, "
-        "or nothing for the embedded model."
+        f"Cannot load {found}: give a hub name, a folder, a transformers model, a TransformerBridge, or nothing for "
+        "the embedded model."
     )
 
 

@@ -47,7 +47,7 @@ class Metric:
     site: str = LOGITS
     """`logits`, or the name of a residual-stream site."""
     layer: int | None = None
-    """The layer of the site; None is the last layer that the cell edits."""
+    """The layer of the site, -1 for the last; None is the last layer that the cell edits."""
     answers: tuple[Answer, ...] = ()
     against_clean: bool = False
     needs_all: bool = True

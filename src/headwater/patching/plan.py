@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -24,7 +24,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Where, positions_of
 from headwater.models.sites import SITES, Site, sites_named
 from headwater.models.tokens import Batch, pad_id, warn_of_missing_spaces
-from headwater.options import checked_count, shown
+from headwater.options import checked_count, checked_layer, shown
 from headwater.patching.edits import LOGITS, CellTable, CellTemplate, Edit, Indices, Place, Reading, Variant, Variants
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import AlignedSpan, PromptPair, Side, aligned_spans
@@ -62,17 +62,16 @@ class Plan:
     """The metrics that were verified to treat each row independently."""
 
     def __post_init__(self) -> None:
-        last = self.model.shape.n_layers - 1
+        metrics = []
         for metric in self.metrics:
-            try:
-                if metric.layer is not None:
-                    # Checked here and not where the metric is made, because there no model is known.
-                    checked_count("layer", metric.layer, least=0, most=last)
-            except InputError:
-                message = f"The metric {metric.name!r} reads layer {metric.layer!r}; they are 0 to {last}."
-                raise InputError(message) from None
+            if metric.layer is not None:
+                # Checked here and not where the metric is made, because there no model is known.
+                option = f"The metric {metric.name!r}: layer"
+                metric = replace(metric, layer=checked_layer(option, metric.layer, self.model.shape.n_layers))
             if metric.site != LOGITS:
                 sites_named(metric.site, self.model)
+            metrics.append(metric)
+        object.__setattr__(self, "metrics", tuple(metrics))
 
     @cached_property
     def spans(self) -> tuple[tuple[AlignedSpan, ...], ...]:
