@@ -142,7 +142,7 @@ class Descent:
             states.append(activation[:, 0] if activation.shape[1] == 1 else at_position(activation))
 
         first = self._segments[0].start
-        hooks: list[Hook] = [*self._watch(self._segments[0]), (name, read_hook(keep))]
+        hooks: list[Hook] = [*self._watch(self._segments[0]), (name, read_hook(keep, of_part=True))]
         hooks.append((hook_name("resid_pre", first), replace_hook(lambda residual, hook: self._enter(residual, first))))
         if hook_name("mlp_in", self._top) in self.model.raw.hook_dict:
             hooks.append((hook_name("mlp_in", self._top), replace_hook(narrow)))
