@@ -139,6 +139,13 @@ def test_sets_are_ablated_in_a_run_whose_values_come_from_the_corrupted_one(llam
     )
 
 
+def test_the_report_on_one_prompt_says_that_its_interval_is_of_draws(llama):
+    noise = hw.noise(STD, SAMPLES, SEED, positions={1})
+    said = hw.patch(llama, PROMPTS[:1], noise, sites="resid_post", metric=METRIC, progress=False).report()
+    assert " to " in said[0]
+    assert said[1] == "resid post: the interval is of draws for one example, and other examples may differ."
+
+
 def test_a_folder_of_other_noise_is_another_run(llama, tmp_path):
     first = traced(llama, "resid_post", layers=1, out=tmp_path)
     again = traced(llama, "resid_post", layers=1, out=tmp_path)

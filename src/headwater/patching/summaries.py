@@ -214,7 +214,8 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
         found = f"{site}: {f'{among}{where}: ' if where else ''}{size} {of}"
     sentences = [f"{found}, over {examples} {unit}."]
     if examples < 2:
-        sentences.append(f"{site}: one example has no interval, and other examples may differ.")
+        of = "one example has no interval" if pd.isna(best["low"]) else "the interval is of draws for one example"
+        sentences.append(f"{site}: {of}, and other examples may differ.")
     elif n_cells > 1:
         certain = int(((cells["low"] > 0) | (cells["high"] < 0)).sum())
         sentences.append(
