@@ -193,6 +193,11 @@ class ProbeFit(Result):
             )
             if not row["selectivity_low"] > 0:
                 sentences.append("The probe does no better than one fitted to random labels.")
+        elif self.run.options["controls"]:
+            sentences.append(
+                f"There are no numbers for random labels: one per type, they left too few groups with each label for "
+                f"{self.run.options['folds']} folds. Give fewer folds, or more groups."
+            )
         sentences.append("That a probe can decode a label does not show that the model uses it.")
         return sentences
 
