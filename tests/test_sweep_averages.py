@@ -1,6 +1,7 @@
 """What a sweep averages, and over how many: prompts of unlike length, means of one prompt, ratios, key-value heads."""
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -217,3 +218,7 @@ def test_the_report_names_what_there_is_to_name(model):
     assert whole == "resid pre: 1.00 of the way back to the clean logit difference, over 1 pair of prompts."
     (one, *_) = hw.patch(model, [[3, 4, 5]], [[3, 6, 5]], positions=[1], **cells).report()
     assert one.startswith("resid pre: layer 1, position 1: 0.")
+    options = {"block": ("last", 0), "window": "cumulative", "metric": METRIC, "progress": False}
+    assert re.search(
+        r"edges at layer \d, window cumulative changes", hw.knockout(model, [[3, 4, 5]], **options).report()[0]
+    )
