@@ -185,6 +185,17 @@ def test_windows_of_attention_edges_equal_whole_runs(models):
     assert gradients.agreement(fast)["cells"].tolist() == [3 * (7 + 5)]
 
 
+@pytest.mark.parametrize("window", [3, "cumulative"])
+def test_a_window_around_a_chosen_layer_covers_the_layers_beside_it(models, window):
+    model, options = models("llama"), {"metric": hw.logit_difference(5, 9), "window": window, "progress": False}
+    for call, given in (
+        (hw.patch, {"clean": [[2, 5, 7, 9]], "corrupted": [[2, 6, 7, 8]], "sites": "z", "over": "layer"}),
+        (hw.knockout, {"prompts": [[2, 5, 7, 9]], "block": ("last", 1)}),
+    ):
+        every = call(model, **given, **options).table.query("layer == 1").reset_index(drop=True)
+        pd.testing.assert_frame_equal(call(model, **given, **options, layers=[1]).table, every, atol=1e-6)
+
+
 @pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("window", [None, 2, "cumulative"])

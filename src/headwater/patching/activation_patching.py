@@ -146,7 +146,7 @@ def patch(
             place) -> activation` of rows, `row width`: the current activation, the other run's activation (None without
             one), and which rows they are (`place.layer`, `.example`, `.position`, `.head`, ...). The function must
             treat each row independently.
-        layers: the layers to patch.
+        layers: the layers to patch; with a window, the layers that it is around.
         positions: the positions to patch; query positions for `pattern`: a number, a range, a set, a word, a span
             (start, stop) without its end, or a list with one of these per prompt ([[3], [5]]). A mapping names them by
             role and is resolved in each prompt separately: `{"subject": [" France", " Italy"], "end": "last"}`. The
@@ -289,7 +289,10 @@ class SweepSpec:
         # Materialized, because an iterator would be empty when read a second time.
         self.model, self.sites, self.from_layer = model, sites, materialize(from_layer)
         over, layers, kv_site = materialize(over), materialize(layers), kv_site_of(sites)
-        self.layers, self.heads = layers_and_heads(layers, materialize(heads), model.shape, kv_site)
+        heads = materialize(heads)
+        self.layers, self.heads = layers_and_heads(layers, heads, model.shape, kv_site)
+        # The window around a chosen layer reaches into layers that were not chosen, but not beyond a named head's.
+        self.around, _ = layers_and_heads(None, heads, model.shape, kv_site)
         names = ", ".join(site.name for site in sites)
         if heads is not None and not any(site.has_heads for site in sites):
             raise InputError(f"heads={shown(heads)} was given, but {names} has no heads.")
@@ -373,8 +376,12 @@ class SweepSpec:
         }
         total = {"position": len(prompt), "key": len(prompt), "head": site.n_heads(shape)}
         total["feature"] = site.width(shape, len(prompt)) if site.units else 0
+        reached = [layer for layer in resolve_indices(self.around, shape.n_layers, "layer") if layer in has]
+        around = indices | {"layer": [one for one in reached if not site.lacks(self.model, one, edited=True)]}
         by_axis = {
-            axis: axis_steps(indices[axis], axis in axes, windows.get(axis), len(indices[axis]) == total.get(axis))
+            axis: axis_steps(
+                indices[axis], axis in axes, windows.get(axis), len(indices[axis]) == total.get(axis), around[axis]
+            )
             for axis in site.swept_axes
         }
         if self.by_role["position"]:
@@ -463,16 +470,21 @@ def materialize(value: T) -> T:
     return cast("T", tuple(value)) if isinstance(value, Iterator) else value
 
 
-def axis_steps(indices: Sequence[int], swept: bool, window: int | str | None, is_all: bool) -> list[AxisStep]:
-    """Return the steps on one axis; without a sweep over it, one step for all indices (covering None if `is_all`)."""
+def axis_steps(
+    indices: Sequence[int], swept: bool, window: int | str | None, is_all: bool, around: Sequence[int]
+) -> list[AxisStep]:
+    """Return the steps on one axis, of which windows cover `around`.
+
+    Without a sweep over it, one step for all indices (covering None if `is_all`).
+    """
     if not swept:
         return [AxisStep(None, None if is_all else tuple(indices))]
     if window is None:
         return [AxisStep(i, (i,)) for i in indices]
     if window == "cumulative":
-        return [AxisStep(i, tuple(j for j in indices if j <= i)) for i in indices]
+        return [AxisStep(i, tuple(j for j in around if j <= i)) for i in indices]
     size = int(window)
-    return [AxisStep(i, tuple(j for j in indices if i - size // 2 <= j < i - size // 2 + size)) for i in indices]
+    return [AxisStep(i, tuple(j for j in around if i - size // 2 <= j < i - size // 2 + size)) for i in indices]
 
 
 def role_steps(roles: Mapping[str, tuple[int, ...]], swept: bool, spans: str) -> list[AxisStep]:

@@ -133,7 +133,7 @@ def knockout(
         window: sever in this many layers around each; "cumulative": in every layer up to each; None: in each alone.
         variant: `mask` (before the softmax, the rest renormalises) or `zero` (after it).
         over: `layer` (default), `head`, both, or () for everything at once.
-        layers: the layers to sever edges in.
+        layers: the layers to sever edges in; with a window, the layers that it is around.
         batch_size: see `hw.patch`.
         engine: see `hw.patch`.
         progress: show a progress bar.
@@ -221,13 +221,15 @@ def _templates(
     """List the templates of one prompt, whose severed edges are `matrix`."""
     # No state before the first query that loses a key can change: rows begin there.
     first_query, severed = int(matrix.any(-1).int().argmax()), to_device(matrix, model.device)
+    (pattern,) = sites_named("pattern", model)
+    having = [layer for layer in range(model.shape.n_layers) if not pattern.lacks(model, layer)]
+    around, _ = layers_and_heads(having, edges.heads, model.shape)
     layers, head_numbers = layers_and_heads(layers, edges.heads, model.shape)
     heads = resolve_indices(head_numbers, model.shape.n_heads, "head")
     steps = {
-        "head": axis_steps(heads, "head" in axes, windows.get("head"), len(heads) == model.shape.n_heads),
-        "layer": axis_steps(layers, "layer" in axes, windows.get("layer"), False),
+        "head": axis_steps(heads, "head" in axes, windows.get("head"), len(heads) == model.shape.n_heads, heads),
+        "layer": axis_steps(layers, "layer" in axes, windows.get("layer"), False, around),
     }
-    (pattern,) = sites_named("pattern", model)
     cut = partial(Edit, pattern, since=first_query, severed=severed, after_softmax=variant == "zero")
     templates = []
     for step in grid(steps):
