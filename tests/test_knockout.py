@@ -284,7 +284,7 @@ def test_edges_by_text_span_and_function_are_the_same(twins):
         ({"block": (1, 3)}, "no query 1 comes at or after a key 3"),
         ({"block": "last"}, "does not name edges"),
         ({"block": ("last", "cow")}, "does not occur in the prompt"),
-        ({"block": ("last", [1, 2])}, "2 were given for 1 prompt"),
+        ({"block": ("last", [" see", " cat"])}, "2 were given for 1 prompt"),
         ({"block": hw.Edges("last", 1, heads=9)}, "no head 9; they are 0 to 3"),
         ({"variant": "ablate"}, "is not one of mask, zero"),
         ({"over": "position"}, "no position axis"),
