@@ -1,5 +1,7 @@
 """Head maps in a real browser: cards, filters, rings, maps that are linked, and a thousand heads at once."""
 
+from dataclasses import replace
+
 import pytest
 
 import headwater as hw
@@ -50,6 +52,17 @@ def test_a_head_says_its_relations_as_the_table_has_them_and_a_click_opens_its_c
     look.page.locator("[data-main]").press("Escape")
     assert "Hover a head" in look.page.locator(".card").inner_text()
     look.is_well()
+
+
+def test_a_relation_copied_on_the_suppressing_side_says_so_beside_its_numbers(browser, tmp_path):
+    table = mapped().table.assign(implemented=False, suppressed=False, copying=False)
+    at = table[(table["layer"] == 1) & (table["head"] == 0)].index[0]
+    table.loc[at, ["score", "suppression", "copying"]] = 0.0, 0.75, True
+    look = Look(browser, replace(mapped(), table=table).view(), tmp_path)
+    look.page.locator("[data-main]").press("ArrowRight")
+    look.page.locator("[data-main]").press("Enter")
+    rows = [row.split("\t") for row in look.page.locator(".card tr").all_inner_texts()]
+    assert [row[1:3] for row in rows if row[1] == "copies"] == [["copies", "0.750"]]
 
 
 def test_without_the_model_a_card_gives_the_call_that_says_what_the_head_writes(browser, tmp_path):

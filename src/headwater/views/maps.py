@@ -101,8 +101,8 @@ def _map(name: str, head_map: HeadMap, relations: Sequence[str], legend: Sequenc
         whole[at] = values.to_numpy(dtype=float)
         return whole
 
-    # Suppression by heads: layer, head, relation, and the numbers of the suppressing side.
-    rows = table[table["suppressed"]]
+    # Suppression, or copying found by it: layer, head, relation, and the numbers of the suppressing side.
+    rows = table[table["suppressed"] | (table["copying"] & (table["suppression"] > table["score"]))]
     numbers = [rounded(rows[f"suppression{'' if name == 'score' else f'_{name}'}"]) for name in NUMBERS]
     places = rows["layer"], rows["head"], rows["relation"].map(list(relations).index)
     suppressed = zip(*places, *numbers, strict=True)

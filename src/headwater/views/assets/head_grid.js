@@ -57,7 +57,7 @@ hw.headGrid = async (map, { relations, labels, quiet }, state, { point, keep }) 
   // What is known of a head and a relation, as a row of its card: what it does, and the numbers.
   const says = (number, r) => {
     const flag = flags[number * known + r], uses = usesOf(number, r);
-    return flag & IMPLEMENTED ? `implements${uses}` : flag & COPYING && !(flag & SUPPRESSED) ? "copies" : "";
+    return flag & IMPLEMENTED ? `implements${uses}` : flag & COPYING && !(suppressed.get(number) || []).some(([of]) => of === r) ? "copies" : "";
   };
   const read = { number: hw.number, q: hw.small }, kept = { number: hw.exact, q: hw.exact }; // to be read; to be kept
   const row = (number, r, as) => {
@@ -65,7 +65,7 @@ hw.headGrid = async (map, { relations, labels, quiet }, state, { point, keep }) 
     return [relations[r], says(number, r), ...said, as.q(q[at]), ...(loss ? [as.number(loss[at])] : [])];
   };
   const against = (number, as) => (suppressed.get(number) || []).map(([r, score, habit, q]) =>
-    [relations[r], `suppresses${usesOf(number, r)}`, ...[score, habit, over(score, habit)].map((one) => as.number(one)), as.q(q), ...(loss ? [as.number(loss[number * known + r])] : [])]);
+    [relations[r], flags[number * known + r] & SUPPRESSED ? `suppresses${usesOf(number, r)}` : "copies", ...[score, habit, over(score, habit)].map((one) => as.number(one)), as.q(q), ...(loss ? [as.number(loss[number * known + r])] : [])]);
   grid.columns = ["relation", "says", "score", "expected", "excess", "q", ...(loss ? ["loss"] : [])];
   grid.rows = (number, as = read) => [...against(number, as), ...best(number).map((r) => row(number, r, as))];
   grid.exact = (number) => grid.rows(number, kept);
