@@ -288,6 +288,10 @@ def path_patch(
     ends = [first_layer(graph, r) for r in received.values() for s in sent.values() if has_path(graph, s, r)]
     if not ends:
         graph.refuse_order(next(iter(sent)), next(iter(received)))
+    for together, several in _several(graph.senders, "senders", senders):
+        for one in several if together else ():
+            if not any(has_path(graph, graph.find(graph.senders, [one]), r) for r in received.values()):
+                graph.refuse_order(shown(one), " or ".join(received))
     plan, source = plan_of(model, clean, corrupted, metric, direction, batch_size, values, dataset, seed)
     places = places_in(plan, over, positions)
     request = PathRequest(plan, source, graph, sent, received, through, places)
