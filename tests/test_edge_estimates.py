@@ -158,6 +158,16 @@ def test_a_screen_of_more_edges_than_there_are_runs_them_all():
     assert not found.sampled.any()
 
 
+def test_where_all_edges_were_run_none_is_left_to_bound():
+    found = estimated(loaded("gpt2"), "screened", receivers="mlp 2", verify=5)
+    assert not found.effects.isnan().any()
+    (said,) = [sentence for sentence in found.report() if "at most" in sentence]
+    effects, others = found.effects[0, 0, :, 0].abs(), found.sampled
+    hits = int((effects[others] > effects[~others].min()).sum())
+    assert f"{hits} exceed it" in said
+    assert f"({hits} edges) do" in said
+
+
 def test_the_lot_falls_on_each_kind_of_receiver_as_often_as_there_are_edges_to_it():
     strengths, kinds = np.linspace(1, 0, 400), np.repeat([0, 1, 3, 4], [200, 100, 90, 10])
     strongest, drawn = strongest_and_drawn(strengths, kinds, 0, seed=0)

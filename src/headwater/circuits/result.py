@@ -412,11 +412,11 @@ class EdgeEffects(ByMetric):
         if not len(drawn) or not len(ranked):
             return []
         hits, bar = int((drawn > ranked[0]).sum()), ranked[0]
-        most = most_of_a_share(hits, len(drawn))
+        most = hits if len(drawn) == rest else int(most_of_a_share(hits, len(drawn)) * rest)
         on_the_rest = (
             f"The {len(ranked):,} edges with the largest estimates on {metric} were computed exactly; their smallest "
             f"effect is {bar:.3g}. Of {len(drawn):,} of the {rest:,} others, drawn at random, {hits} exceed it "
-            f"(largest: {drawn.max():.3g}); at 95 % confidence, at most {most:.1%} of the others ({int(most * rest):,} "
+            f"(largest: {drawn.max():.3g}); at 95 % confidence, at most {most / rest:.1%} of the others ({most:,} "
             "edges) do."
         )
         count, _, ranks, _, _ = _compared(estimates, exact)
