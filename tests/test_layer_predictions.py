@@ -139,6 +139,14 @@ def test_folders_that_hold_no_lens_of_the_model_are_named(models, tmp_path):
         read(model, lens=tmp_path / "deep")
 
 
+def test_a_lens_that_gives_nan_is_refused_and_names_its_layer(models):
+    with pytest.raises(InputError, match="NaN or infinity at layer 1"):
+        read(models("llama"), PROMPTS[0], lens=lambda h, layer: h.log() if layer == 1 else h)
+    broken = (torch.full((32, 32), torch.nan), torch.zeros(32))
+    with pytest.raises(InputError, match="translator of layer 0 holds NaN"):
+        read(models("llama"), PROMPTS[0], lens={0: broken, 1: broken})
+
+
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_tiles_give_what_the_formula_gives_on_all_logits(monkeypatch, softcap):
     monkeypatch.setattr(kernel, "TILE_BYTES", 1)

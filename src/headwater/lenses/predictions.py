@@ -38,6 +38,7 @@ from headwater.errors import InputError, callers_level, first_line
 from headwater.kernels.devices import failures_named, to_device
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.kernels.likelihood_blocked import layer_predictions
+from headwater.models.bridge_check import is_finite
 from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of, refuse_two_meanings, roles_of
@@ -405,6 +406,8 @@ def open_lens(lens: Lens, n_layers: int) -> Lens:
             raise InputError(f"A tuned lens maps layers, whole numbers, to translators; found {shown(layer)}.")
         if not (isinstance(pair, list | tuple) and [isinstance(part, Tensor) for part in pair] == [True, True]):
             raise InputError(f"The translator of layer {layer} must be a pair of tensors (A, b), found {shown(pair)}.")
+        if not is_finite(*pair):
+            raise InputError(f"The translator of layer {layer} holds NaN or infinity.")
     if not isinstance(lens, Path) and (not isinstance(lens, str) or lens == "logit"):
         return lens
     tuned = load_tuned_lens(lens)
@@ -454,6 +457,8 @@ def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int)
         raise InputError(
             f"The lens must give a tensor of shape {tuple(residual.shape)} at layer {layer}, found {what}."
         )
+    if not is_finite(result):
+        raise InputError(f"The lens gives NaN or infinity at layer {layer}: check its function.")
     return result
 
 
