@@ -1,5 +1,8 @@
 """Singular vectors of a head's circuits are those of the full products, and list what a planted head does."""
 
+from dataclasses import replace
+
+import pandas as pd
 import pytest
 import torch
 
@@ -61,6 +64,14 @@ def test_a_folder_gives_what_the_loaded_model_gives_and_gains_can_be_folded_in(t
     torch.testing.assert_close(torch.tensor(gained.values["singular_value"]).float(), expected, rtol=1e-4, atol=1e-6)
     assert plain.values["share"].sum() == pytest.approx(1)
     assert plain.values["random_share"].sum() == pytest.approx(1)
+
+
+def test_tables_that_were_sorted_give_the_same_report_and_summary():
+    result = singular_vectors(tiny_hooked("llama"), 1, 2, vectors=2, tokens=3)
+    tables = {"table": result.table, "values": result.values}
+    turned = replace(result, **{name: table[::-1].reset_index(drop=True) for name, table in tables.items()})
+    assert turned.report() == result.report()
+    pd.testing.assert_frame_equal(turned.summary(), result.summary())
 
 
 @pytest.mark.planted

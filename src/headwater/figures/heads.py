@@ -226,7 +226,7 @@ SIZE = 6
 @DRAWINGS.add(SingularVectors)
 def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Axes:
     """Draw the vectors that have tokens as bars, with their tokens written beside them."""
-    table = result.table
+    table = result.table.sort_values(["vector", "place"])
     vectors = table["vector"].unique().tolist()
     values = result.values.set_index("vector").loc[vectors]
     first = table.iloc[0]

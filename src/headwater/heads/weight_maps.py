@@ -257,22 +257,24 @@ class SingularVectors(Result):
 
     def summary(self) -> pd.DataFrame:
         """Return a row per vector and sign: `vector, sign, singular_value, share`, and the tokens of each side."""
-        by_side = self.table.groupby(["vector", "sign", "side"], sort=False)["token"].agg(", ".join).unstack()
-        sides = list(self.table["side"].unique())
+        table = self.table.sort_values("place")
+        by_side = table.groupby(["vector", "sign", "side"])["token"].agg(", ".join).unstack()
+        sides = list(CIRCUITS[str(table["circuit"].iloc[0])])
         values = self.values.drop(columns="random_share")
         return by_side[sides].reset_index().merge(values)[["vector", "sign", "singular_value", "share", *sides]]
 
     def report(self) -> list[str]:
         """Report how concentrated the circuit is, and the tokens of its strongest direction."""
-        first = self.table.iloc[0]
+        table, values = self.table.sort_values("place"), self.values.sort_values("vector")
+        first = table.iloc[0]
         sides = CIRCUITS[str(first["circuit"])]
-        share, random = self.values.iloc[0][["share", "random_share"]]
+        share, random = values.iloc[0][["share", "random_share"]]
         sentences = [
             f"The strongest direction of the {str(first['circuit']).upper()} circuit of head {first['layer']}."
             f"{first['head']} makes up {share:.0%} of it, compared with {random:.0%} for random factors."
         ]
         for sign in SIGNS:
-            of = self.table[(self.table["vector"] == 1) & (self.table["sign"] == sign)]
+            of = table[(table["vector"] == 1) & (table["sign"] == sign)]
             listed = [", ".join(repr(one) for one in of.loc[of["side"] == side, "token"].head(4)) for side in sides]
             sentences.append(f"Along it ({sign}): {sides[0]} {listed[0]}; {sides[1]} {listed[1]}.")
         return [*sentences, "These tokens lie along it most; the direction may be used for others too."]
