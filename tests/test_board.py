@@ -140,10 +140,12 @@ def test_the_mean_is_over_both_prompts_or_those_given():
 def test_a_model_that_changed_since_is_refused():
     model = hw.load(tiny_model("gpt2"))
     board = hw.board(model, *PAIR, metric=hw.logit_difference(3, 4))
+    board.click(0, 5)
     with torch.no_grad():
         next(model.raw.parameters()).mul_(1.5)
-    with pytest.raises(InputError, match="make another board"):
-        board.click(0, 4)
+    for again in (lambda: board.click(0, 4), lambda: board.click(0, 5), board.view):
+        with pytest.raises(InputError, match="make another board"):
+            again()
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ class Clicks:
             self._benches[how] = RecordedPair(
                 self.model, sides, self.metric, values=values, dataset=dataset, sites=names
             )
+        self._benches[how].refuse_other_weights()
         return self._benches[how]
 
     @property
@@ -356,6 +357,11 @@ class RecordedPair:
         found = self._runner.readout.unedited(range(1))
         return float(found.unedited[0, 0]), float(found.other[0, 0])
 
+    def refuse_other_weights(self) -> None:
+        """Refuse a model that was changed since the runs were recorded."""
+        if self.model.fingerprint != self._fingerprint:
+            raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")
+
     def look(
         self, nodes: Sequence[ActivationNode], parts: Sequence[Sequence[ActivationNode]]
     ) -> tuple[float, list[float], Float[Tensor, "layer kept d_model"]]:
@@ -364,8 +370,6 @@ class RecordedPair:
         Return the metric after the change, the metric for each other set, and the states after each layer, at the
         positions of the metric.
         """
-        if self.model.fingerprint != self._fingerprint:
-            raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")
         runner, end = self._runner, (LOGITS, self.model.shape.n_layers)
         cells = CellTable.of([(0, [joint_template(one, 0, self.replacement) for one in (nodes, *parts)])])
         before, _ = self.unedited
