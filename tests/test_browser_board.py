@@ -59,7 +59,9 @@ def test_a_page_by_itself_says_the_exact_effect_of_a_head_and_its_code(browser, 
     said = look.page.locator("[data-said]")
     assert effect(said) == near(click)
     assert look.page.locator("[data-code]").inner_text() == click.code
+    first = said.inner_text()
     look.page.get_by_label("change", exact=True).select_option("1")
+    assert said.inner_text() == first
     heads.press("Enter")
     assert effect(said) == near(board.click(1, head=2, how="zero"))
     look.page.get_by_role("button", name="undo").click()

@@ -8,10 +8,10 @@ hw.start(async (spec, root) => {
   const pattern = await opened(spec.pattern);
   let [how, site, picked, adding] = [spec.first, 0, [0, 0], false];
   const clicked = []; // what was clicked and not undone: {nodes, before, after, goal, top, layers, parts, seconds, code}
-  const about = () => spec.hows[how], T = about().tokens.length;
-  const token = (i) => hw.token(about().tokens[i]);
+  const about = (of = how) => spec.hows[of], T = about().tokens.length;
+  const token = (i, of) => hw.token(about(of).tokens[i]);
   const last = () => clicked[clicked.length - 1];
-  const said = (n) => `${n.site} ${n.layer}${n.head === undefined ? "" : `.${n.head}`}${n.position === undefined ? "" : ` at ${token(n.position)} (${n.position})`}${n.key === undefined ? "" : `, reading ${token(n.key)} (${n.key})`}`;
+  const said = (n, of) => `${n.site} ${n.layer}${n.head === undefined ? "" : `.${n.head}`}${n.position === undefined ? "" : ` at ${token(n.position, of)} (${n.position})`}${n.key === undefined ? "" : `, reading ${token(n.key, of)} (${n.key})`}`;
   const alike = (a, b) => ["site", "layer", "position", "head", "key"].every((one) => a[one] === b[one]);
 
   // What the page knows by itself: the effect of one node, and of its parts.
@@ -122,8 +122,8 @@ hw.start(async (spec, root) => {
   const largest = {}; // by kind of change, of cells and of heads: what their colours end at
   const scales = () => (known[how] ? (largest[how] ||= [scale(known[how].cells), scale(known[how].heads)]) : [1, 1]);
   const signed = (effect) => hw.signed(effect, hw.digits(Math.max(...scales(), Math.abs(gap()))));
-  const gap = () => about().goal - about().before;
-  const share = (effect) => (Math.abs(gap()) > 1e-9 ? `, ${Math.round((100 * effect) / gap())} % of the way` : "");
+  const gap = (of) => about(of).goal - about(of).before;
+  const share = (effect, of) => (Math.abs(gap(of)) > 1e-9 ? `, ${Math.round((100 * effect) / gap(of))} % of the way` : "");
   const told = (n) => [said(n), Number.isFinite(stored(n)) ? `effect ${signed(stored(n))}${share(stored(n))}` : live ? "click for its exact effect" : "not in this page: needs a kernel"];
   const cell = (r, c) => ({ site: sites[site], layer: r, position: c }), head = (r, c) => ({ site: "z", layer: r, head: c });
   const edge = (q, k) => (spec.causal && k > q ? null : { site: "pattern", layer: picked[0], head: picked[1], position: q, key: k });
@@ -143,14 +143,14 @@ hw.start(async (spec, root) => {
     const list = answer.parts.map((part) => {
       const bar = hw.element("span", { ariaHidden: true });
       bar.style.cssText = `display:inline-block;height:9px;margin:0 6px;width:${Math.round((70 * Math.abs(part.effect)) / most)}px;background:${hw.onPaper(part.effect > 0 ? "#b2182b" : "#2166ac")}`;
-      const button = hw.element("button", { type: "button" }, part.site === "z" ? `head ${part.head}` : `reads ${token(part.key)} (${part.key})`, bar, signed(part.effect));
+      const button = hw.element("button", { type: "button" }, part.site === "z" ? `head ${part.head}` : `reads ${token(part.key, answer.how)} (${part.key})`, bar, signed(part.effect));
       button.addEventListener("click", (event) => click({ site: part.site, layer: part.layer, position: part.position, head: part.head, ...(part.key === undefined ? {} : { key: part.key }) }, event.shiftKey));
       return hw.element("div", {}, button);
     });
     return list.length ? [hw.element("h2", {}, answer.parts[0].site === "z" ? "each head there, by itself" : "what it reads, edge by edge"), hw.element("div", { className: "scroll", style: "max-height:220px" }, ...list)] : [];
   };
   const downstream = (answer) => {
-    const both = [about().layers, answer.layers], all = both.flat().concat(about().goal), [low, high] = [Math.min(...all), Math.max(...all)];
+    const both = [about(answer.how).layers, answer.layers], all = both.flat().concat(answer.goal), [low, high] = [Math.min(...all), Math.max(...all)];
     const [w, h] = [300, 110], x = (l) => 34 + (l * (w - 44)) / Math.max(1, layers - 1), y = (v) => 8 + ((high - v) * (h - 30)) / Math.max(1e-9, high - low);
     const chart = hw.canvas(w, h, (pen) => {
       pen.clearRect(0, 0, w, h);
@@ -181,8 +181,8 @@ hw.start(async (spec, root) => {
       result.replaceChildren(heading, hw.element("p", { className: "faint" }, live ? "Shift adds to what is changed together." : "This page knows every single node; sets and other edges need a kernel: hw.board(...)."));
       return;
     }
-    const effect = answer.after - answer.before;
-    heading.textContent = Number.isFinite(effect) ? `${answer.how} ${answer.nodes.map(said).join(" + ")}: ${signed(effect)}${share(effect)}` : `${answer.nodes.map(said).join(" + ")}: not in this page, a kernel would compute it`;
+    const effect = answer.after - answer.before, what = answer.nodes.map((n) => said(n, answer.how)).join(" + ");
+    heading.textContent = Number.isFinite(effect) ? `${answer.how} ${what}: ${signed(effect)}${share(effect, answer.how)}` : `${what}: not in this page, a kernel would compute it`;
     const top = answer.top.length ? [hw.element("h2", {}, "answers"), hw.table({ columns: ["answer", "before", "after"], rows: answer.top.map(([text, before, after]) => [hw.token(text), hw.number(before, 3), hw.number(after, 3)]) })] : [];
     result.replaceChildren(heading,
       ...(Number.isFinite(effect) ? [hw.element("p", {}, `${spec.metric} ${hw.number(answer.before)} → ${hw.number(answer.after)}${answer.seconds === undefined ? "" : ` in ${hw.number(answer.seconds, 3)} s`}`)] : []),
