@@ -11,6 +11,8 @@ from headwater.errors import InputError
 from headwater.runs.result import View
 from headwater.views.board import answer, board_page
 from tests.boards import CLICKS, PAIR, model_of
+from tests.random_models import random_model
+from tests.tiny import tiny_tokenizer
 from tests.viewed import spec_in, unpacked
 
 
@@ -55,6 +57,17 @@ def test_the_attention_of_both_runs_is_in_the_page():
     for run, prompt in zip(("clean", "corrupted"), PAIR, strict=True):
         exact = board().model.cache(prompt, sites=["pattern"], progress=False)["pattern", 1][0].numpy()
         assert np.abs(shown[run][1] - exact).max() <= 0.004
+
+
+@pytest.mark.filterwarnings("ignore:.*left out|.*swept with whole runs")
+def test_where_some_layers_have_no_heads_the_numbers_of_the_others_are_at_their_layer():
+    hybrid = hw.load(random_model("lfm2"), tokenizer=tiny_tokenizer())
+    made = hw.board(hybrid, *PAIR, metric=hw.logit_difference(3, 4))
+    spec = spec_in(made.view())
+    heads, pattern = unpacked(spec["known"]["denoise"]["heads"]), unpacked(spec["pattern"]["clean"])
+    assert np.isnan(heads[0]).all()
+    assert heads[1, 2] == pytest.approx(made.click(1, head=2).effect, abs=1e-5)
+    assert pattern[1, :, 0, 0].tolist() == [255] * hybrid.shape.n_heads
 
 
 @pytest.mark.parametrize("clicked", CLICKS)

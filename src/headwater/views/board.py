@@ -251,9 +251,11 @@ def known(clicks: Clicks, how: str, live: bool) -> dict[str, Sweep]:
 def stored(clicks: Clicks, sweeps: dict[str, Sweep]) -> dict[str, object]:
     """Return the effects of each kind as arrays: cells as `site layer position`, others in the order of their axes."""
     arrays: dict[str, object] = {}
+    # All layers, because in hybrid models some have no heads.
+    whole: dict[str, list[Any]] = {"site": list(clicks.sites), "layer": list(range(clicks.model.shape.n_layers))}
     for kind, sweep in sweeps.items():
         index = ["site", "layer", "position"] if kind == "cells" else list(KINDS[kind][1:4])
-        levels = [list(clicks.sites) if name == "site" else sorted(sweep.table[name].unique()) for name in index]
+        levels = [whole.get(name) or sorted(sweep.table[name].unique()) for name in index]
         grid = np.full([len(axis) for axis in levels], np.nan)
         places = [sweep.table[name].map(axis.index).to_numpy() for name, axis in zip(index, levels, strict=True)]
         grid[tuple(places)] = sweep.table["effect"].to_numpy(dtype=float)
@@ -287,6 +289,9 @@ def patterns(clicks: Clicks) -> dict[str, object]:
     arrays: dict[str, object] = {}
     for name, prompts in (("clean", clicks.clean), ("corrupted", clicks.corrupted)):
         cache = clicks.model.cache(prompts, sites=[EDGES], progress=False)
-        whole = np.stack([cache.example(EDGES, layer, 0).float().numpy() for layer in cache.kept[EDGES].layers])
+        length = len(cache.tokens)
+        whole = np.zeros((clicks.model.shape.n_layers, clicks.model.shape.n_heads, length, length))
+        for layer in cache.kept[EDGES].layers:
+            whole[layer] = cache.example(EDGES, layer, 0).float().numpy()
         arrays[name] = packed(np.rint(255 * np.sqrt(whole.clip(0, 1))), "u1")
     return arrays
