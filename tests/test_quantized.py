@@ -11,6 +11,7 @@ import headwater as hw
 from headwater.errors import ModelError
 from headwater.models.checkpoint import dequantized
 from headwater.models.weights import open_weights
+from tests.tiny import tiny_model
 
 BLOCK = (16, 16)
 
@@ -109,6 +110,15 @@ def test_float8_that_the_config_does_not_name_is_refused_with_its_file(float8, o
         ModelError, match=r"proj\.weight' in .*model\.safetensors is stored as F8_E4M3, and config\.json names"
     ):
         opened(folder)
+
+
+def test_a_loaded_model_that_keeps_float8_beside_its_scales_is_refused():
+    model = tiny_model("llama")
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    layer.forward = lambda x: x @ layer.weight.to(x.dtype).T
+    with pytest.raises(ModelError, match=r"up_proj\.weight of this LlamaForCausalLM is stored as float8_e4m3fn"):
+        hw.load(model)
 
 
 def test_float8_without_its_scales_is_refused_as_the_folder_is_opened(float8):

@@ -703,7 +703,8 @@ def refuse_quantized(model: Any) -> None:
                 f"{name} of {this} is not in memory: it was offloaded, to the host or to disk, or never loaded (device "
                 "'meta'). Load the whole model on one device; hw.load(folder) does."
             )
-        if type(tensor.data) is not torch.Tensor or not tensor.is_floating_point():
+        # Numbers of one byte are floats too, and mean nothing without the scale that their layer keeps beside them.
+        if type(tensor.data) is not torch.Tensor or not tensor.is_floating_point() or tensor.element_size() < 2:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ModelError(f"{name} of {this} is stored as {kind} {type(tensor.data).__name__}; {advice}")
     if getattr(model, "is_quantized", False):
