@@ -6,7 +6,7 @@ from inspect import signature
 import numpy as np
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import BertConfig, BertForMaskedLM, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import headwater as hw
 from headwater.errors import InputError, InterventionError
@@ -488,3 +488,10 @@ def test_options_that_cannot_be_used_or_contradict_one_another_are_refused(llama
 def test_a_model_without_a_tokenizer_writes_no_texts():
     with pytest.raises(InputError, match="has no tokenizer to generate texts with"):
         hw.load(tiny_model("llama")).generate([[3, 4]])
+
+
+def test_a_model_of_masked_tokens_writes_no_texts():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    bert = BertForMaskedLM(BertConfig(vocab_size=len(tiny_tokenizer()), **sizes)).eval()
+    with pytest.raises(InputError, match="BertForMaskedLM cannot generate"):
+        hw.load(bert, tokenizer=tiny_tokenizer()).generate(PROMPTS)

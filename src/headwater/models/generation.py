@@ -345,6 +345,9 @@ def generate_tokens(
         InputError: a prompt and its new tokens exceed the model's context, or hooks cannot be used.
     """
     max_new_tokens = checked_count("max_new_tokens", max_new_tokens)
+    can_generate = getattr(getattr(model.raw, "original_model", None), "can_generate", None)
+    if model.is_bidirectional and can_generate and not can_generate():
+        raise InputError(f"{model.name} cannot generate: its logits predict the token at each position, not the next.")
     check_context_length(model, prompts, max_new_tokens)
     hooks = hooks_over(model, listed_hooks(hooks), prompts)
     if not steps_with_hooks(model, prompts, max_new_tokens) and MODEL_HOOKS in model.interventions:
