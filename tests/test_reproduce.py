@@ -149,6 +149,16 @@ def test_a_difference_is_measured_minus_published(checkpoint, datasets, pretend)
     assert lacking["measured"].isna().all()
 
 
+def test_only_numbers_with_an_interval_are_said_to_lie_in_or_outside_it():
+    rows = [("score", 0.5, 0.6, 0.55, 0.65), ("pairs", 3, 4, None, None)]
+    rows = pd.DataFrame(rows, columns=["quantity", "published", "measured", "low", "high"])
+    found = Reproduction(reproduction_steps.compared(rows), "gpt2-xl", "a publication", [], record())
+    assert found.report()[1:3] == [
+        "score: 1 of 1 numbers compared; the largest difference is 0.1; published numbers outside the interval: 1.",
+        "pairs: 1 of 1 numbers compared; the largest difference is 1.",
+    ]
+
+
 def test_among_equal_scores_the_later_head_comes_first_and_zeros_are_left_out():
     scores = chance.rng().integers(0, 4, size=30) / 4
     places = pd.DataFrame({"layer": np.repeat(range(5), 6), "head": list(range(6)) * 5, "score": scores})

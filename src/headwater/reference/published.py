@@ -102,16 +102,17 @@ class Reproduction(Result):
     def summary(self) -> pd.DataFrame:
         """Return a row per quantity: `quantity, numbers` (rows of the table), `compared, largest_difference, outside`.
 
-        `outside` counts the published numbers outside the interval of the measured number.
+        `outside` counts the published numbers outside the interval of the measured number; missing without intervals.
         """
         table = self.table
         beyond = (table["published"] < table["low"]) | (table["published"] > table["high"])
-        by_quantity = table.assign(size=table["difference"].abs(), beyond=beyond).groupby("quantity", sort=False)
+        size, counted = table["difference"].abs(), beyond.astype("Int64").where(table["low"].notna())
+        by_quantity = table.assign(size=size, beyond=counted).groupby("quantity", sort=False)
         named = by_quantity.agg(
             numbers=("quantity", "size"),
             compared=("difference", "count"),
             largest_difference=("size", "max"),
-            outside=("beyond", "sum"),
+            outside=("beyond", lambda rows: rows.sum(min_count=1)),
         )
         return named.reset_index()
 
@@ -121,7 +122,8 @@ class Reproduction(Result):
         sentences = [f"{self.run.model} and {beside}; numbers compared: {self.table['difference'].count():,}."]
         sentences += [
             f"{row['quantity']}: {row['compared']} of {row['numbers']} numbers compared; the largest difference is "
-            f"{row['largest_difference']:.4g}, and {row['outside']} published numbers lie outside the interval."
+            f"{row['largest_difference']:.4g}"
+            + ("." if pd.isna(row["outside"]) else f"; published numbers outside the interval: {row['outside']}.")
             for row in whole_summary(self).to_dict("records")
             if row["compared"]
         ]
