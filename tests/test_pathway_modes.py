@@ -244,6 +244,13 @@ def test_the_report_says_no_two_modes_of_three_relations_of_different_difficulty
     assert both.components.query("population == 'within relations'")["verdict"].iloc[0] == "two modes"
 
 
+def test_the_report_does_not_speak_of_a_prediction_that_no_example_has():
+    before = np.full(60, 0.5)
+    report = " ".join(traced(before, np.append(-0.5, before[1:]), "r").report())
+    assert "made: flipped over seeds: 2 % (0 to 5) of 120 predictions 'wrong'." in report
+    assert "made: Q-anchored examples at l*: 1, too few for a 95 % band." in report
+
+
 def test_answers_to_one_question_are_one_example_of_the_test():
     rng = np.random.default_rng(4)
     before = np.repeat(rng.normal(2, 0.2, 60), 3)

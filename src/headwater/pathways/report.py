@@ -155,7 +155,7 @@ def _modes(view: SetAtBest) -> Iterator[str]:
     )
     for mode, members in zip(MODES, (n_q, n_a), strict=True):
         if members < FEWEST:
-            yield f"only {members} examples are {mode} at l*: too few for a 95 % band."
+            yield f"{mode} examples at l*: {members}, too few for a 95 % band."
     q, a = (view.curve(CROSSED, mode) for mode in MODES)
     if np.isfinite(q.value) and np.isfinite(a.value):
         holds = "the two groups differ" if q.high < a.low else "the two groups do not differ clearly"
@@ -208,10 +208,12 @@ def _direction(view: SetAtBest) -> Iterator[str]:
             " The knockout shifts predictions in one direction: examples already on that side cannot flip, and count "
             "as A-anchored whatever they depend on."
         )
-    yield (
-        f"over seeds, {_percent(right)} of the {(~rows['predicted_wrong']).sum():,} predictions 'right' flip, and "
-        f"{_percent(wrong)} of the {rows['predicted_wrong'].sum():,} predictions 'wrong'.{note}"
-    )
+    listed = [
+        f"{_percent(share)} of {(rows['predicted_wrong'] == side).sum():,} predictions '{name}'"
+        for name, side, share in (("right", False, right), ("wrong", True, wrong))
+        if np.isfinite(share.value)
+    ]
+    yield f"flipped over seeds: {' and '.join(listed)}.{note}"
 
 
 AGAINST_BASELINE = ("exceeds it", "is lower", "does not differ clearly")
