@@ -435,7 +435,9 @@ def test_what_cannot_be_used_is_refused_in_one_line_that_names_it(model, answere
     ]:
         with pytest.raises(InputError, match=message):
             detect(model, answered, **options)
-    with pytest.raises(InputError, match=r"No question set can be used\. .* and 0 wrong answers"):
+    with pytest.raises(
+        InputError, match=r"^No question set can be used \(natural: answers of one kind only: .* right, 0 "
+    ):
         detect(model, all_right, progress=False)
 
 
@@ -446,7 +448,8 @@ def test_a_set_with_right_answers_only_is_left_out_with_its_cause_and_the_other_
     found = detect(model, one_sided, methods=["logit_min"], seeds=1, layer=1, progress=False)
     assert found.datasets == ("multi_hop",)
     assert found.dropped[["dataset", "answers"]].values.tolist() == [["natural", is_natural.sum()]]
-    assert "0 wrong answers" in found.report()[0]
+    cause = f"answers of one kind only: {is_natural.sum()} right, 0 wrong."
+    assert found.report()[0] == f"natural was left out: {cause}"
 
 
 def test_the_states_of_one_set_at_a_time_are_in_memory(model, answered, monkeypatch):

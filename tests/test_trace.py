@@ -470,9 +470,7 @@ def test_a_set_with_answers_of_one_kind_is_left_out_and_named_and_the_others_are
     }
     assert pathways.report()[0] == "b was left out: answers of one kind only: 40 right, 0 wrong."
     answered.table.loc[answered.table["dataset"] == "a", "z"] = 1
-    with pytest.raises(
-        InputError, match=r"^No question set can be traced \(a: answers of one kind only: 0 right, 40 wr"
-    ):
+    with pytest.raises(InputError, match=r"^No question set can be used \(a: answers of one kind only: 0 right, 40 wr"):
         hw.trace_pathways(model, answered, **options)
 
 

@@ -32,10 +32,10 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.detection.methods import COUNTS, METHODS, AnswerSet, Detector, DetectorSetup, check_methods, relations_of
 from headwater.detection.reweighting import Reweighting
-from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_kind, checked_layer, checked_name, checked_repeats
 from headwater.patching.edge_knockout import VARIANTS, VariantName
+from headwater.pathways.effects import usable_sets
 from headwater.pathways.tables import span_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.sources import HasDatasets
@@ -134,7 +134,7 @@ class Detection(HasDatasets, Result):
 
     def report(self) -> list[str]:
         """Return one paragraph per question set, in plain sentences computed from the numbers."""
-        left_out = [f"{row['dataset']} was left out: {row['cause']}" for row in self.dropped.to_dict("records")]
+        left_out = [f"{row['dataset']} was left out: {row['cause']}." for row in self.dropped.to_dict("records")]
         return left_out + [paragraph(str(name), part) for name, part in self.table.groupby("dataset", sort=False)]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
@@ -208,11 +208,15 @@ def detect(
     options = {"answered": answered, **asdict(recipe), "seeds": seeds, "gate": gate}
 
     def work(run: Run) -> Detection:
-        sets, dropped = _usable(model, answered, recipe, seeds)
+        usable, dropped = usable_sets(answered, seeds)
+        dropped = dropped.rename(columns={"examples": "answers"})
+        sets = [AnswerSet.of(model, answered, name, recipe) for name in usable]
         with run.bar("Detecting", "fit", len(sets) * seeds) as bar:
             fitted = list(run.pieces("fit", _one_after_another(sets, seeds), lambda one: one[0].fit(one[1]), bar))
         by_set = [fitted[start : start + seeds] for start in range(0, len(fitted), seeds)]
-        return _result(answered, list(zip(sets, by_set, strict=True)), dropped, run.record)
+        return _result(
+            answered, list(zip(sets, by_set, strict=True)), dropped.rename(columns={"examples": "answers"}), run.record
+        )
 
     return run_or_resume(Detection, "detect", model, options, work, out=out, progress=progress)
 
@@ -222,26 +226,6 @@ def _one_after_another(sets: Sequence[AnswerSet], seeds: int) -> Iterator[tuple[
     for one in sets:
         yield from ((one, seed) for seed in range(seeds))
         one.forget()
-
-
-def _usable(
-    model: HookedModel, answered: AnsweredQuestions, recipe: DetectorSetup, seeds: int
-) -> tuple[list[AnswerSet], pd.DataFrame]:
-    """Return the question sets that can be split and fitted, and the causes for the others."""
-    sets: list[AnswerSet] = []
-    dropped: list[dict[str, Any]] = []
-    for name in answered.datasets:
-        answer_set = AnswerSet.of(model, answered, name, recipe)
-        try:
-            # Check all splits now: an error in the last one would come after all other fits.
-            for seed in range(seeds):
-                answer_set.check(seed)
-            sets.append(answer_set)
-        except InputError as error:
-            dropped.append({"dataset": name, "cause": str(error), "answers": len(answer_set.rows)})
-    if not sets:
-        raise InputError(f"No question set can be used. {' '.join(row['cause'] for row in dropped)}")
-    return sets, pd.DataFrame(dropped, columns=["dataset", "cause", "answers"])
 
 
 def _result(

@@ -42,7 +42,6 @@ from headwater.options import checked_name, checked_path
 from headwater.patching.edge_knockout import VariantName
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens, untouched
 from headwater.probes.linear import (
-    FOLDS,
     C,
     Probe,
     States,
@@ -331,12 +330,6 @@ class AnswerSet:
     def halves(self, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Split the answers into training and test rows."""
         return grouped_folds(self.answered.z, self.groups, 2, seed)[0]
-
-    def check(self, seed: int) -> None:
-        """Raise the errors that `fit` would raise on too few answers."""
-        train, _ = self.halves(seed)
-        for folds in (FOLDS, 2):
-            grouped_folds(self.answered.z[train], [self.groups[i] for i in train], folds, seed)
 
     def fit(self, seed: int) -> dict[str, Tensor]:
         """Fit on one half and score the other.

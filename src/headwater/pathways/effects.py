@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
@@ -111,6 +112,28 @@ def halves(answered: AnsweredQuestions, seeds: int) -> Halves:
             # Fail now, not later, if the half cannot be split again to choose a layer.
             grouped_folds(answered.z[rows], [groups[row] for row in rows], FOLDS, seed)
     return half
+
+
+def usable_sets(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves], pd.DataFrame]:
+    """Split the question sets into halves; return a table of those that cannot be split, with the causes."""
+    usable, causes = {}, []
+    for name in answered.datasets:
+        subset = answered.select(name)
+        try:
+            usable[name] = halves(subset, seeds)
+        except InputError:
+            right, wrong = int((subset.z == 0).sum()), int((subset.z == 1).sum())
+            what = "too few answers of one kind" if right and wrong else "answers of one kind only"
+            causes.append(
+                {"dataset": name, "cause": f"{what}: {right:,} right, {wrong:,} wrong", "examples": len(subset.z)}
+            )
+    if not usable:
+        listed = "; ".join(f"{row['dataset']}: {row['cause']}" for row in causes)
+        raise InputError(
+            f"No question set can be used ({listed}). Each needs right answers to at least {2 * FOLDS} different "
+            f"questions, and wrong answers to as many."
+        )
+    return usable, pd.DataFrame(causes, columns=["dataset", "cause", "examples"])
 
 
 def each_half(half: Halves) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:

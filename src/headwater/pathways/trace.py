@@ -29,12 +29,12 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_flag, checked_name, checked_repeats
 from headwater.patching.edge_knockout import VARIANTS, VariantName
-from headwater.pathways.effects import Effects, Halves, halves, measure, probes_as_tensors, probes_from_tensors
+from headwater.pathways.effects import Effects, measure, probes_as_tensors, probes_from_tensors, usable_sets
 from headwater.pathways.interventions import QUERIES, Setup
 from headwater.pathways.modes import SplitName, controls_of, curves_of
 from headwater.pathways.report import findings_of, report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
-from headwater.probes.linear import FOLDS, Probe, Probes, States, fit_probes, with_halves
+from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import BEFORE, ProbeSiteName, TokenName, check_probe_options
 from headwater.runs.analysis import Run, run_or_resume
@@ -270,7 +270,7 @@ def trace_pathways(
     options = {"answered": answered, **vars(setup), "window": window, "seeds": seeds, "controls": controls}
 
     def work(run: Run) -> Pathways:
-        usable, dropped = _usable(answered, seeds)
+        usable, dropped = usable_sets(answered, seeds)
         parts, samples = [], []
         fits: list[tuple[str, int, int, Probes]] = []
         half_of: dict[str, int] = {}
@@ -296,28 +296,6 @@ def trace_pathways(
         )
 
     return run_or_resume(Pathways, "trace_pathways", model, options, work, out=out, seed=0, progress=progress)
-
-
-def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves], pd.DataFrame]:
-    """Split the question sets into halves; return a table of those that cannot be split, with the causes."""
-    usable, causes = {}, []
-    for name in answered.datasets:
-        subset = answered.select(name)
-        try:
-            usable[name] = halves(subset, seeds)
-        except InputError:
-            right, wrong = int((subset.z == 0).sum()), int((subset.z == 1).sum())
-            what = "too few answers of one kind" if right and wrong else "answers of one kind only"
-            causes.append(
-                {"dataset": name, "cause": f"{what}: {right:,} right, {wrong:,} wrong", "examples": len(subset.z)}
-            )
-    if not usable:
-        listed = "; ".join(f"{row['dataset']}: {row['cause']}" for row in causes)
-        raise InputError(
-            f"No question set can be traced ({listed}). Each needs right answers to at least {2 * FOLDS} different "
-            f"questions, and wrong answers to as many."
-        )
-    return usable, pd.DataFrame(causes, columns=["dataset", "cause", "examples"])
 
 
 @dataclass(frozen=True)
