@@ -445,6 +445,8 @@ def test_exact_words_that_cannot_be_those_meant_are_counted(monkeypatch):
         "answers."
     )
     assert "33% of the answers (6 to 79 %) are wrong" in made.report()[0]
+    none = dataclasses.replace(made, table=made.table[:0], dropped=made.table.assign(cause="refusal"))
+    assert none.report() == ["set: 0 of 3 questions used, none can be used; dropped: 3 refusal."]
 
 
 def test_a_chat_template_gives_one_beginning_and_the_question_stands_where_it_says(monkeypatch):

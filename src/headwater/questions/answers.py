@@ -123,11 +123,12 @@ class AnsweredQuestions(HasDatasets, Result):
                     f"{row['wrong']:.0%} of the answers ({100 * row['low']:.0f} to {100 * row['high']:.0f} %) are wrong"
                 )
             sentences.append(f"{row['dataset']}: {used}, {wrong}{f'; dropped: {dropped}' if dropped else ''}.")
-            sentences.append(
-                f"{row['dataset']}: the exact words lack the accepted answer in {row['lacks_match']:,} of "
-                f"{row['right']:,} right answers, and only repeat the question in {row['repeats_question']:,} of "
-                f"{row['used']:,} answers."
-            )
+            if row["used"]:
+                sentences.append(
+                    f"{row['dataset']}: the exact words lack the accepted answer in {row['lacks_match']:,} of "
+                    f"{row['right']:,} right answers, and only repeat the question in {row['repeats_question']:,} of "
+                    f"{row['used']:,} answers."
+                )
         return sentences
 
     def findings(self) -> dict[str, Any]:
