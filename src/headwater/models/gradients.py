@@ -124,28 +124,16 @@ class Descent:
                 yield HeadSlopes(layer, self._patterns.pop(layer), at_head, self._cache.values.pop(layer))
 
     def _run(self, tokens: Tensor, name: str, positions: Tensor) -> Float[Tensor, "batch d_model"]:
-        """Run the model up to the state, recording the graph of the topmost segment.
-
-        The last MLP runs only at the position that is read: its output is added to every position's residual stream,
-        but no other position is used.
-        """
+        """Run the model up to the state, recording the graph of the topmost segment."""
         states: list[Tensor] = []
 
-        def at_position(activation: Tensor) -> Tensor:
-            rows = torch.arange(len(activation), device=activation.device)
-            return activation[rows, to_device(positions, activation.device)]
-
-        def narrow(activation: Tensor, hook: object) -> Tensor:
-            return at_position(activation)[:, None]
-
         def keep(activation: Tensor, hook: object) -> None:
-            states.append(activation[:, 0] if activation.shape[1] == 1 else at_position(activation))
+            rows = torch.arange(len(activation), device=activation.device)
+            states.append(activation[rows, to_device(positions, activation.device)])
 
         first = self._segments[0].start
         hooks: list[Hook] = [*self._watch(self._segments[0]), (name, read_hook(keep, of_part=True))]
         hooks.append((hook_name("resid_pre", first), replace_hook(lambda residual, hook: self._enter(residual, first))))
-        if hook_name("mlp_in", self._top) in self.model.raw.hook_dict:
-            hooks.append((hook_name("mlp_in", self._top), replace_hook(narrow)))
         with self.model.lock, contextlib.ExitStack() as stack:
             for layer in range(self._lowest, first):
                 # A torch hook, since TransformerLens's hooks receive activations, not the block's other arguments.
