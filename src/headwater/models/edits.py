@@ -50,8 +50,6 @@ class TrustedHook:
     may_be_silent: bool = False
     is_idle: Callable[[], bool] = lambda: False
     """Whether it currently changes nothing."""
-    of_part: bool = False
-    """Whether it also takes an activation of fewer tokens than the run's."""
 
     def __call__(self, activation: Any, hook: object) -> Tensor | None:
         """Call the function."""
@@ -85,13 +83,13 @@ def hooks_over(model: Any, listed: Sequence[Hook | PromptHook], prompts: Batch) 
     return [hook.over(model, prompts) if isinstance(hook, PromptHook) else hook for hook in listed]
 
 
-def read_hook(function: HookFunction, may_be_silent: bool = False, of_part: bool = False) -> TrustedHook:
+def read_hook(function: HookFunction, may_be_silent: bool = False) -> TrustedHook:
     """Mark a read-only hook, which keeps nothing that shares memory with the activation unless it is used at once.
 
     It receives the activation as the model uses it: after every carried edit. With `may_be_silent`, a run that never
-    reaches the hook is not an error; with `of_part`, nor is an activation of fewer tokens than the run's.
+    reaches the hook is not an error.
     """
-    return TrustedHook(function, edits=False, may_be_silent=may_be_silent, of_part=of_part)
+    return TrustedHook(function, edits=False, may_be_silent=may_be_silent)
 
 
 def replace_hook(function: HookFunction) -> TrustedHook:
@@ -160,8 +158,7 @@ class Attached:
     def act(self, activation: Any, point: Any) -> Tensor | None:
         """Call the hook; return the activation with which the model continues, or None if it is unchanged."""
         self.fired = True
-        takes_part = isinstance(self.function, TrustedHook) and self.function.of_part
-        if self.site is not None and not takes_part and (reading := now_reading()) is not None:
+        if self.site is not None and (reading := now_reading()) is not None:
             size = activation.shape[0], activation.shape[1 + self.site.axes.index("position")]
             read = tuple(reading.positions.shape)
             if size != read:

@@ -132,7 +132,7 @@ class Descent:
             states.append(activation[rows, to_device(positions, activation.device)])
 
         first = self._segments[0].start
-        hooks: list[Hook] = [*self._watch(self._segments[0]), (name, read_hook(keep, of_part=True))]
+        hooks: list[Hook] = [*self._watch(self._segments[0]), (name, read_hook(keep))]
         hooks.append((hook_name("resid_pre", first), replace_hook(lambda residual, hook: self._enter(residual, first))))
         with self.model.lock, contextlib.ExitStack() as stack:
             for layer in range(self._lowest, first):
