@@ -209,14 +209,12 @@ def detect(
 
     def work(run: Run) -> Detection:
         usable, dropped = usable_sets(answered, seeds)
-        dropped = dropped.rename(columns={"examples": "answers"})
         sets = [AnswerSet.of(model, answered, name, recipe) for name in usable]
         with run.bar("Detecting", "fit", len(sets) * seeds) as bar:
             fitted = list(run.pieces("fit", _one_after_another(sets, seeds), lambda one: one[0].fit(one[1]), bar))
         by_set = [fitted[start : start + seeds] for start in range(0, len(fitted), seeds)]
-        return _result(
-            answered, list(zip(sets, by_set, strict=True)), dropped.rename(columns={"examples": "answers"}), run.record
-        )
+        dropped = dropped.rename(columns={"examples": "answers"})
+        return _result(answered, list(zip(sets, by_set, strict=True)), dropped, run.record)
 
     return run_or_resume(Detection, "detect", model, options, work, out=out, progress=progress)
 

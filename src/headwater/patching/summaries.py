@@ -194,19 +194,8 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     if cells["mean"].isna().all():
         return [f"{site}: no cell has a defined effect on {metric}.".replace("_", " ")]
     best = cells.iloc[int(cells["mean"].abs().argmax())]
-    known = (
-        "layer",
-        "role",
-        "position",
-        "head",
-        "kv_head",
-        "key_role",
-        "key",
-        "feature",
-        "set",
-        "from_layer",
-        "window",
-    )
+    known = ["layer", "role", "position", "head", "kv_head", "key_role", "key", "feature", "set"]
+    known += ["from_layer", "window"]
     by_role = tokens_by_role(map(str, cells))
     axes = [axis for axis in known if axis in cells and axis not in by_role and pd.notna(best[axis])]
     where = ", ".join(f"{axis} {best[axis]}" for axis in axes)
