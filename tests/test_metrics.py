@@ -126,7 +126,8 @@ PROMPT = Prompt((1, 2, 3, 4), ("<s>", " the", " cat", " is"), ((0, 0), (0, 3), (
     ("where", "expected"),
     [
         (2, (2,)), (-1, (3,)), ("last", (3,)), ("first", (0,)), ("all", (0, 1, 2, 3)), ((1, 3), (1, 2)),
-        (range(0, 4, 2), (0, 2)), (slice(2, None), (2, 3)), ({3, -3}, (1, 3)), ("cat", (2,)), ("the cat", (1, 2)),
+        (range(0, 4, 2), (0, 2)), (slice(2, None), (2, 3)), ({3, -3}, (1, 3)), ([1, -1], (1, 3)),
+        ("cat", (2,)), ("the cat", (1, 2)),
         (lambda strings: strings.index(" is"), (3,)), ([{1, 2}], (1, 2)), ([[1, 2]], (1, 2)),
     ],
 )  # fmt: skip
@@ -134,7 +135,7 @@ def test_positions_can_be_named_in_many_ways(where, expected):
     assert positions_of(where, PROMPT, 0, 1) == expected
 
 
-@pytest.mark.parametrize("where", [4, -5, "dog", (2, 2), [1, 2], (1, 2, 3), True, None, 2.5])
+@pytest.mark.parametrize("where", [4, -5, "dog", (2, 2), ["a", "b"], [1, 4], [], (1, 2, 3), True, None, 2.5])
 def test_positions_that_are_not_there_are_refused(where):
     with pytest.raises(InputError):
         positions_of(where, PROMPT, 0, 1)
