@@ -29,7 +29,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.heads.causal import Heads, layer_matched, whole, without
+from headwater.heads.causal import Heads, matched_sets, whole, without
 from headwater.heads.head_map import HeadMap, relations_of
 from headwater.heads.relations import TEMPLATE, Relations, task_prompts
 from headwater.models.hooked import HookedModel
@@ -129,7 +129,7 @@ def ablate_heads(
         template: the prompt, with one `{source}` after a space (relations are about words after a space); the target
             follows it.
         shots: number of examples before each prompt.
-        draws: number of layer-matched random sets of heads, at most 1,000.
+        draws: number of random sets of heads, at most 1,000, matched by layer; all such sets if there are fewer.
         controls: names of control relations; by default they are chosen as in step 4 of the module's docstring.
         seed: seed of examples, foils and random heads.
         batch_size: number of prompts in a forward pass.
@@ -157,8 +157,7 @@ def ablate_heads(
     heads = [(int(layer), int(head)) for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
     names = [relation, *(controls if controls is not None else _candidates(head_map, relation))]
     tasks = {name: task_prompts(model, tokenized[name][0], template, shots, seed) for name in names}
-    rng = np.random.default_rng(seed)
-    random = [layer_matched(heads, model.shape.n_layers, model.shape.n_heads, rng) for _ in range(draws)]
+    random = matched_sets(model, heads, draws, seed)
     options: dict[str, Any] = {"relation": relation, "top": top, "method": method, "template": template, "shots": shots}
     options |= {"draws": draws, "controls": controls, "head_map": head_map}
 
