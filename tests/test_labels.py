@@ -67,6 +67,7 @@ def test_the_first_match_is_taken_and_of_these_the_longest():
         ("It is Shakespeare's play", "Shakespeare", "contains"),
         ("France’s capital", "France", "contains starts"),
         ("It is McDonald's.", "McDonald's", "contains"),
+        ("McDonald's—a chain", "McDonald's", "contains starts"),
         ("It is McDonald", "McDonald's", ""),
         ("the 1990's", "1990", ""),
         # what the rules do not read: negation, a part of something else, another order

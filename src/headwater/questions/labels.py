@@ -96,8 +96,9 @@ def match(answer: str, accepted: Iterable[str], rule: str = CONTAINS) -> Match |
     """
     checked_name("rule", rule, RULES)
     matches, aliases = list[Match](), tuple(accepted)
-    # One reading of each word with 's: with it ("McDonald's"), and without it ("Shakespeare's").
-    for marks, text in zip(MARKS, (answer, _POSSESSIVE.sub("  ", answer)), strict=True):
+    # A word with 's is read with it ("McDonald's") and without it ("Shakespeare's").
+    readings = [*((marks, answer) for marks in MARKS), ("apart", _POSSESSIVE.sub("  ", answer))]
+    for marks, text in dict.fromkeys(readings):
         words = normalised_words(text, marks)
         for alias in aliases:
             run = _run(words, normalised_words(alias, marks), rule)
