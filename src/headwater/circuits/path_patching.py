@@ -52,10 +52,10 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import table_html, whole_summary, with_interval
 
 
-def path_ends(graph: Graph, nodes: Nodes, option: str, value: object) -> dict[str, Indices]:
-    """Return by name the nodes that are patched together, as for `path_patch`; for None, each node separately."""
+def path_ends(graph: Graph, nodes: Nodes, sets: list[tuple[str | None, list[Any]]]) -> dict[str, Indices]:
+    """Return by name the nodes that are patched together, of what `_several` returns."""
     ends: dict[str, Indices] = {}
-    for name, several in _several(nodes, option, value):
+    for name, several in sets:
         indices = graph.find(nodes, several)
         if name is None:
             ends |= {nodes.name(index): np.array([index]) for index in indices}
@@ -283,12 +283,13 @@ def path_patch(
     checked_name("through", through, THROUGH)
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     graph = Graph.of(model.shape)
-    sent = path_ends(graph, graph.senders, "senders", senders)
-    received = path_ends(graph, graph.receivers, "receivers", receivers)
+    sets = _several(graph.senders, "senders", senders)
+    sent = path_ends(graph, graph.senders, sets)
+    received = path_ends(graph, graph.receivers, _several(graph.receivers, "receivers", receivers))
     ends = [first_layer(graph, r) for r in received.values() for s in sent.values() if has_path(graph, s, r)]
     if not ends:
         graph.refuse_order(next(iter(sent)), next(iter(received)))
-    for together, several in _several(graph.senders, "senders", senders):
+    for together, several in sets:
         for one in several if together else ():
             if not any(has_path(graph, graph.find(graph.senders, [one]), r) for r in received.values()):
                 graph.refuse_order(shown(one), " or ".join(received))
