@@ -146,6 +146,7 @@ def test_a_model_that_changed_since_is_refused():
     for again in (lambda: board.click(0, 4), lambda: board.click(0, 5), board.view):
         with pytest.raises(InputError, match="make another board"):
             again()
+    assert "make another board" in board._repr_mimebundle_()["text/html"]
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,9 @@ class Board(Clicks):
         shown = {"text/plain": repr(self)}
         try:
             shown["text/html"] = self.view()._repr_html_()
+            live = self.widget()._repr_mimebundle_() if has_widgets() else {}
         except InputError as error:
-            shown["text/html"] = f"<p>{escape(str(error))}</p>"
-        live = self.widget()._repr_mimebundle_() if has_widgets() else {}
+            return shown | {"text/html": f"<p>{escape(str(error))}</p>"}
         return shown | dict(live[0] if isinstance(live, tuple) else live or {})
 
 

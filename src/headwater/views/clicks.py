@@ -290,7 +290,7 @@ class Clicks:
 
     def __repr__(self) -> str:
         n = len(self.clicks)
-        state = f"{len(self.tokens(self._how))} tokens, {self.metric.name}, {n} click{'s' * (n != 1)}"
+        state = f"{len(self._sides.clean[0])} tokens, {self.metric.name}, {n} click{'s' * (n != 1)}"
         return f"{type(self).__name__}({self.model.name}: {state})"
 
 
