@@ -290,7 +290,7 @@ def patterns(clicks: Clicks) -> dict[str, object]:
     for name, prompts in (("clean", clicks.clean), ("corrupted", clicks.corrupted)):
         cache = clicks.model.cache(prompts, sites=[EDGES], progress=False)
         length = len(cache.tokens)
-        whole = np.zeros((clicks.model.shape.n_layers, clicks.model.shape.n_heads, length, length))
+        whole = np.zeros((clicks.model.shape.n_layers, clicks.model.shape.n_heads, length, length), np.float32)
         for layer in cache.kept[EDGES].layers:
             whole[layer] = cache.example(EDGES, layer, 0).float().numpy()
         arrays[name] = packed(np.rint(255 * np.sqrt(whole.clip(0, 1))), "u1")
