@@ -410,7 +410,9 @@ def _cost(
     if random:
         sizes = lost[:, len(sets) :].mean(0)
         value, (low, high) = sizes.mean(), np.quantile(sizes, [0.025, 0.975])
-        what = f"random heads ({len(sizes)} sets of {len(named)}, same layers)"
+        is_same = {layer for heads in random for layer, _ in heads} <= {layer for layer, _ in named}
+        where = "same layers" if is_same else "same and nearest layers"
+        what = f"random heads ({len(sizes)} sets of {len(named)}, {where})"
         rows.append({"what": what, "heads": "", "cost": value, "low": low, "high": high, "share": value / difference})
     return rows
 

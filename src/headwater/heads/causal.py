@@ -22,9 +22,9 @@ With an accuracy of 0 there is nothing to lose: if the whole model answers no it
 
 A claim: ablating some heads together changes the answer more than ablating other heads of their layers. The effect of a
 set of heads on a prompt is that of `hw.ablate`: the metric with all of them replaced at once, minus the metric of the
-unchanged run. Random sets have the same number of other heads of the same layers. Half of the prompts are compared with
-the other half in how they rank the set among these. Held-out prompts are those that did not choose the heads.
-`headwater.stats.claims` evaluates these numbers.
+unchanged run. Random sets have the same number of other heads of the same layers, or also of the nearest
+(`matched_sets`). Half of the prompts are compared with the other half in how they rank the set among these. Held-out
+prompts are those that did not choose the heads. `headwater.stats.claims` evaluates these numbers.
 """
 
 from __future__ import annotations
@@ -313,8 +313,7 @@ def claim(
         overlap = places_among(swept.run.options["prompts"][0], others)
     held_out = None if chosen_on is None else np.delete(effects[0], overlap)
     notes = notes_of_few(len(drawn), placebos, advice="; there are no others") + notes_of_seen(overlap, "heads")
-    layers = {layer for layer, _ in chosen}
-    if not all(layer in layers for placebo in drawn for layer, _ in placebo):
+    if not {layer for placebo in drawn for layer, _ in placebo} <= {layer for layer, _ in chosen}:
         notes.append("random sets are also from the nearest layers, because the heads' own layers have too few")
     evidence = ClaimEffects(effects[0], effects[1:], other_effects, effects.T, held_out)
     named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
@@ -354,13 +353,13 @@ def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[H
     If these layers have too few sets for a p of 5 %, also from layers next to them, then from layers two away, ...
     """
     generator, sets, n_layers = np.random.default_rng(seed), dict[Heads, Heads](), model.shape.n_layers
-    own = np.array([layer for layer, _ in chosen])
+    layers = np.array([layer for layer, _ in chosen])
     for reach in range(n_layers):
         # Layers with few heads have few distinct sets, so the number of draws is limited.
         for _ in range(REDRAWS * n):
-            shift = generator.integers(-reach, reach, len(own), endpoint=True) if reach else 0
-            layers = (own + shift).clip(0, n_layers - 1).tolist()
-            drawn = layer_matched(chosen, n_layers, model.shape.n_heads, generator, layers)
+            shift = generator.integers(-reach, reach, len(layers), endpoint=True) if reach else 0
+            near = (layers + shift).clip(0, n_layers - 1).tolist()
+            drawn = layer_matched(chosen, n_layers, model.shape.n_heads, generator, near)
             sets.setdefault(tuple(sorted(drawn)), drawn)
             if len(sets) == n:
                 break
