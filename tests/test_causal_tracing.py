@@ -141,9 +141,10 @@ def test_sets_are_ablated_in_a_run_whose_values_come_from_the_corrupted_one(llam
 
 def test_the_report_on_one_prompt_says_that_its_interval_is_of_draws(llama):
     noise = hw.noise(STD, SAMPLES, SEED, positions={1})
-    said = hw.patch(llama, PROMPTS[:1], noise, sites="resid_post", metric=METRIC, progress=False).report()
-    assert " to " in said[0]
-    assert said[1] == "resid post: the interval is of draws for one example, and other examples may differ."
+    options = {"sites": "resid_post", "positions": [1, 2], "metric": METRIC, "progress": False}
+    report = hw.patch(llama, PROMPTS[:1], noise, **options).report()
+    assert " to " in report[0]
+    assert report[1] == "resid post: the interval is of draws for one example, and other examples may differ."
 
 
 def test_a_folder_of_other_noise_is_another_run(llama, tmp_path):

@@ -139,6 +139,8 @@ def test_positions_can_be_named_in_many_ways(where, expected):
 def test_positions_that_are_not_there_are_refused(where):
     with pytest.raises(InputError):
         positions_of(where, PROMPT, 0, 1)
+    with pytest.raises(InputError, match="0 were given for 1 prompt"):
+        positions_of([], PROMPT, 0, 1)
 
 
 def test_two_tokenizations_are_shown_in_columns_with_their_differences_marked():

@@ -254,7 +254,7 @@ def checked_roles(where: Mapping[Any, Any]) -> None:
 def _of_example(where: object, example: int, n_examples: int, side: int | None) -> object:
     """Return one prompt's entry of positions for several prompts, or for both prompts of a pair."""
     if isinstance(where, list):
-        if n_examples == 1 and side is None and all(map(is_index, where)):
+        if where and n_examples == 1 and side is None and all(map(is_index, where)):
             return set(where)
         both = side is not None and len(where) == 2 * n_examples
         if len(where) != n_examples and not both:

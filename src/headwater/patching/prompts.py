@@ -433,7 +433,7 @@ def read_prompt_pair(
         refuse_two_meanings(positions, len(first), of_pairs=second is not None)
         return PromptPair(first, second, direction)
     prompts = read_prompts(model, clean)
-    refuse_two_meanings(positions, len(prompts), of_pairs=True)
+    refuse_two_meanings(positions, len(prompts))
     if corrupted.kind != "noise":
         raise InputError(
             f"corrupted=hw.{corrupted.kind}(...) makes no corrupted run: give the corrupted prompts, or "
