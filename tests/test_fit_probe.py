@@ -234,11 +234,12 @@ def test_layers_that_tie_are_counted_and_the_first_is_taken(labels):
     assert fit.report()[0].startswith("2 layers tie at AUC 1.000 (1.000 to 1.000); the first is layer 1, accuracy")
 
 
-def test_control_tasks_that_cannot_be_fitted_are_told():
+def test_control_tasks_that_cannot_be_fitted_are_reported():
     states, labels = torch.randn(16, 8), [0, 1] * 8
     few = fitted(states, labels, groups=[row // 2 for row in range(16)])
     assert few.table["selectivity"].isna().all()
-    assert any("too few groups" in said and "fewer folds" in said for said in few.report())
+    assert any("too few groups" in sentence and "fewer folds" in sentence for sentence in few.report())
     enough = fitted(states, labels, groups=[row // 2 for row in range(16)], folds=4)
     assert enough.table["selectivity"].notna().all()
-    assert not any("too few" in said for said in [*enough.report(), *fitted(states, labels, controls=0).report()])
+    sentences = [*enough.report(), *fitted(states, labels, controls=0).report()]
+    assert not any("too few" in sentence for sentence in sentences)

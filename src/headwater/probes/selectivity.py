@@ -195,7 +195,7 @@ class ProbeFit(Result):
                 sentences.append("The probe does no better than one fitted to random labels.")
         elif self.run.options["controls"]:
             sentences.append(
-                f"There are no numbers for random labels: one per type, they left too few groups with each label for "
+                "No probe was fitted to random labels, one for each type: too few groups had each of them for "
                 f"{self.run.options['folds']} folds. Give fewer folds, or more groups."
             )
         sentences.append("That a probe can decode a label does not show that the model uses it.")
