@@ -108,7 +108,8 @@ def patch(
         over: The axes to sweep: `key` only for `pattern`, `feature` for a dictionary. All entries of other axes are
             patched at once. Default: layer and head if a site has heads, layer and position otherwise.
         values: The replacement: other run; zero; mean, over the prompts; or resample, from another prompt.
-        layers: Only these layers: --layers 9, or --layers 18-25; repeat for several. Default: all.
+        layers: Only these layers, or with --window the layers that it is around: --layers 9, or --layers 18-25; repeat
+            for several. Default: all.
         positions: Only these positions: last, an index, or words of the prompt; repeat for several. With words, each is
             a role of its own, and the prompts may differ in length. Default: all.
         heads: Only these heads, by number or, of one layer, by name: --heads 3 --heads 7, or --heads 9.3. Default: all.

@@ -277,7 +277,7 @@ class Blocks:
             names: names of hooks.
             before: hooks that act before anything is kept, such as noise at the embeddings.
             gradients_at: names of hooks where gradients will be taken; the run's graph begins at the first of them.
-            unembed: whether to compute the last logits; if not, the unembedding runs only if it has a hook.
+            unembed: whether to compute the last logits.
             start: the keys and values of tokens that precede the batch; `visible` is then empty.
         """
         tap = Tap(start or {})
