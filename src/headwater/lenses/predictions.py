@@ -406,7 +406,7 @@ def open_lens(lens: Lens, n_layers: int) -> Lens:
             raise InputError(f"A tuned lens maps layers, whole numbers, to translators; found {shown(layer)}.")
         if not (isinstance(pair, list | tuple) and [isinstance(part, Tensor) for part in pair] == [True, True]):
             raise InputError(f"The translator of layer {layer} must be a pair of tensors (A, b), found {shown(pair)}.")
-        if not is_finite(*pair):
+        if not all(map(is_finite, pair)):
             raise InputError(f"The translator of layer {layer} holds NaN or infinity.")
     if not isinstance(lens, Path) and (not isinstance(lens, str) or lens == "logit"):
         return lens
