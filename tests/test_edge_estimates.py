@@ -161,11 +161,11 @@ def test_a_screen_of_more_edges_than_there_are_runs_them_all():
 def test_where_all_edges_were_run_none_is_left_to_bound():
     found = estimated(loaded("gpt2"), "screened", receivers="mlp 2", verify=5)
     assert not found.effects.isnan().any()
-    (said,) = [sentence for sentence in found.report() if "at most" in sentence]
+    (sentence,) = [one for one in found.report() if "at most" in one]
     effects, others = found.effects[0, 0, :, 0].abs(), found.sampled
     hits = int((effects[others] > effects[~others].min()).sum())
-    assert f"{hits} exceed it" in said
-    assert f"({hits} edges) do" in said
+    assert f"{hits} exceed it" in sentence
+    assert f"({hits} edges) do" in sentence
 
 
 def test_the_lot_falls_on_each_kind_of_receiver_as_often_as_there_are_edges_to_it():

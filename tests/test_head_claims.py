@@ -60,9 +60,8 @@ def test_the_numbers_are_those_of_ablating_the_heads(family):
     same = claim(model, PROMPTS, rows, placebos=5, seed=3, chosen_on=[], **QUIET).table.iloc[0]
     assert same["held_out"] == same["effect"] == found["effect"]
     assert same["placebo_high"] == found["placebo_high"]
-    few = claim(
-        model, PROMPTS, [(1, 0)], other=None, **QUIET
-    )  # eleven other heads in the model, three of them in the layer
+    # Eleven other heads in the model, three of them in the layer.
+    few = claim(model, PROMPTS, [(1, 0)], other=None, **QUIET)
     assert few.table["p_value"].item() >= 1 / 12
     assert "only 11 comparable random sets, so p is at least 0.083; there are no others" in few.sentence
     assert "random sets are also from the nearest layers" in few.sentence

@@ -332,8 +332,8 @@ def write_result(path: Path, result: Result) -> None:
 def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
     """Read the fields that `write_result` wrote."""
     if not (path / RUN_FILE).exists():
-        held = ", ".join(sorted(file.parent.name for file in path.glob(f"*/{RUN_FILE}")))
-        why = f"it holds the results {held}: give one of them" if held else "it is not a folder that headwater wrote"
+        runs = ", ".join(sorted(file.parent.name for file in path.glob(f"*/{RUN_FILE}")))
+        why = f"it holds the results {runs}: give one of them" if runs else "it is not a folder that headwater wrote"
         raise RunFolderError(f"{path} holds no {RUN_FILE}: {why}.")
     run, plain = read_record(path)
     if not plain.get("finished"):
