@@ -330,7 +330,8 @@ def layer_matched(
     layers = [layer for layer, _ in heads] if layers is None else layers
     free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
     if sum(map(len, free.values())) < len(heads):
-        raise InputError(f"{len(heads)} heads need {len(heads)} others as controls; the model has fewer: choose fewer heads.")
+        n = len(heads)
+        raise InputError(f"{n} heads need {n} others as controls; the model has fewer: choose fewer heads.")
     drawn_by_layer = {}
     for layer, count in Counter(layers).items():
         drawn_by_layer[layer] = list(rng.permutation(free[layer])[:count])
