@@ -289,10 +289,11 @@ def path_patch(
     ends = [first_layer(graph, r) for r in received.values() for s in sent.values() if has_path(graph, s, r)]
     if not ends:
         graph.refuse_order(next(iter(sent)), next(iter(received)))
+    latest = max(received, key=lambda name: graph.reach[received[name]].max())
     for together, several in sets:
         for one in several if together else ():
-            if not any(has_path(graph, graph.find(graph.senders, [one]), r) for r in received.values()):
-                graph.refuse_order(shown(one), " or ".join(received))
+            if not has_path(graph, graph.find(graph.senders, [one]), received[latest]):
+                graph.refuse_order(shown(one), latest)
     plan, source = plan_of(model, clean, corrupted, metric, direction, batch_size, values, dataset, seed)
     places = places_in(plan, over, positions)
     request = PathRequest(plan, source, graph, sent, received, through, places)
