@@ -335,3 +335,11 @@ def test_an_interrupted_suite_goes_on_and_another_run_is_refused(three_movers, s
     assert type(again).load(out).table.equals(suite.table)
     with pytest.raises(hw.RunFolderError):
         hw.evidence(three_movers, list(RELATIONS), out=out, **QUIET | {"draws": 40})
+
+
+def test_random_heads_that_are_also_from_the_nearest_layers_are_named_so():
+    model = hw.load()
+    pairs = relation_prompts(model, "country_to_capital", pairs=6).second
+    for named, where in (([(1, 0)], "of 1, same and nearest layers"), ([(1, 0), (2, 0)], "of 2, same layers")):
+        cost = weights_to_cause._cost(model, pairs, named, named[0], 30, 0)
+        assert cost[-1]["what"] == f"random heads (30 sets {where})"
