@@ -239,15 +239,15 @@ def test_random_heads_come_from_the_same_layers_and_are_never_the_relations_own(
     rng = chance.rng()
     for _ in range(50):
         heads = [(int(layer), int(head)) for layer, head in {tuple(rng.integers(0, (6, 8))) for _ in range(12)}]
-        drawn = layer_matched(heads, 6, 8, rng)
+        drawn = layer_matched(heads, [layer for layer, _ in heads], 6, 8, rng)
         assert len(set(drawn)) == len(heads)
         assert not set(drawn) & set(heads)
         if max(sum(layer == at for layer, _ in heads) for at in range(6)) <= 4:
             assert [layer for layer, _ in drawn] == [layer for layer, _ in heads]
     full = [(2, head) for head in range(8)]
-    assert {layer for layer, _ in layer_matched(full, 6, 8, rng)} <= {1, 3}
+    assert {layer for layer, _ in layer_matched(full, [2] * 8, 6, 8, rng)} <= {1, 3}
     with pytest.raises(InputError, match="choose fewer heads"):
-        layer_matched([(0, 0), (0, 1)], 1, 3, rng)
+        layer_matched([(0, 0), (0, 1)], [0, 0], 1, 3, rng)
 
 
 def test_a_prompt_that_the_model_does_not_answer_at_all_is_said():

@@ -324,11 +324,11 @@ def claim(
 
 
 def layer_matched(
-    heads: Heads, n_layers: int, n_heads: int, rng: np.random.Generator, layers: Sequence[int] | None = None
+    heads: Heads, layers: Sequence[int], n_layers: int, n_heads: int, rng: np.random.Generator
 ) -> list[Head]:
-    """Draw one other head per head, from its layer (or `layers`), or from the nearest layer if that has too few."""
-    layers = [layer for layer, _ in heads] if layers is None else layers
-    free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
+    """Draw another head from each of these layers, one per head, or from the nearest layer if one has too few."""
+    taken = set(heads)
+    free = {layer: [h for h in range(n_heads) if (layer, h) not in taken] for layer in range(n_layers)}
     if sum(map(len, free.values())) < len(heads):
         n = len(heads)
         raise InputError(f"{n} heads need {n} others as controls; the model has fewer: choose fewer heads.")
@@ -360,7 +360,7 @@ def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[H
         for _ in range(REDRAWS * n):
             shift = generator.integers(-reach, reach, len(layers), endpoint=True) if reach else 0
             near = (layers + shift).clip(0, n_layers - 1).tolist()
-            drawn = layer_matched(chosen, n_layers, model.shape.n_heads, generator, near)
+            drawn = layer_matched(chosen, near, n_layers, model.shape.n_heads, generator)
             sets.setdefault(tuple(sorted(drawn)), drawn)
             if len(sets) == n:
                 break
