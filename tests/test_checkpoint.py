@@ -82,7 +82,7 @@ def test_a_folder_without_a_tokenizer_is_refused(folder):
 
 def test_the_tokenizer_of_another_model_is_refused(folder):
     tiny_tokenizer([f"word{i}" for i in range(200)]).save_pretrained(folder)
-    refused(folder, r"tokenizer of .* has \d+ tokens, the model only")
+    refused(folder, r"tokenizer .* has \d+ tokens, the model \d+: it belongs to another model")
 
 
 @pytest.mark.parametrize("kept", [0, 4, 40, 0.5, 0.999])
@@ -90,7 +90,7 @@ def test_a_truncated_file_is_refused_by_name(folder, kept):
     file = folder / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[: kept if isinstance(kept, int) else int(kept * len(data))])
-    refused(folder, r"model.safetensors is damaged or cut short")
+    refused(folder, r"model.safetensors is missing, damaged or cut short")
 
 
 def test_a_missing_tensor_is_named_with_the_shape_expected(folder):
@@ -112,7 +112,7 @@ def test_weights_of_more_layers_or_another_width_than_the_config_are_refused(fol
 
 def test_fewer_layers_in_the_config_than_in_the_weights_are_refused(folder):
     edit_config(folder, num_hidden_layers=2)
-    refused(folder, r"2 layers, but .* 'model.layers.2\.")
+    refused(folder, r"layers\.2\..*is not used by any module of the config")
 
 
 def test_a_missing_unembedding_is_refused_unless_tied(folder):
@@ -139,7 +139,7 @@ def test_a_missing_shard_is_named(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
-    refused(tmp_path, f"lacks 1 of .* first {shard.name}")
+    refused(tmp_path, f"{shard.name} is missing, damaged or cut short")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])

@@ -93,7 +93,7 @@ def test_the_first_edition_in_a_folder_is_of_another_version(world, tmp_path, mo
 
 def test_a_model_that_does_not_come_with_headwater_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.setattr("headwater.models.packaged.files", lambda package: tmp_path / "empty")
-    with pytest.raises(ModelError, match=r"no 'instruct' model in .* `python -m tools.world train`"):
+    with pytest.raises(ModelError, match=r"instruct is absent or incomplete .* `python -m tools.world train`"):
         hw.load("embedded-instruct")
 
 

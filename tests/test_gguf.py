@@ -125,7 +125,8 @@ def test_the_header_is_what_the_package_gguf_reads(llama):
     assert {one.name for one in reader.tensors} == set(found.tensors)
     for one in reader.tensors:
         stored = found.tensors[one.name]
-        assert (stored.type, stored.start) == (one.tensor_type, one.data_offset)
+        assert stored.type == one.tensor_type
+        assert np.array_equal(stored.packed, reader.data[one.data_offset : one.data_offset + one.n_bytes])
         assert stored.shape == tuple(one.shape[::-1])
         assert np.array_equal(found.read(one.name).numpy(), gguf.dequantize(one.data, one.tensor_type))
 
@@ -174,7 +175,7 @@ def test_llama_3_scales_rotary_frequencies_by_a_tensor(tmp_path):
     found = hw.load(file)
     assert found.config.rope_parameters == scaling
     other = written(model, tmp_path / "other.gguf", extra={"rope_freqs.weight": 1.5 * factors})
-    with pytest.raises(hw.ModelError, match=r"by the tensor 'rope_freqs\.weight', not as Llama 3"):
+    with pytest.raises(hw.ModelError, match=r"the tensor 'rope_freqs\.weight', not linearly or as Llama 3"):
         hw.load(other)
     assert_same_logits(found, model)
 
@@ -220,12 +221,11 @@ def assert_same_logits(found, model):
         ({"llama.block_count": 3}, "has no tensor 'blk.2.attn_norm.weight'"),
         ({"llama.attention.head_count": 0}, "describe no model"),
         ({"llama.embedding_length": 128}, "has shape .* but its metadata imply"),
-        ({"split.count": 3}, "is one of 3 parts; join them"),
-        ({"tokenizer.ggml.pre": "viking"}, "splits texts by unknown rules, tokenizer.ggml.pre='viking'"),
-        ({"tokenizer.ggml.model": "rwkv"}, "has a tokenizer of the kind 'rwkv'"),
-        ({"tokenizer.ggml.model": None}, "has no tokenizer"),
-        ({"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "asks for a BOS token"),
-        ({"general.alignment": 0}, "an alignment of 0"),
+        ({"tokenizer.ggml.pre": "viking"}, "does not read, .* with tokenizer.ggml.pre='viking'"),
+        ({"tokenizer.ggml.model": "rwkv"}, "does not read, tokenizer.ggml.model='rwkv'"),
+        ({"tokenizer.ggml.model": None}, "does not read, tokenizer.ggml.model=None"),
+        ({"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "cannot be made to begin texts"),
+        ({"general.alignment": 0}, "damaged"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_line(said, message, tmp_path):
@@ -244,22 +244,20 @@ def test_a_file_that_is_damaged_is_refused_in_one_line(llama, tmp_path):
     file = tmp_path / "model.gguf"
     for length in (0, 3, 4, 20, 30, 100, 2000, 6000, len(content) // 2, len(content) - 40):
         file.write_bytes(content[:length])
-        refused(file, "cut short|not a GGUF file")
+        refused(file, "cut short")
     file.write_bytes(b"GGUF" + b"\xff" * 100)
-    refused(file, "version 4294967295 of GGUF")
+    refused(file, "4294967295.* fetch it again, or pip install -U gguf")
     file.write_bytes(content[:16] + b"\xff" * 8 + content[24:])
     refused(file, "damaged")
     file.write_text("no model at all")
-    refused(file, "is not a GGUF file")
-    file.write_text("version https://git-lfs.github.com/spec/v1\n")
-    refused(file, "is a Git LFS pointer")
+    refused(file, "is no GGUF file")
     refused(tmp_path / "absent.gguf", "There is no file")
     refused("absent.gguf", "There is no file absent.gguf")
 
 
 def test_random_bytes_in_a_header_end_in_an_error_of_headwater_or_in_a_model(llama, tmp_path):
     content, rng = bytearray(llama[1].read_bytes()), chance.rng()
-    header = min(one.start for one in read_gguf(llama[1]).tensors.values())
+    header = gguf.GGUFReader(llama[1]).data_offset
     file = tmp_path / "model.gguf"
     for place in rng.integers(4, header, 60):
         changed = content.copy()
@@ -275,9 +273,10 @@ def test_unknown_types_of_numbers_are_refused(llama, tmp_path):
     place = content.index(name) + len(name) + 4 + 8
     file = tmp_path / "model.gguf"
     file.write_bytes(content[:place] + (9).to_bytes(4, "little") + content[place + 4 :])
-    refused(file, "'output_norm.weight' in .* is stored as Q8_1, which the package gguf does not dequantise")
+    with pytest.raises(hw.ModelError, match=r"'output_norm.weight' in .* is stored as Q8_1, which the package gguf"):
+        hw.load(file)
     file.write_bytes(content[:place] + (999).to_bytes(4, "little") + content[place + 4 :])
-    refused(file, "holds numbers of type 999, which the package gguf does not know: pip install -U gguf")
+    refused(file, "999 is not a valid GGMLQuantizationType.* pip install -U gguf")
 
 
 def test_without_the_package_gguf_a_line_says_how_to_install_it(llama, monkeypatch):

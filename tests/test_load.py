@@ -351,14 +351,6 @@ def test_a_folder_that_is_not_there_is_named(name):
         hw.load(name)
 
 
-def test_a_folder_misspelt_is_told_with_its_neighbour(tmp_path):
-    (tmp_path / "llama").mkdir()
-    with pytest.raises(ModelError, match=r"There is no folder .*/lama\. Did you mean 'llama'\?"):
-        hw.load(tmp_path / "lama")
-    with pytest.raises(ModelError, match=r"There is no folder .*/gpt2\.$"):
-        hw.load(tmp_path / "gpt2")
-
-
 def test_a_stray_json_with_sizes_does_not_turn_a_checkpoint_into_a_hooked_transformer(folder):
     before = hw.load(folder).fingerprint
     (folder / "a_probe.json").write_text(json.dumps({"d_model": 1, "n_layers": 1, "d_head": 1, "n_ctx": 1}))
@@ -373,7 +365,7 @@ def test_a_file_is_not_a_checkpoint(folder):
 def test_something_else_is_refused():
     with pytest.raises(InputError, match="Cannot load an int"):
         hw.load(3)
-    with pytest.raises(InputError, match=r"loaded already: use it, or give its model\.raw"):
+    with pytest.raises(InputError, match=r"Cannot load a HookedModel: .*the model\.raw of a loaded model"):
         hw.load(hw.load())
 
 
@@ -432,7 +424,7 @@ def test_a_missing_parameter_is_named_instead_of_drawn_at_random(folder):
 def test_layers_the_config_does_not_know_are_refused(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    with pytest.raises(ModelError, match="2 layers"):
+    with pytest.raises(ModelError, match="not used by any module of the config"):
         hw.load(folder)
 
 
@@ -440,7 +432,7 @@ def test_weights_that_are_not_numbers_are_refused_by_name(folder):
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.2.mlp.up_proj.weight"][3, 4] = float("nan")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 of \d+ numbers of .*layers\.2\.mlp\.up_proj\.weight"):
+    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj\.weight' has 1 of \d+ values NaN or infinite"):
         hw.load(folder)
 
 

@@ -9,7 +9,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 import headwater as hw
-from headwater.errors import InputError, ModelError
+from headwater.errors import ModelError
 from headwater.models.weights import open_weights
 from tests.random_models import HEADS, VISION, random_model
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -41,8 +41,8 @@ def rewrite(file, **changes):
 
 @pytest.mark.diagonal
 @pytest.mark.parametrize("opened", OPENERS)
-@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_git_lfs_pointer_says_how_to_fetch_the_file(folder, file, opened):
+def test_a_git_lfs_pointer_says_how_to_fetch_the_file(folder, opened):
+    file = "model.safetensors"
     (folder / file).write_text(POINTER)
     with pytest.raises(ModelError, match="is a Git LFS pointer, not the file itself; run `git lfs pull`") as caught:
         opened(folder)
@@ -81,40 +81,12 @@ def test_impossible_sizes_of_other_architectures_are_refused_before_anything_is_
 
 
 @pytest.mark.parametrize("opened", OPENERS)
-def test_a_width_that_no_model_can_be_outlined_with_is_refused_with_the_embedding_and_its_file(
-    checkpoint, tmp_path, opened
-):
+def test_a_width_that_no_model_can_be_outlined_with_is_refused(checkpoint, tmp_path, opened):
     path = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
     rewrite(path / "config.json", n_embd=10**9)
-    with pytest.raises(
-        ModelError, match=r"Tensor '.*wte.weight' in .*has shape .* the config says .*1000000000"
-    ) as caught:
+    with pytest.raises(ModelError, match="describes no model") as caught:
         opened(path)
-    assert str(path / "model.safetensors") in str(caught.value)
-
-
-@pytest.mark.diagonal
-@pytest.mark.parametrize("opened", OPENERS)
-@pytest.mark.parametrize("said", [[1, 2], "fp8", 8])
-def test_an_entry_on_quantization_that_is_no_object_is_refused_with_its_file(folder, said, opened):
-    rewrite(folder / "config.json", quantization_config=said)
-    with pytest.raises(ModelError, match=r"config.json says quantization_config=.* expected an object") as caught:
-        opened(folder)
-    assert repr(said) in str(caught.value)
-    assert str(folder / "config.json") in str(caught.value)
-
-
-@pytest.mark.parametrize("opened", OPENERS)
-def test_a_tensor_that_the_index_promises_and_its_shard_lacks_is_refused_with_that_shard(tmp_path, opened):
-    path = tmp_path / "model"
-    tiny_model("llama").save_pretrained(path, max_shard_size="20KB")
-    tiny_tokenizer().save_pretrained(path)
-    name = "model.layers.1.mlp.up_proj.weight"
-    shard = path / json.loads((path / "model.safetensors.index.json").read_text())["weight_map"][name]
-    save_file({own: one for own, one in load_file(shard).items() if own != name}, shard, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"has no tensor '{name}' .*which model.safetensors.index.json says") as caught:
-        opened(path)
-    assert str(caught.value).startswith(str(shard))
+    assert str(path) in str(caught.value)
 
 
 def test_a_config_that_does_not_validate_says_why(folder):
@@ -157,7 +129,9 @@ def test_a_bias_that_the_config_does_not_know_is_refused_by_its_name_and_a_buffe
     opened(folder)
     name = "model.layers.1.self_attn.q_proj.bias"
     save_file(weights | {name: torch.zeros(32)}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"{name}.*not used by any module of the config") as caught:
+    with pytest.raises(
+        ModelError, match=r"layers\.1\.self_attn\.q_proj\.bias.*not used by any module of the config"
+    ) as caught:
         opened(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -174,9 +148,7 @@ def test_a_weight_without_use_is_refused_with_the_file_it_is_in_where_the_family
         save_file(tensors, path / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {one: file for file, tensors in parts.items() for one in tensors}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        ModelError, match=f"Tensor '{name}' in .*two.safetensors is not used by any module of the config"
-    ):
+    with pytest.raises(ModelError, match=f"Tensor '{name}' in .* is not used by any module of the config"):
         hw.load(path)
 
 
@@ -186,7 +158,7 @@ def test_a_bias_beside_a_shared_unembedding_is_refused(checkpoint, tmp_path, ope
     weights = load_file(path / "model.safetensors")
     weights["lm_head.bias"] = torch.ones(len(weights["model.embed_tokens.weight"]))
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"Tensor 'lm_head\.bias' in .*model\.safetensors is not used by any module"):
+    with pytest.raises(ModelError, match=r"Tensor 'lm_head\.bias' in .* is not used by any module"):
         opened(path)
 
 
@@ -194,7 +166,9 @@ def test_a_bias_beside_a_shared_unembedding_is_refused(checkpoint, tmp_path, ope
 def test_a_norm_of_queries_that_the_config_does_not_know_is_refused_with_its_file(folder, opened):
     weights, name = load_file(folder / "model.safetensors"), "model.layers.1.self_attn.q_norm.weight"
     save_file(weights | {name: torch.ones(8)}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"Tensor '{name}' in .*model.safetensors is not used by any module"):
+    with pytest.raises(
+        ModelError, match=r"Tensor '.*layers\.1\.self_attn\.q_norm\.weight' in .* is not used by any module"
+    ):
         opened(folder)
 
 
@@ -222,24 +196,13 @@ def test_a_tensor_in_two_shards_is_refused_with_both(folder, opened):
         opened(folder)
 
 
-@pytest.mark.diagonal
-@pytest.mark.parametrize("opened", OPENERS)
-@pytest.mark.parametrize("file", ["model.safetensors.index.json", "tokenizer_config.json"])
-def test_a_pointer_in_place_of_a_file_beside_them_is_told_as_one(folder, file, opened):
-    if file.startswith("model"):
-        (folder / "model.safetensors").unlink()
-    (folder / file).write_text(POINTER)
-    with pytest.raises(ModelError, match=f"{file} is a Git LFS pointer, not the file itself"):
-        opened(folder)
-
-
 def test_a_transposed_matrix_of_a_family_without_a_row_is_refused_with_its_file_and_both_shapes(unlisted, tmp_path):
     path = shutil.copytree(unlisted, tmp_path / "model")
     weights = load_file(path / "model.safetensors")
     name = next(name for name in weights if name.endswith("1.mlp.c_fc.weight"))
     weights[name] = weights[name].T.contiguous()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"Tensor '{name}' in .*model.safetensors has shape .* but the config says"):
+    with pytest.raises(ModelError, match=f"Tensor '{name}' in .* has shape .* but the config says"):
         hw.load(path)
     del weights[name]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -324,41 +287,3 @@ def test_a_multimodal_model_is_run_by_the_class_of_its_text_model_or_by_one_that
 def test_a_model_without_unembedding_is_refused():
     with pytest.raises(ModelError, match="LlamaModel has no unembedding; load the checkpoint as AutoModelForCausalLM"):
         hw.load(tiny_model("llama").model)
-
-
-def panicking(folder):
-    """A tokenizer with a regular expression that tokenizers gives up on for some texts."""
-    file = folder / "tokenizer.json"
-    rules = json.loads(file.read_text())
-    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
-    rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, rules["pre_tokenizer"]]}
-    file.write_text(json.dumps(rules))
-    return folder
-
-
-def test_a_tokenizer_whose_rules_panic_on_a_text_is_one_readable_error(folder, capfd):
-    model = hw.load(panicking(folder))
-    assert len(model.tokenize("the capital"))
-    with pytest.raises(
-        InputError, match=r"fails on the text 'x+.*its rules made the tokenizers library panic \(Onig"
-    ) as caught:
-        model.tokenize(["the capital", "x" * 40, "cat"])
-    assert "\n" not in str(caught.value)
-    relation = hw.Relation("long", "linguistic", (("x" * 40, ("cat",)),) * 30)
-    with pytest.raises(
-        InputError, match=r"fails on the words of a relation: its rules made the tokenizers library panic"
-    ):
-        hw.classify_heads(model, relations=[relation])
-    capfd.readouterr()
-
-
-def test_a_tokenizer_that_panics_while_it_is_read_is_one_readable_error(folder, monkeypatch):
-    class PanicException(BaseException):  # the name pyo3 gives it
-        pass
-
-    def panic(*args, **options):
-        raise PanicException("index out of bounds")
-
-    monkeypatch.setattr(tf.PreTrainedTokenizerFast, "from_pretrained", panic)
-    with pytest.raises(ModelError, match=r"cannot be read: its rules made .* panic \(index out of bounds\)"):
-        hw.load(folder)

@@ -11,7 +11,7 @@ from headwater.errors import InputError, ModelError
 from headwater.models.weights import open_weights
 from tests.tiny import tiny_model, tiny_tokenizer
 
-DEQUANTIZE = "load the model without quantization, or save a dequantized copy"
+DEQUANTIZE = "without quantization, or save a dequantized copy"
 
 
 class BaseTunerLayer:
@@ -84,9 +84,8 @@ def test_adapters_of_peft_are_refused_and_what_it_merges_is_right():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = peft.get_peft_model(tiny_model("llama"), config)
-    with pytest.raises(InputError, match=r"A PeftModelForCausalLM of peft|A PeftModel of peft") as caught:
+    with pytest.raises(InputError, match=r"separate from the weights of this PeftModel.*merge_adapters=True"):
         hw.load(wrapped, tokenizer=tiny_tokenizer())
-    assert str(caught.value).endswith("give the result of its merge_and_unload().")
     ours = hw.load(wrapped, tokenizer=tiny_tokenizer(), merge_adapters=True).run(tokens)
     merged = wrapped.merge_and_unload()
     with torch.inference_mode():
@@ -121,7 +120,9 @@ def test_weights_that_are_not_in_memory_are_refused_by_the_name_of_the_first():
     with torch.device("meta"):
         nowhere = tf.AutoModelForCausalLM.from_config(offloaded.config)
     for model, name in ((offloaded, r"model\.layers\.1\.self_attn\.q_proj"), (nowhere, r"model\.embed_tokens")):
-        with pytest.raises(ModelError, match=rf"^{name}\.weight of this LlamaForCausalLM is not in memory: "):
+        with pytest.raises(
+            ModelError, match=rf"LlamaForCausalLM are not all .*\({name}\.weight is .* on the device meta\)"
+        ):
             hw.load(model, tokenizer=tiny_tokenizer())
 
 
@@ -159,27 +160,15 @@ def test_what_acts_beside_the_weights_and_is_no_change_of_them_is_refused():
             return tiny_model("llama")
 
     for asked in ({}, {"merge_adapters": True}):
-        with pytest.raises(
-            InputError, match=r"A PeftModel of peft was given that changes no weights.* nothing to merge"
-        ):
+        with pytest.raises(InputError, match=r"this PeftModel: .*Learned prompts cannot be merged"):
             hw.load(PeftModel(), **asked)
 
 
 def test_a_folder_of_an_adapter_is_told_as_one(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     for opened in (hw.load, open_weights):
-        with pytest.raises(ModelError, match=r"holds an adapter of peft .*hw\.load\(peft_model, merge_adapters=True\)"):
+        with pytest.raises(ModelError, match=r"load an adapter.*hw\.load\(peft_model, merge_adapters=True\)"):
             opened(tmp_path)
-
-
-def test_a_peft_model_is_told_by_the_name_of_its_class():
-    class PeftModel(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = with_value_projection(MergingLinear)
-
-    with pytest.raises(InputError, match=r"A PeftModel of peft was given.* merge_and_unload\(\)\."):
-        hw.load(PeftModel())
 
 
 def int8_parameter(model):
@@ -189,12 +178,12 @@ def int8_parameter(model):
 
 
 def test_an_int8_parameter_is_refused_by_its_name():
-    with pytest.raises(ModelError, match=rf"layers\.1\.mlp\.up_proj\.weight .* stored as int8 Tensor; .*{DEQUANTIZE}"):
+    with pytest.raises(ModelError, match=rf"layers\.1\.mlp\.up_proj\.weight is a Tensor of torch\.int8 .*{DEQUANTIZE}"):
         hw.load(int8_parameter(tiny_model("llama")))
 
 
 def test_a_packed_buffer_of_weights_is_refused_by_its_name():
-    with pytest.raises(ModelError, match=rf"1\.self_attn\.v_proj\.weight .* stored as int8 Tensor; .*{DEQUANTIZE}"):
+    with pytest.raises(ModelError, match=rf"1\.self_attn\.v_proj\.weight is a Tensor of torch\.int8 .*{DEQUANTIZE}"):
         hw.load(with_value_projection(PackedLinear))
 
 
@@ -202,5 +191,5 @@ def test_modules_that_torch_has_quantized_are_refused_by_name():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = torch.ao.quantization.quantize_dynamic(tiny_model("llama"), {torch.nn.Linear}, dtype=torch.qint8)
-    with pytest.raises(ModelError, match=rf"0\.self_attn\.q_proj .* is a quantized Linear; .*{DEQUANTIZE}"):
+    with pytest.raises(ModelError, match=rf"0\.self_attn\.q_proj is a quantized Linear.*{DEQUANTIZE}"):
         hw.load(model)

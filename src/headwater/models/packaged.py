@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
-from headwater.errors import ModelError
+from headwater.errors import ModelError, one_line
 
 
 class Packaged(NamedTuple):
@@ -70,25 +70,17 @@ def embedded_folder(name: str = BASE) -> Path:
 
 def checked_folder(path: Path) -> Path:
     """Return a folder written by `python -m tools.world train`, after checking that it is complete and undamaged."""
-    if not path.is_dir():
-        raise ModelError(
-            f"There is no {path.name!r} model in {path.parent}: this headwater comes without it. {REBUILD}"
-        )
     weights = path / "model.safetensors"
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        version, size, expected = manifest["version"], manifest["bytes"], manifest["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ModelError(f"The embedded model in {path} has no readable {MANIFEST}. {REBUILD}") from None
-    if version != VERSION:
-        raise ModelError(
-            f"The embedded model in {path} is of version {version}; this headwater reads version {VERSION}. {REBUILD}"
-        )
-    if not weights.is_file():
-        raise ModelError(f"The embedded model in {path} has no model.safetensors. {REBUILD}")
-    n_bytes = weights.stat().st_size
-    if n_bytes != size:
-        raise ModelError(f"{weights} is damaged: it has {n_bytes:,} bytes instead of {size:,}. {REBUILD}")
-    if hashlib.sha256(weights.read_bytes()).hexdigest() != expected:
+        if manifest["version"] != VERSION:
+            raise ModelError(
+                f"The embedded model in {path} is of version {manifest['version']}; this headwater reads version "
+                f"{VERSION}. {REBUILD}"
+            )
+        is_whole = hashlib.sha256(weights.read_bytes()).hexdigest() == manifest["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"The embedded model {path} is absent or incomplete ({one_line(error)}). {REBUILD}") from None
+    if not is_whole:
         raise ModelError(f"{weights} is damaged: its SHA-256 is not the one in {MANIFEST}. {REBUILD}")
     return path

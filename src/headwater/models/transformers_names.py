@@ -1,8 +1,8 @@
 """All imports from transformers: the only file to check against a new version (`make test-next`).
 
-Public classes come from its top level. Three names are not public API: the rules that convert saved tensors to
-parameters, the path of a cached file, and the module that computes GPT-2's GELU from its formula. Configs and modules
-are read by attribute names, which the rows of `headwater.models.families` list.
+Public classes come from its top level. Two names are not public API: the rules that convert saved tensors to
+parameters, and the module that computes GPT-2's GELU from its formula. Configs and modules are read by attribute names,
+which the rows of `headwater.models.families` list.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
 from transformers.activations import NewGELUActivation as NewGELUActivation
 from transformers.core_model_loading import revert_weight_conversion as revert_weight_conversion
-from transformers.utils import cached_file as cached_file
 from transformers.utils import logging
 
 

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.kernels.likelihood import UnembeddingHead
-from headwater.models.bridge_check import difference, rounding
+from headwater.models.bridge_check import difference, finite, rounding
 from headwater.models.model import logit_scale
 from headwater.models.tokens import Batch
-from headwater.models.weights import LoadedWeights, finite
+from headwater.models.weights import LoadedWeights
 from headwater.runs.record import MODEL_HOOKS, PAST_HOOKS, RunRecord
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -18,7 +18,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError, ModelError, first_line
 from headwater.kernels.devices import to_device, usable_device
-from headwater.models.bridge_check import is_finite, tokenizer_fits
+from headwater.models.bridge_check import check_finite, finite, tokenizer_fits
 from headwater.models.checkpoint import Checkpoint, checkpoint_folder, load_tokenizer, open_checkpoint, revision_of
 from headwater.models.conversion import UNEMBEDDING, expected_tensors, split_heads
 from headwater.models.effective_embedding import (
@@ -137,23 +137,6 @@ class _Weights:
             )
 
 
-def finite(tensor: Tensor, name: str) -> Tensor:
-    """Return the tensor itself, after checking that it is finite."""
-    check_finite({name: tensor})
-    return tensor
-
-
-def check_finite(named: Mapping[str, Tensor]) -> None:
-    """Raise ModelError if any of these tensors, all on one device, contains NaN or infinity."""
-    if is_finite(*named.values()):
-        return
-    for name, tensor in named.items():
-        if bad := int(torch.count_nonzero(~tensor.isfinite())):
-            raise ModelError(
-                f"Tensor {name!r} has {bad} of {tensor.numel()} values NaN or infinite; fetch or save it again."
-            )
-
-
 class LoadedWeights(_Weights):
     """The parameters of a model in memory, as the model itself computes with them; views wherever possible.
 
@@ -217,14 +200,12 @@ class LoadedWeights(_Weights):
         """Return the gain of the norm in front of the unembedding."""
         if (norm := getattr(self.model.raw, "ln_final", None)) is None:
             raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
-        return self._gain(self._norm(norm, "ln_final"))
+        return self._gain(norm, "ln_final")
 
     def attention_post_gain(self, layer: int) -> Float[Tensor, " d_model"] | None:
         """Return the gain of the norm after a layer's attention; None if there is no such norm."""
-        block = self.model.raw.blocks[layer]
-        if not hasattr(block, "ln1_post"):
-            return None
-        return self._gain(self._norm(block.ln1_post, f"blocks.{layer}.ln1_post"))
+        norm = getattr(self.model.raw.blocks[layer], "ln1_post", None)
+        return None if norm is None else self._gain(norm, f"blocks.{layer}.ln1_post")
 
     @torch.inference_mode()
     def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
@@ -240,17 +221,28 @@ class LoadedWeights(_Weights):
             rows = [compute(chunk) for chunk in chunks(tokens, self.shape.d_mlp)]
         return self._checked(torch.cat(rows), f"effective embedding {kind}")
 
-    def _factors(self, layer: int, names: Iterable[str]) -> dict[str, Any]:
+    def _factors(self, layer: int, names: Sequence[str]) -> dict[str, Any]:
         """Return factors of a layer's heads by name, and its norm's gain; checks W_V and W_O against a run."""
         self._check_heads(layer, self.model.config)
-        stored = {name: self._factor(layer, name) for name in names}
-        at = f"blocks.{layer}"
-        norm = self._norm(getattr(self.model.raw.blocks[layer], "ln1", None), f"{at}.ln1")
-        self._look({f"{at}.attn.{name}": factor for name, factor in stored.items() if factor is not None} | norm)
-        factors = {name: None if factor is None else self._given(factor) for name, factor in stored.items()}
-        factors["norm_gain"] = self._gain(norm)
-        if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
-            raise self._no_factors(layer, f"TransformerLens does not expose {missing}")
+        at, block = f"blocks.{layer}", self.model.raw.blocks[layer]
+        refused = f"{self.shape.architecture} has no factors of single heads in layer {layer}:"
+        if (attention := getattr(block, "attn", None)) is None:
+            raise ModelError(f"{refused} there is no attention.")
+        stored: dict[str, Tensor] = {}
+        for name in names:
+            try:
+                # A HookedTransformer's W_K, W_V repeat grouped heads, and _W_K, _W_V are the parameters.
+                value = getattr(attention, f"_{name}", None)
+                value = value if isinstance(value, Tensor) else getattr(attention, name, None)
+            except NotImplementedError as error:  # multi-head latent attention
+                raise ModelError(f"{refused} {first_line(error).split('. ')[0]}.") from None
+            if value is not None:
+                stored[name] = value.detach()
+        if missing := {"W_V", "W_O"} - stored.keys():
+            raise ModelError(f"{refused} TransformerLens does not expose {min(missing)}.")
+        self._look({f"{at}.attn.{name}": factor for name, factor in stored.items()})
+        factors: dict[str, Any] = {name: self._given(stored[name]) if name in stored else None for name in names}
+        factors["norm_gain"] = self._gain(getattr(block, "ln1", None), f"{at}.ln1")
         # A HookedTransformer computes with these same tensors; in a bridge they are found in modules by name.
         if f"{at}: heads" not in self._sound and is_bridge(self.model.raw):
             self._heads_seen.check(layer, factors)
@@ -261,25 +253,11 @@ class LoadedWeights(_Weights):
     def _heads_seen(self) -> SingleTokenHeads:
         return SingleTokenHeads(self.model)
 
-    def _factor(self, layer: int, name: str) -> Tensor | None:
-        """Return one factor; a HookedTransformer's W_K, W_V repeat grouped heads, and _W_K, _W_V are the parameters."""
-        if (attention := getattr(self.model.raw.blocks[layer], "attn", None)) is None:
-            raise self._no_factors(layer, "there is no attention")
-        try:
-            own = getattr(attention, f"_{name}", None)
-            value = own if isinstance(own, Tensor) else getattr(attention, name, None)
-        except NotImplementedError as error:  # multi-head latent attention
-            raise self._no_factors(layer, first_line(error).split(". ")[0]) from None
-        return None if value is None else value.detach()
-
     def _look(self, named: Mapping[str, Tensor]) -> None:
         """Check all tensors that were not checked before for NaN and infinity, in one call."""
         if new := {name: tensor for name, tensor in named.items() if name not in self._sound}:
             check_finite(new)
             self._sound.update(new)
-
-    def _no_factors(self, layer: int, reason: str) -> ModelError:
-        return ModelError(f"{self.shape.architecture} has no factors of single heads in layer {layer}: {reason}.")
 
     @cached_property
     def _adds_positions(self) -> bool:
@@ -295,20 +273,18 @@ class LoadedWeights(_Weights):
         pairs = torch.stack([torch.full_like(tokens, bos_token(self.tokenizer)), tokens], dim=1)
         return self.model.run(unpadded(pairs), stop_at=1)[:, 1]
 
-    def _norm(self, norm: Any, name: str) -> dict[str, Tensor]:
-        """Return a norm's weight by name. A HookedTransformer names it w, or has folded it into the next weights."""
-        part = "weight" if getattr(norm, "weight", None) is not None else "w"
-        gain = getattr(norm, part, None)
-        return {} if gain is None else {f"{name}.{part}": gain.detach()}
+    def _gain(self, norm: Any, name: str) -> Tensor:
+        """Return a norm's gain; ones without one (OLMo 2, EXAONE 4, or folded into the next weights).
 
-    def _gain(self, named: Mapping[str, Tensor]) -> Tensor:
-        """Return a norm's gain; ones without one (OLMo 2, EXAONE 4). A HookedTransformer's w includes Gemma's 1."""
-        self._look(named)
-        if not named:
+        A HookedTransformer names it w, and includes Gemma's 1 in it.
+        """
+        weight, w = (getattr(norm, part, None) for part in ("weight", "w"))
+        stored = w if weight is None else weight
+        if stored is None:
             return torch.ones(self.shape.d_model, device=self.device, dtype=self.given_dtype)
-        [(name, tensor)] = named.items()
-        offset = getattr(self.model.raw.cfg, "rmsnorm_uses_offset", False) and name.endswith(".weight")
-        return self._given(tensor) + (1.0 if offset else 0.0)
+        self._look({f"{name}.weight": stored.detach()})
+        adds_one = weight is not None and getattr(self.model.raw.cfg, "rmsnorm_uses_offset", False)
+        return self._given(stored.detach()) + (1.0 if adds_one else 0.0)
 
     def _checked(self, tensor: Tensor, name: str) -> Tensor:
         return self._given(finite(tensor.detach(), name))
@@ -499,18 +475,13 @@ def open_weights(
     return source
 
 
-_Arrival: TypeAlias = tuple[OVWeights, torch.cuda.Event | None]
-"""A layer's factors, and the event after which they are on the device (if any)."""
-
-
 class LayersAhead:
     """Calls `weights.ov` one layer ahead where that pays. A context manager: leaving it ends the thread.
 
-    While a CUDA device works on one layer's heads, a thread reads the next layer from the checkpoint into pinned memory
-    and copies it to the device on a separate stream; the caller's stream waits for the copy only when that layer is
-    requested. The next layer is predicted by repeating the last step between layers, so that processes that share the
-    layers each read ahead their own. On a CPU, and for a model in memory, layers are read on request, unless `ahead`
-    says otherwise.
+    While a CUDA device works on one layer's heads, a thread copies the next layer from the checkpoint to the device on
+    a separate stream; the caller's stream waits for it only when that layer is requested. The last step between layers
+    is repeated, so that processes that share the layers each read ahead their own. On a CPU, and for a model in memory,
+    layers are read on request, unless `ahead` says otherwise.
     """
 
     def __init__(self, weights: WeightSource, *, ahead: bool | None = None):
@@ -520,7 +491,7 @@ class LayersAhead:
         self._stream = torch.cuda.Stream(weights.device) if self.ahead and on_cuda else None
         self._reader = ThreadPoolExecutor(1, "layers-ahead") if self.ahead else None
         self._last: int | None = None
-        self._coming: tuple[int, Future[_Arrival]] | None = None
+        self._coming: tuple[int, Future[tuple[OVWeights, torch.cuda.Event | None]]] | None = None
 
     def __enter__(self) -> LayersAhead:
         return self
@@ -549,7 +520,8 @@ class LayersAhead:
                     tensor.record_stream(stream)
         return factors
 
-    def _read(self, layer: int) -> _Arrival:
+    def _read(self, layer: int) -> tuple[OVWeights, torch.cuda.Event | None]:
+        """Return a layer's factors, and the event after which they are on the device (if any)."""
         if self._stream is None:
             return self.weights.ov(layer), None
         with torch.cuda.stream(self._stream):
