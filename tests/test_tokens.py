@@ -173,7 +173,7 @@ def test_a_mask_must_mark_one_run_of_tokens_in_every_row(mask, complaint):
         ("", "no tokens"),
         (torch.ones(2, 2), "whole numbers"),
         (torch.ones(2, 2, 2, dtype=torch.long), "one or two axes"),
-        (torch.ones(1, 0, dtype=torch.long), "empty"),
+        (torch.ones(1, 0, dtype=torch.long), "none empty"),
         ([[5, 300]], "Token id 300"),
         ([[-1]], "Token id -1"),
         ([[5] * 65], "65 tokens"),
@@ -193,8 +193,8 @@ def test_anything_but_texts_and_ids_is_refused(inputs):
 @pytest.mark.parametrize(
     ("inputs", "complaint"),
     [
-        ({"tokens": [1]}, "A dict was given: give texts"),
-        (TOKENIZER([" cat"]), "A BatchEncoding was given: give texts"),
+        ({"tokens": [1]}, "A dict was given: give a text"),
+        (TOKENIZER([" cat"]), "A BatchEncoding was given: .*found\\['input_ids'\\] with mask"),
         (pd.DataFrame({"clean": [" cat"]}), "A DataFrame was given: .*one column"),
         ({" cat", " dog"}, "A set was given: give a text, a list of texts"),
         (b" cat", "A bytes was given"),
@@ -443,7 +443,7 @@ def test_a_last_message_of_the_assistant_is_continued(chatty):
     [
         ([CHATS[0], " cat"], "is neither a chat nor a list of chats"),
         ([{"role": "user"}], "is neither a chat nor a list of chats"),
-        (CHATS[0][0], "give texts, or messages in a list"),
+        (CHATS[0][0], "messages in a list"),
         ([[{"role": "user", "content": {}}, {"role": "user"}]], "is neither a chat"),
     ],
 )

@@ -36,7 +36,7 @@ from headwater.data.strict_json import JsonDocument, is_unicode
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.heads.categories import CATEGORIES, PUBLISHED_CATEGORIES
 from headwater.models.hooked import HookedModel
-from headwater.models.tokens import Batch, Bos, make_batch, panics_are_errors, token_span
+from headwater.models.tokens import Batch, Bos, make_batch, token_span
 from headwater.options import checked_path, has_no_order, is_one, one_or_several, refuse_half_characters, shown
 from headwater.runs.result import records_of
 
@@ -450,8 +450,7 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
     # SentencePiece adds a space before any text; a second space would be a separate token.
     space = "" if pieces and pieces[0].startswith(("▁", "Ġ")) else " "
-    with panics_are_errors(InputError, "The tokenizer fails on the words of a relation"):
-        encoded = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
+    encoded = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
     return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]
 
 

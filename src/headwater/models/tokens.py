@@ -11,19 +11,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, takewhile
-from textwrap import shorten
+from itertools import chain, compress, takewhile
 from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from headwater.errors import InputError, callers_level, first_line
+from headwater.errors import InputError, callers_level
 from headwater.models.transformers_names import PreTrainedTokenizerBase
 from headwater.options import (
     has_no_order,
@@ -63,10 +61,9 @@ class Batch:
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], pad: int) -> Batch:
         """Make a batch of lists of token ids, all of them real tokens."""
-        if empty := [f"input {number} has no tokens" for number, row in enumerate(rows) if not len(row)]:
-            raise InputError(f"There is nothing to run: {empty[0]}.")
-        if not len(rows):
-            raise InputError("There is nothing to run: there are no inputs.")
+        empty = [f"input {number} has no tokens" for number, row in enumerate(rows) if not len(row)]
+        if empty or not len(rows):
+            raise InputError(f"There is nothing to run: {[*empty, 'there are no inputs'][0]}.")
         lengths = torch.tensor([len(row) for row in rows])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         tokens = torch.full(mask.shape, pad)
@@ -157,14 +154,14 @@ def make_batch(
     if isinstance(inputs, Batch):
         batch = inputs
     elif isinstance(inputs, Tensor):
-        batch = _from_tensor(inputs, mask, tokenizer, config)
+        batch = _from_ids(torch.atleast_1d(inputs).tolist(), inputs, mask, tokenizer, config)
     else:
         parts = one_or_several(inputs) if isinstance(inputs, str) or not is_one(inputs) else []
         parts = chats_written(parts, tokenizer)
         if parts and all(isinstance(part, str) for part in parts):
             batch = _from_texts(parts, tokenizer, bos)
         else:
-            batch = _from_ids(parts, inputs, tokenizer, config)
+            batch = _from_ids(parts, inputs, None, tokenizer, config)
     ids = batch.tokens[batch.mask]
     if d_vocab is not None and not 0 <= int(ids.min()) <= int(ids.max()) < d_vocab:
         outside = int(ids.max()) if int(ids.max()) >= d_vocab else int(ids.min())
@@ -188,15 +185,8 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], bos: Sequence[int] = 
     for text in texts:
         refuse_half_characters(text)
     fast = bool(getattr(tokenizer, "is_fast", False))
-    failed = f"The tokenizer fails on the text {shorten(repr(texts[-1]), 60, placeholder='...')}"
-    try:
-        with panics_are_errors(InputError, failed):
-            # verbose=False: otherwise the tokenizer warns about long texts, which are cut or refused later.
-            rows = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
-    except InputError:
-        for text in texts[: len(texts) - 1]:
-            encode(tokenizer, text)  # fails on the right text, so that the message names it
-        raise
+    # verbose=False: otherwise the tokenizer warns about long texts, which are cut or refused later.
+    rows = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     begun, encoded = list(bos), []
     for text, ids, spans in zip(texts, rows["input_ids"], rows["offset_mapping"] if fast else texts, strict=True):
         before = () if isinstance(text, ChatText) or ids[: len(begun)] == begun else begun
@@ -240,19 +230,20 @@ def chat_text(tokenizer: Tokenizer, message: str | Chat) -> ChatText | None:
 def chats_written(parts: list[Any], tokenizer: Tokenizer | None) -> list[Any]:
     """Convert one or several chats to texts; return anything else unchanged."""
     chats = [parts] if any(isinstance(part, Mapping) for part in parts) else parts
-    are = [isinstance(chat, list | tuple) and any(isinstance(part, Mapping) for part in chat) for chat in chats]
-    if not any(are):
+    messages = [chat if isinstance(chat, list | tuple) else [] for chat in chats]
+    if not any(isinstance(part, Mapping) for part in chain(*messages)):
         return parts
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("Chat messages were given, and the model's tokenizer has no chat template: give texts.")
-    if not all(are) or not all(
-        isinstance(part, Mapping) and {"role", "content"} <= set(part) for part in chain(*chats)
+    # A list has chats alone or texts alone.
+    if not all(messages) or not all(
+        isinstance(part, Mapping) and {"role", "content"} <= set(part) for part in chain(*messages)
     ):
         raise InputError(
             f"{shown(parts)} is neither a chat nor a list of chats: a chat is a list of messages, "
-            "{'role': 'user', 'content': 'text'}, and a list has chats alone or texts alone."
+            "{'role': 'user', 'content': 'text'}."
         )
-    return [chat_text(tokenizer, chat) for chat in chats]  # type: ignore[arg-type]
+    return [chat_text(tokenizer, chat) for chat in messages]  # type: ignore[arg-type]
 
 
 def note_on_chats(texts: Iterable[str | None]) -> dict[str, str]:
@@ -310,14 +301,11 @@ def pad_id(tokenizer: Tokenizer | None) -> int:
 
 def refuse_what_has_no_order(inputs: object) -> None:
     """Raise InputError for inputs that iterate over keys or columns, or in no fixed order."""
-    kind = type(inputs).__name__
-    if isinstance(inputs, Mapping):
-        raise InputError(
-            f"A {kind} was given: give texts, or messages in a list; or, for the tensors that a tokenizer returned, "
-            "model.tokenize(found['input_ids'], mask=found['attention_mask'])."
-        )
     if has_no_order(inputs) or isinstance(inputs, bytes):
-        raise InputError(f"A {kind} was given: give a text, a list of texts, or one column of a table.")
+        raise InputError(
+            f"A {type(inputs).__name__} was given: give a text, a list of texts, one column of a table, messages in a "
+            "list, or, of the tensors that a tokenizer returned, found['input_ids'] with mask=found['attention_mask']."
+        )
 
 
 def _from_texts(texts: list[str], tokenizer: Tokenizer | None, bos: Sequence[int]) -> Batch:
@@ -329,8 +317,10 @@ def _from_texts(texts: list[str], tokenizer: Tokenizer | None, bos: Sequence[int
     return dataclasses.replace(batch, offsets=offsets if len(offsets) == len(texts) else None, texts=tuple(texts))
 
 
-def _from_ids(parts: list[Any], inputs: object, tokenizer: Tokenizer | None, config: object) -> Batch:
-    """Make a batch of lists of token ids, `parts`; a single list of ids is one row."""
+def _from_ids(
+    parts: list[Any], inputs: object, mask: Tensor | None, tokenizer: Tokenizer | None, config: object
+) -> Batch:
+    """Make a batch of lists of token ids, `parts`; a single list of ids is one row. `mask` marks the real tokens."""
     is_row = bool(parts) and all(is_one(part) for part in parts)
     try:
         lists = [parts] if is_row else parts
@@ -340,35 +330,21 @@ def _from_ids(parts: list[Any], inputs: object, tokenizer: Tokenizer | None, con
     if not any(rows):
         raise InputError(
             f"{shown(inputs)} cannot be read as prompts: give a text, texts, lists of token ids (whole numbers), or a "
-            "tensor of token ids; none empty."
+            "tensor of token ids with one or two axes; none empty."
         )
-    batch = Batch.of(rows, pad_id(tokenizer))
-    _refuse_unmarked_padding(batch, tokenizer, config, a_last_one_is_text=True)
-    return batch
-
-
-def _from_tensor(tokens: Tensor, mask: Tensor | None, tokenizer: Tokenizer | None, config: object) -> Batch:
-    if tokens.ndim not in (1, 2) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise InputError(
-            f"A tensor of token ids has whole numbers and one or two axes; this one is {tokens.dtype} with shape "
-            f"{tuple(tokens.shape)}."
-        )
-    if not tokens.numel():
-        raise InputError("There is nothing to run: the tensor of token ids is empty.")
-    tokens = tokens.detach().cpu().long().reshape(-1, tokens.shape[-1])
     if mask is None:
-        batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        _refuse_unmarked_padding(batch, tokenizer, config)
+        batch = Batch.of(rows, pad_id(tokenizer))
+        _refuse_unmarked_padding(batch, tokenizer, config, a_last_one_is_text=not isinstance(inputs, Tensor))
         return batch
-    if not isinstance(mask, Tensor) or not mask.ndim:
-        raise InputError(f"mask={shown(mask)} must be a tensor of the shape of the tokens, {tuple(tokens.shape)}.")
-    real = mask.detach().cpu().bool().reshape(-1, mask.shape[-1])
-    if real.shape != tokens.shape:
-        raise InputError(f"The mask has shape {tuple(real.shape)}, the tokens {tuple(tokens.shape)}.")
+    real = torch.atleast_2d(torch.as_tensor(mask).bool()).cpu()
+    if real.shape != (len(rows), len(rows[0])):
+        raise InputError(f"The mask has shape {tuple(real.shape)}, the tokens {(len(rows), len(rows[0]))}.")
     begins = real.int().diff(dim=1, prepend=torch.zeros(len(real), 1, dtype=torch.int)) == 1
     if not bool((begins.sum(1) == 1).all()):
         raise InputError("Each row of the mask must mark one unbroken run of real tokens.")
-    return Batch.of([row[keep].tolist() for row, keep in zip(tokens, real, strict=True)], pad_id(tokenizer))
+    return Batch.of(
+        [list(compress(row, keep)) for row, keep in zip(rows, real.tolist(), strict=True)], pad_id(tokenizer)
+    )
 
 
 def _refuse_unmarked_padding(
@@ -439,17 +415,6 @@ def warn_of_missing_spaces(answers: Sequence[object], ends: Sequence[str], token
 Bos: TypeAlias = Literal["tokenizer", "transformer_lens"] | str | int | Sequence[int] | bool | None
 """The ids that texts begin with: None for the rule above, False for nothing, True for the BOS token, "tokenizer" for
 the tokenizer's own, "transformer_lens" for those by `default_prepend_bos`, a token by its text or id, or ids."""
-
-
-@contextlib.contextmanager
-def panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
-    """Turn a panic of the tokenizers library (e.g. from a rule's regex), which is not an Exception, into an error."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise kind(f"{failed}: its rules made the tokenizers library panic ({first_line(error)}).") from None
 
 
 def own_bos(tokenizer: Tokenizer) -> tuple[int, ...]:
