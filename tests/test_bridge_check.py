@@ -10,7 +10,7 @@ from transformer_lens.tools.analysis.attribution_patching import attribution_pat
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError, InterventionError, ModelError
 from headwater.likelihood.files import gradient_norms
-from headwater.models.bridge_check import SiteCheck, compare_with_reference
+from headwater.models.bridge_check import compare_with_reference, unusable_sites
 from headwater.models.edits import replace_hook
 from headwater.models.gradients import refuse_cut_texts
 from tests.random_models import random_model
@@ -187,13 +187,12 @@ def test_the_middle_of_a_block_is_edited_right_where_attention_is_scaled_or_norm
 
 def test_a_middle_that_is_no_sum_of_what_comes_before_can_be_read_and_not_edited():
     model, name, kept = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer()), "blocks.1.hook_resid_mid", []
-    sites = SiteCheck(model.shape, 1, 5)
-    look = dict(sites.hooks())
-    for place, size in {"hook_resid_pre": 1, "hook_resid_mid": 1, "hook_mlp_out": 1, "hook_resid_post": 2}.items():
-        look[f"blocks.1.{place}"](torch.full((1, 5, 32), float(size)), None)
-    sites.judge()
-    assert list(sites.read_only) == [("resid_mid", 1)]
-    model.read_only = sites.read_only
+    recorded = {
+        (site, 1): torch.full((1, 5, 32), size)
+        for site, size in {"resid_pre": 1.0, "resid_mid": 1.0, "mlp_out": 1.0, "resid_post": 2.0}.items()
+    }
+    _, model.read_only = unusable_sites(model.shape, recorded, (1, 5), (), ())
+    assert list(model.read_only) == [("resid_mid", 1)]
     model.run([IDS], [(name, lambda activation, hook: kept.append(activation))])
     assert len(kept) == 1
     for edit in (lambda activation, hook: activation / 2, replace_hook(lambda activation, hook: activation / 2)):

@@ -81,7 +81,7 @@ def test_the_last_layer_is_the_models_own_output(models, family):
 
 def test_a_last_layer_that_is_not_the_models_output_is_refused(models, monkeypatch):
     model = models("llama")
-    monkeypatch.setattr("headwater.models.unembedding._check", lambda *given: None)
+    monkeypatch.setattr("headwater.models.unembedding.refuse_other_logits", lambda *given: None)
     monkeypatch.setattr("headwater.models.unembedding.LoadedWeights.final_norm_gain", lambda self: torch.ones(32))
     with pytest.raises(ModelError, match="are more than its final norm, unembedding and soft cap"):
         read(model)

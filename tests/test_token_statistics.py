@@ -317,7 +317,7 @@ def test_a_result_is_saved_loaded_and_continued_after_an_interrupt(load, rng, tm
 
 BAD = {
     "no texts": ({"texts": []}, "no texts"),
-    "mapping": ({"texts": {"input_ids": [[1]]}}, "A dict was given: give texts"),
+    "mapping": ({"texts": {"input_ids": [[1]]}}, "A dict was given: give a text"),
     "table": ({"texts": pd.DataFrame({"text": [" cat"]})}, "A DataFrame was given"),
     "no string": ({"texts": iter([" cat", 3])}, "Text 1 is a int"),
     "too long": ({"texts": [" cat", " cat" * 80]}, "Text 1 has 81 tokens; the model reads at most 64"),
@@ -354,8 +354,8 @@ def test_an_architecture_that_does_more_to_its_logits_is_refused(monkeypatch):
 
 def checks_of(monkeypatch):
     """Count how often an unembedding is checked against the model's own logits."""
-    checks, check = [], unembedding._check
-    monkeypatch.setattr(unembedding, "_check", lambda *given: (checks.append(1), check(*given)))
+    checks, check = [], unembedding.refuse_other_logits
+    monkeypatch.setattr(unembedding, "refuse_other_logits", lambda *given: (checks.append(1), check(*given)))
     return checks
 
 

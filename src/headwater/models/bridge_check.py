@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,7 +19,7 @@ from torch import Tensor
 from headwater.errors import InterventionError, ModelError, one_line
 from headwater.models.families import ModelShape, text_config
 from headwater.models.forward import raw_logits
-from headwater.models.sites import SITES, STATES, Site, hook_name
+from headwater.models.sites import SITES, STATES, hook_name
 from headwater.models.transformers_names import PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
     rows = tokens.repeat(2, 1)
     # The second row differs only in its last tokens: if its first logits differ, attention looks ahead.
     rows[1, n_first:] = (rows[1, n_first:] + 1) % model.shape.d_vocab
-    sites = SiteCheck(model.shape, len(rows), tokens.shape[1], experts, expert_layers)
+    recorded: Recorded = {}
     hook_dict = model.raw.hook_dict  # built at every access
     if (last := hook_name("resid_post", model.shape.n_layers - 1)) not in hook_dict:
         raise ModelError(
@@ -122,11 +123,13 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
         )
     with watched(model.raw.original_model if reference else torch.nn.Module()) as outputs:
         try:
-            logits = raw_logits(model, rows, [hook for hook in sites.hooks() if hook[0] in hook_dict])
+            logits = raw_logits(
+                model, rows, [hook for hook in site_hooks(model.shape, recorded) if hook[0] in hook_dict]
+            )
         except FAULTS as error:
             raise ModelError(f"{model.name} cannot be run by TransformerLens: {one_line(error)}") from None
-    sites.judge()
-    model.misfits, model.read_only = sites.misfits, sites.read_only
+    size = len(rows), tokens.shape[1]
+    model.misfits, model.read_only = unusable_sites(model.shape, recorded, size, experts, expert_layers)
     if reference is not None and not same_but_for_rounding(reference.logits, logits[:1]):
         difference = float((reference.logits - logits[:1]).abs().max())
         differing = (
@@ -142,7 +145,13 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
         )
     # A tighter tolerance than above: both rows come from one run, not from two implementations.
     if not same_but_for_rounding(logits[0, :n_first], logits[1, :n_first], 0.75) and _has_slope(model, tokens, n_first):
-        model.is_bidirectional, model.takes_padding = True, _takes_padding(model, rows, n_first, logits[0])
+        # Does a text padded to the length of another have the same logits as alone, if padding is masked?
+        real = torch.ones_like(rows)
+        real[1, n_first:] = 0
+        whole, short = raw_logits(model, rows, attention_mask=real)
+        alone = raw_logits(model, rows[1:, :n_first])[0]
+        model.is_bidirectional = True
+        model.takes_padding = same_but_for_rounding(whole, logits[0]) and same_but_for_rounding(short[:n_first], alone)
 
 
 def _has_slope(model: Model, tokens: Int[Tensor, "1 position"], n_first: int) -> bool:
@@ -165,101 +174,83 @@ def _has_slope(model: Model, tokens: Int[Tensor, "1 position"], n_first: int) ->
     return bool(slope.any())
 
 
-def _takes_padding(
-    model: Model, rows: Int[Tensor, "2 position"], n_first: int, logits: Float[Tensor, "position d_vocab"]
-) -> bool:
-    """Return whether a text padded to the length of another has the same logits as alone, if padding is masked."""
-    real = torch.ones_like(rows)
-    real[1, n_first:] = 0
-    whole, short = raw_logits(model, rows, attention_mask=real)
-    alone = raw_logits(model, rows[1:, :n_first])[0]
-    return same_but_for_rounding(whole, logits) and same_but_for_rounding(short[:n_first], alone)
-
-
 def _has_experts(part: object) -> bool:
     modules = part.named_modules() if isinstance(part, torch.nn.Module) else ()
     return any("expert" in f"{name} {type(module).__name__}".lower() for name, module in modules)
 
 
-@dataclass
-class SiteCheck:
-    """Checks the activations at the sites of a run.
+Recorded: TypeAlias = dict[tuple[str, int], Any]
+"""By site and layer: what passed through its hook."""
 
-    Attributes:
-        shape, n_rows, n_tokens: the model's sizes, and those of the run.
-        experts: the layers whose MLP is a mixture of experts.
-        expert_layers: the layers that have experts anywhere.
-        misfits: by site and layer, why the activation is missing or does not match its name.
-        read_only: by site and layer, why the activation can be read but not edited.
+
+def site_hooks(shape: ModelShape, recorded: Recorded) -> list[tuple[str, object]]:
+    """Return a hook for every site of every layer, which records the activation."""
+
+    def record(activation: Any, hook: object, place: tuple[str, int]) -> None:
+        # Only states are cloned: they are added up after the run, and the model may modify them in place.
+        is_state = place[0] in STATES and isinstance(activation, Tensor)
+        recorded[place] = activation.clone() if is_state else activation
+
+    places = product(SITES.values(), range(shape.n_layers))
+    return [(site.hook_name(layer), partial(record, place=(site.name, layer))) for site, layer in places]
+
+
+def unusable_sites(
+    shape: ModelShape,
+    recorded: Recorded,
+    size: tuple[int, int],
+    experts: Collection[int],
+    expert_layers: Collection[int],
+) -> tuple[dict[tuple[str, int], str], dict[tuple[str, int], str]]:
+    """Return why activations of a run of `size` (rows, tokens) do not match their name, and why others are read-only.
+
+    `experts` are the layers whose MLP is a mixture of experts, `expert_layers` those that have experts anywhere.
     """
+    misfits: dict[tuple[str, int], str] = {}
+    read_only: dict[tuple[str, int], str] = {}
+    passed: dict[tuple[str, int], Tensor] = {}
 
-    shape: ModelShape
-    n_rows: int
-    n_tokens: int
-    experts: Collection[int] = ()
-    expert_layers: Collection[int] = ()
-    misfits: dict[tuple[str, int], str] = field(default_factory=dict)
-    read_only: dict[tuple[str, int], str] = field(default_factory=dict)
-    _passed: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    def refuse(name: str, layer: int, why: str) -> None:
+        misfits[name, layer] = f"{name} of {shape.architecture} cannot be used in layer {layer}: {why}"
 
-    def hooks(self) -> list[tuple[str, object]]:
-        """Return a hook for every site of every layer."""
-        return [
-            (site.hook_name(layer), partial(self._look, site=site, layer=layer))
-            for site in SITES.values()
-            for layer in range(self.shape.n_layers)
-        ]
-
-    def _look(self, activation: Any, hook: object, site: Site, layer: int) -> None:
-        size = tuple(activation.shape) if isinstance(activation, Tensor) else type(activation).__name__
-        expected = (self.n_rows, *site.size(self.shape, self.n_tokens))
-        if "d_mlp" in site.axes and layer in self.experts:
-            self._misfits(site, layer, "its MLP is a mixture of experts and has no single row of neurons. Use mlp_out.")
-        elif size != expected:
-            holds = f"{site.hook_name(layer)} holds {size} for {self.n_rows} rows of {self.n_tokens} tokens"
-            self._misfits(site, layer, f"{holds}, but the sizes of this model imply {expected}.")
+    for site, layer in product(SITES.values(), range(shape.n_layers)):
+        if (place := (site.name, layer)) not in recorded:
+            if site.absent(shape) is None:
+                refuse(*place, f"nothing passes through {site.hook_name(layer)}.")
+            continue
+        activation = recorded[place]
+        found = tuple(activation.shape) if isinstance(activation, Tensor) else type(activation).__name__
+        expected = (size[0], *site.size(shape, size[1]))
+        if "d_mlp" in site.axes and layer in experts:
+            refuse(*place, "its MLP is a mixture of experts and has no single row of neurons. Use mlp_out.")
+        elif found != expected:
+            holds = f"{site.hook_name(layer)} holds {found} for {size[0]} rows of {size[1]} tokens"
+            refuse(*place, f"{holds}, but the sizes of this model imply {expected}.")
         else:
-            # Only states are cloned: they are added up after the run, and the model may modify them in place.
-            self._passed[site.name, layer] = activation.clone() if site.name in STATES else activation
-
-    def judge(self) -> None:
-        """Record, after the run, which activations are missing and which do not add up."""
-        for site in SITES.values():
-            if site.absent(self.shape) is None:
-                for layer in range(self.shape.n_layers):
-                    if (site.name, layer) not in {*self._passed, *self.misfits}:
-                        self._misfits(site, layer, f"nothing passes through {site.hook_name(layer)}.")
-        for layer in range(self.shape.n_layers):
-            self._add_up(layer)
-
-    def _add_up(self, layer: int) -> None:
+            passed[place] = activation
+    for layer in range(shape.n_layers):
         names = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
-        before, attended, middle, added, after = (self._passed.get((name, layer)) for name in names)
-        has_both = layer in self.expert_layers and middle is not None and added is not None
+        before, attended, middle, added, after = (passed.get((name, layer)) for name in names)
+        has_both = layer in expert_layers and middle is not None and added is not None
         if has_both and not _is_sum(after, middle, added):
-            self._misfits(SITES["mlp_out"], layer, "experts parallel to this MLP also add to the residual stream.")
-        if SITES["resid_mid"].absent(self.shape) is not None:
-            writing = ("attn_out", "mlp_out") if self.shape.d_mlp else ("attn_out",)
-            written = [self._passed.get((name, layer)) for name in writing]
+            refuse("mlp_out", layer, "experts parallel to this MLP also add to the residual stream.")
+        if SITES["resid_mid"].absent(shape) is not None:
+            writing = ("attn_out", "mlp_out") if shape.d_mlp else ("attn_out",)
+            written = [passed.get((name, layer)) for name in writing]
             if all(part is not None for part in written) and not _is_sum(after, before, *written):
                 for name in writing:
-                    self._misfits(SITES[name], layer, "it is not all that is added between resid_pre and resid_post.")
+                    refuse(name, layer, "it is not all that is added between resid_pre and resid_post.")
         elif middle is not None and not _is_sum(middle, before, attended):
-            site = SITES["resid_mid"]
             if not _is_sum(after, middle, added):
-                self._misfits(site, layer, "it is neither resid_pre + attn_out nor what mlp_out is added to.")
-                return
-            self.read_only[site.name, layer] = (
-                f"{site.name} of {self.shape.architecture} can be read but not edited in layer {layer}: it is not the "
-                "sum of resid_pre and attn_out, through which an edit would act."
+                refuse("resid_mid", layer, "it is neither resid_pre + attn_out nor what mlp_out is added to.")
+                continue
+            read_only["resid_mid", layer] = (
+                f"resid_mid of {shape.architecture} can be read but not edited in layer {layer}: it is not the sum of "
+                "resid_pre and attn_out, through which an edit would act."
             )
             if attended is not None:
-                self._misfits(SITES["attn_out"], layer, "it is not what is added to resid_pre, or only part of it.")
-
-    def _misfits(self, site: Site, layer: int, why: str) -> None:
-        self.misfits[site.name, layer] = (
-            f"{site.name} of {self.shape.architecture} cannot be used in layer {layer}: {why}"
-        )
+                refuse("attn_out", layer, "it is not what is added to resid_pre, or only part of it.")
+    return misfits, read_only
 
 
 def _is_sum(whole: Tensor | None, *parts: Tensor | None) -> bool:

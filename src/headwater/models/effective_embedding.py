@@ -109,42 +109,40 @@ def first_mlp(
     return output
 
 
-class SingleTokenHeads:
-    """Activations of every layer's heads for a few tokens, from one run; `check` compares factors with them."""
+def single_token_heads(model: Model) -> dict[tuple[int, str], Tensor]:
+    """Return activations of every layer's heads for a few tokens, by layer and name in `PLACES`, from one run."""
+    seen: dict[tuple[int, str], Tensor] = {}
 
-    def __init__(self, model: Model):
-        self.model = model
-        self.seen: dict[tuple[int, str], Tensor] = {}
+    def keep(activation: Tensor, hook: object, layer: int, name: str) -> None:
+        seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
 
-        def keep(layer: int, name: str, activation: Tensor, hook: object) -> None:
-            self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
+    listed = model.raw.hook_dict  # built at every access
+    hooks = [
+        (hook_name(place, layer), read_hook(partial(keep, layer=layer, name=name)))
+        for layer in range(model.shape.n_layers)
+        for name, place in PLACES.items()
+        if hook_name(place, layer) in listed
+    ]
+    model.run(unpadded(_some_tokens(model)[:, None]), hooks, stop_at=model.shape.n_layers)
+    return seen
 
-        listed = model.raw.hook_dict  # built at every access
-        hooks = [
-            (hook_name(place, layer), read_hook(partial(keep, layer, name)))
-            for layer in range(model.shape.n_layers)
-            for name, place in PLACES.items()
-            if hook_name(place, layer) in listed
-        ]
-        model.run(unpadded(_some_tokens(model)[:, None]), hooks, stop_at=model.shape.n_layers)
 
-    def check(self, layer: int, factors: Mapping[str, Any]) -> None:
-        """Check that a layer's heads computed with these W_V, W_O, b_V and b_O."""
-        W_V, W_O = factors["W_V"], factors["W_O"]
-        if lacking := [hook_name(place, layer) for name, place in PLACES.items() if (layer, name) not in self.seen]:
-            raise ModelError(
-                f"TransformerLens does not expose {lacking[0]} of {self.model.shape.architecture}, so W_V and W_O "
-                "cannot be checked against what its heads compute."
-            )
-        x, z, weight, out = (self.seen[layer, name].to(W_V) for name in PLACES)
-        suffix = f"in layer {layer}: they differ by {{}}. No OV map is computed."
-        values = _plus(einsum(x, W_V, "token m, head m d -> token head d"), factors.get("b_V"))
-        expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * weight
-        z = z.reshape(len(x), len(W_O), -1)
-        _same(self.model, expected, z, f"The heads of {{}} do not pass on their weight times x W_V {suffix}")
-        written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
-        message = f"The attention of {{}} does not write the sum of its heads' z W_O {suffix}"
-        _same(self.model, written, out, message)
+def check_heads(model: Model, seen: Mapping[tuple[int, str], Tensor], layer: int, factors: Mapping[str, Any]) -> None:
+    """Check that a layer's heads, as in `single_token_heads`, computed with these W_V, W_O, b_V and b_O."""
+    W_V, W_O = factors["W_V"], factors["W_O"]
+    if lacking := [hook_name(place, layer) for name, place in PLACES.items() if (layer, name) not in seen]:
+        raise ModelError(
+            f"TransformerLens does not expose {lacking[0]} of {model.shape.architecture}, so W_V and W_O cannot be "
+            "checked against what its heads compute."
+        )
+    x, z, weight, out = (seen[layer, name].to(W_V) for name in PLACES)
+    suffix = f"in layer {layer}: they differ by {{}}. No OV map is computed."
+    values = _plus(einsum(x, W_V, "token m, head m d -> token head d"), factors.get("b_V"))
+    expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * weight
+    z = z.reshape(len(x), len(W_O), -1)
+    _same(model, expected, z, f"The heads of {{}} do not pass on their weight times x W_V {suffix}")
+    written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
+    _same(model, written, out, f"The attention of {{}} does not write the sum of its heads' z W_O {suffix}")
 
 
 def _some_tokens(model: Model) -> Int[Tensor, " token"]:
@@ -219,17 +217,13 @@ def mlp0(config: object, read: Read, embeddings: Float[Tensor, "source d_model"]
     for chunk in chunks(embeddings, shape_of(config).d_mlp):
         out = chunk[None]
         for part in parts:
-            out = _called(part, out)
+            # The MLPs of Bloom and MPT take a residual stream to add it to, which is 0 here.
+            takes_residual = "residual" in inspect.signature(part.forward).parameters
+            out = part(out, torch.zeros_like(out)) if takes_residual else part(out)
+            out = out[0] if isinstance(out, tuple) else out
         outputs.append(out[0])
     scale = 1.0 if family.residual_scale is None else getattr(config, family.residual_scale)
     return torch.cat(outputs) * scale
-
-
-def _called(part: nn.Module, x: Tensor) -> Tensor:
-    """Return the output of a module; the MLPs of Bloom and MPT take a residual stream to add it to, which is 0 here."""
-    takes_residual = "residual" in inspect.signature(part.forward).parameters
-    out = part(x, torch.zeros_like(x)) if takes_residual else part(x)
-    return out[0] if isinstance(out, tuple) else out
 
 
 def layer0(

@@ -134,16 +134,12 @@ def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tup
         checked = record.fingerprint, head.W_U.data_ptr(), head.W_U.dtype, head.W_U.device
     if checked is None or model.head_checked != checked:
         finite(head.W_U, "unembed.W_U")
-        _check(model, normalise, head)
+        # The logits of a few tokens both ways, to detect unknown features of an architecture.
+        batch = Batch.of([range(min(4, model.shape.d_vocab, model.shape.n_ctx))], pad=0)
+        hidden = normalise(model.run(batch, stop_at=model.shape.n_layers)[0])
+        refuse_other_logits(model, head.logits(hidden, slice(None)), model.run(batch)[0])
         model.head_checked = checked
     return normalise, head
-
-
-def _check(model: HookedModel, normalise: Normalise, head: UnembeddingHead) -> None:
-    """Compare the logits of a few tokens both ways, to detect unknown features of an architecture."""
-    batch = Batch.of([range(min(4, model.shape.d_vocab, model.shape.n_ctx))], pad=0)
-    hidden = normalise(model.run(batch, stop_at=model.shape.n_layers)[0])
-    refuse_other_logits(model, head.logits(hidden, slice(None)), model.run(batch)[0])
 
 
 def refuse_other_logits(model: HookedModel, found: Tensor, expected: Tensor) -> None:

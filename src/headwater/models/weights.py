@@ -22,15 +22,16 @@ from headwater.models.bridge_check import check_finite, finite, tokenizer_fits
 from headwater.models.checkpoint import Checkpoint, checkpoint_folder, load_tokenizer, open_checkpoint, revision_of
 from headwater.models.conversion import UNEMBEDDING, expected_tensors, split_heads
 from headwater.models.effective_embedding import (
-    SingleTokenHeads,
     adds_positions,
     bos_token,
+    check_heads,
     check_request,
     chunks,
     entering,
     first_mlp,
     layer0,
     mlp0,
+    single_token_heads,
 )
 from headwater.models.families import ModelShape, clip_limit, family_of, shape_of
 from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
@@ -239,19 +240,19 @@ class LoadedWeights(_Weights):
             if value is not None:
                 stored[name] = value.detach()
         if missing := {"W_V", "W_O"} - stored.keys():
-            raise ModelError(f"{refused} TransformerLens does not expose {min(missing)}.")
+            raise ModelError(f"{refused} TransformerLens does not expose {max(missing)}.")
         self._look({f"{at}.attn.{name}": factor for name, factor in stored.items()})
         factors: dict[str, Any] = {name: self._given(stored[name]) if name in stored else None for name in names}
         factors["norm_gain"] = self._gain(getattr(block, "ln1", None), f"{at}.ln1")
         # A HookedTransformer computes with these same tensors; in a bridge they are found in modules by name.
         if f"{at}: heads" not in self._sound and is_bridge(self.model.raw):
-            self._heads_seen.check(layer, factors)
+            check_heads(self.model, self._heads_seen, layer, factors)
             self._sound.add(f"{at}: heads")
         return factors
 
     @cached_property
-    def _heads_seen(self) -> SingleTokenHeads:
-        return SingleTokenHeads(self.model)
+    def _heads_seen(self) -> dict[tuple[int, str], Tensor]:
+        return single_token_heads(self.model)
 
     def _look(self, named: Mapping[str, Tensor]) -> None:
         """Check all tensors that were not checked before for NaN and infinity, in one call."""
@@ -296,10 +297,12 @@ class StreamedWeights(_Weights):
     def __init__(
         self, name: str, revision: str | None, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | None
     ):
-        super().__init__(name, revision, shape_of(checkpoint.config), checkpoint.dtype)
-        self.checkpoint = checkpoint
-        self.family = family_of(checkpoint.config)
-        self._tokenizer = tokenizer
+        self.checkpoint, self.family, self._tokenizer = checkpoint, family_of(checkpoint.config), tokenizer
+        is_dequantised = checkpoint.gguf is not None  # to float32, as each tensor is read
+        dtype = torch.float32 if is_dequantised else checkpoint.read(self._embedding_name).dtype
+        super().__init__(name, revision, shape_of(checkpoint.config), dtype)
+        # Nothing besides the weights affects the model.
+        self.interventions: Mapping[str, object] = {}
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -325,11 +328,6 @@ class StreamedWeights(_Weights):
     def tokenizer_digest(self) -> str:
         """Hash of the tokenizer."""
         return tokenizer_digest(self._tokenizer)
-
-    @property
-    def interventions(self) -> Mapping[str, object]:
-        """Everything besides the weights that affects the model: nothing."""
-        return {}
 
     def layer(self, layer: int) -> HeadWeights:
         """Return the factors of one layer's heads; a bias that the model lacks is None."""
