@@ -159,7 +159,14 @@ def make_batch(
         parts = one_or_several(inputs) if isinstance(inputs, str) or not is_one(inputs) else []
         parts = chats_written(parts, tokenizer)
         if parts and all(isinstance(part, str) for part in parts):
-            batch = _from_texts(parts, tokenizer, bos)
+            if tokenizer is None:
+                raise InputError(
+                    "Texts were given, but this model has no tokenizer: pass one to hw.load, or give token ids."
+                )
+            encoded = [one for i in range(0, len(parts), 256) for one in encode_all(tokenizer, parts[i : i + 256], bos)]
+            offsets = tuple(spans for _, spans in encoded if spans is not None)
+            batch = Batch.of([ids for ids, _ in encoded], pad_id(tokenizer))
+            batch = dataclasses.replace(batch, offsets=offsets or None, texts=tuple(parts))
         else:
             batch = _from_ids(parts, inputs, None, tokenizer, config)
     ids = batch.tokens[batch.mask]
@@ -306,15 +313,6 @@ def refuse_what_has_no_order(inputs: object) -> None:
             f"A {type(inputs).__name__} was given: give a text, a list of texts, one column of a table, messages in a "
             "list, or, of the tensors that a tokenizer returned, found['input_ids'] with mask=found['attention_mask']."
         )
-
-
-def _from_texts(texts: list[str], tokenizer: Tokenizer | None, bos: Sequence[int]) -> Batch:
-    if tokenizer is None:
-        raise InputError("Texts were given, but this model has no tokenizer: pass one to hw.load, or give token ids.")
-    encoded = [one for i in range(0, len(texts), 256) for one in encode_all(tokenizer, texts[i : i + 256], bos)]
-    offsets = tuple(spans for _, spans in encoded if spans is not None)
-    batch = Batch.of([ids for ids, _ in encoded], pad_id(tokenizer))
-    return dataclasses.replace(batch, offsets=offsets if len(offsets) == len(texts) else None, texts=tuple(texts))
 
 
 def _from_ids(
