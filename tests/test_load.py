@@ -199,7 +199,7 @@ def test_the_tokenizer_of_a_bridge_is_the_published_one_unless_it_was_changed_in
 
 
 def test_the_name_of_a_tokenizer_that_cannot_be_fetched_is_an_error_before_transformers_retries(monkeypatch):
-    monkeypatch.setattr("headwater.models.checkpoint._tokenizer_of_file", None)
+    monkeypatch.setattr("headwater.models.checkpoint.AutoTokenizer", None)
     with pytest.raises(ModelError, match="'nobody/nothing' is not a folder"):
         hw.load(tiny_model("llama"), tokenizer="nobody/nothing")
 

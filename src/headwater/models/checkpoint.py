@@ -162,13 +162,6 @@ class Checkpoint:
         with open_safetensors(self.files[scale_name]) as file:
             return dequantized(tensor, file.get_tensor(scale_name), self.block, self.names[name])
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the stored weights (of the embedding); float32 for a GGUF file."""
-        if self.gguf is not None:
-            return torch.float32
-        return self.read(f"{family_of(self.config).embedding}.weight").dtype
-
 
 def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint:
     """Open a checkpoint folder or GGUF file and check, from headers, that every tensor exists with the right shape."""
@@ -400,26 +393,19 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
             f"The folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES[:4])}). Pass tokenizer=, "
             "or copy the tokenizer files into the folder."
         )
-    return _tokenizer_of_file(folder, trust_remote_code)
-
-
-def _tokenizer_of_file(where: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that the file describes, completed by the class that it names.
-
-    If that class itself follows the file, the file is read only once.
-    """
+    named: PreTrainedTokenizerBase | None = None
     try:
-        if not (where / "tokenizer.json").is_file():
-            return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-        named: PreTrainedTokenizerBase | None = None
+        if not (folder / "tokenizer.json").is_file():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         # A class may need files other than tokenizer.json, and each class reads them in its own way.
         with contextlib.suppress(Exception):
-            named = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+            named = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        # This class itself follows the file: it is read only once.
         if type(named) is PreTrainedTokenizerFast:
             return named
-        faithful = PreTrainedTokenizerFast.from_pretrained(where, trust_remote_code=trust_remote_code)
+        faithful = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
-        raise ModelError(f"The tokenizer of {where} cannot be read: {first_line(error)}") from None
+        raise ModelError(f"The tokenizer of {folder} cannot be read: {first_line(error)}") from None
     if named is None:
         return faithful
     vocabulary = faithful.get_vocab()
@@ -456,59 +442,45 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     file = read_gguf(path)
     kind, rules_named = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
     rules = WORD_SPLITS.get(str(file.architecture if rules_named is None else rules_named))
-    if kind == "llama":
-        rules = None
-    elif kind != "gpt2" or rules is None:
+    if kind != "llama" and (kind != "gpt2" or rules is None):
         raise ModelError(
             f"{path} has a tokenizer that headwater does not read, tokenizer.ggml.model={kind!r} with "
             f"tokenizer.ggml.pre={rules_named!r}. {PASS}"
         )
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # the file may contain anything, and the tokenizers library raises bare Exception
         raise ModelError(f"The tokenizer of {path} cannot be read: {first_line(error)}") from error
     tokenizer.name_or_path = str(path)
-    if rules is not None:
-        _set_rules(tokenizer, rules, nfc=rules_named == "qwen2")
+    backend = tokenizer.backend_tokenizer
+    if kind == "gpt2":
+        # ByteLevel's built-in regex is GPT-2's; after a split by a pattern it would split again.
+        by_pattern = rules not in (GPT_2, DIGITS)
+        bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not by_pattern)
+        first: Any = pre_tokenizers.Digits(individual_digits=True)
+        if by_pattern:
+            first = pre_tokenizers.Split(Regex(str(rules)), behavior="isolated")
+        backend.pre_tokenizer = bytewise if rules == GPT_2 else pre_tokenizers.Sequence([first, bytewise])
+        # Qwen 2's tokenizer.json uses this normalizer, and a GGUF file has no entry for it.
+        backend.normalizer = normalizers.NFC() if rules_named == "qwen2" else None
+        backend.model.ignore_merges = rules == LLAMA_3  # a word of the vocabulary is one token, whatever the merges
     else:
-        _set_first_space(tokenizer, file)
-    _set_beginning(tokenizer, file, rules)
-    return tokenizer
-
-
-def _set_rules(tokenizer: Any, rules: str, *, nfc: bool) -> None:
-    backend = tokenizer.backend_tokenizer
-    split = {GPT_2: None, DIGITS: pre_tokenizers.Digits(individual_digits=True)}
-    first = split[rules] if rules in split else pre_tokenizers.Split(Regex(rules), behavior="isolated")
-    # ByteLevel's built-in regex is GPT-2's; after a split by a pattern it would split again.
-    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rules in split)
-    backend.pre_tokenizer = bytewise if first is None else pre_tokenizers.Sequence([first, bytewise])
-    # Qwen 2's tokenizer.json uses this normalizer, and a GGUF file has no entry for it.
-    backend.normalizer = normalizers.NFC() if nfc else None
-    backend.model.ignore_merges = rules == LLAMA_3  # a word of the vocabulary is one token, whatever the merges
-
-
-def _set_beginning(tokenizer: Any, file: GGUFFile, rules: str | None) -> None:
-    """Let texts begin with the BOS token if the file says so; without an entry, follow llama.cpp's default."""
-    has_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", rules in (None, LLAMA_3)))
+        # Texts begin with a space (as in Llama 2) or not, as the file of a SentencePiece vocabulary specifies.
+        has_space = file.metadata.get("tokenizer.ggml.add_space_prefix", not file.architecture.startswith("gemma"))
+        if backend.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE) != has_space:
+            if has_space or not isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
+                raise ModelError(
+                    f"The tokenizer of {path} cannot be made to begin texts with or without a space. {PASS}"
+                )
+            backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never", split=False)
+            backend.decoder = decoders.Sequence(
+                [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+            )
+    # Texts begin with the BOS token if the file says so; without an entry, follow llama.cpp's default.
+    has_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or rules == LLAMA_3))
     expected = [tokenizer.bos_token_id] * has_bos + tokenizer("a", add_special_tokens=False)["input_ids"]
-
-    def begins_right() -> bool:
-        return bool(tokenizer("a")["input_ids"][: len(expected)] == expected)
-
-    if not begins_right() and None not in expected:
+    if tokenizer("a")["input_ids"][: len(expected)] != expected and None not in expected:
         tokenizer.add_bos_token = has_bos
-    if not begins_right():
-        raise ModelError(f"The tokenizer of {file.path} cannot be made to begin texts as the file specifies. {PASS}")
-
-
-def _set_first_space(tokenizer: Any, file: GGUFFile) -> None:
-    """Let texts begin with a space (as in Llama 2) or not, as the file of a SentencePiece vocabulary specifies."""
-    has_space = file.metadata.get("tokenizer.ggml.add_space_prefix", not file.architecture.startswith("gemma"))
-    backend = tokenizer.backend_tokenizer
-    if backend.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE) == has_space:
-        return
-    if has_space or not isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
-        raise ModelError(f"The tokenizer of {file.path} cannot be made to begin texts with or without a space. {PASS}")
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never", split=False)
-    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    if tokenizer("a")["input_ids"][: len(expected)] != expected:
+        raise ModelError(f"The tokenizer of {path} cannot be made to begin texts as the file specifies. {PASS}")
+    return tokenizer

@@ -324,20 +324,16 @@ class GGUFFile:
         return str(self.metadata.get("general.architecture"))
 
     @property
-    def types(self) -> str:
-        """Number of tensors of each type, such as "Q4_1 × 210, F32 × 61"."""
-        counts = Counter(stored.type.name for stored in self.tensors.values())
-        return ", ".join(f"{name} × {count}" for name, count in counts.most_common())
-
-    @property
     def revision(self) -> str:
-        """Identifier of the weights: the file's name, its types and its SHA-256."""
+        """Identifier of the weights: the file's name, its number of tensors of each type, and its SHA-256."""
 
         def compute() -> str:
             with self.path.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
 
-        return f"{self.path.name}, {self.types}, sha256 {fingerprint_of_files([self.path], 'sha256', compute)}"
+        counts = Counter(stored.type.name for stored in self.tensors.values())
+        types = ", ".join(f"{name} × {count}" for name, count in counts.most_common())
+        return f"{self.path.name}, {types}, sha256 {fingerprint_of_files([self.path], 'sha256', compute)}"
 
     def read(self, name: str) -> Tensor:
         """Return one tensor in the file's layout, dequantised to float32, as a copy."""

@@ -355,8 +355,15 @@ def read_pretrained(
     if device is not None:
         straight = device.type in STRAIGHT and not multimodal and not trust_remote_code
         where = {"": device} if straight else None
-    if is_gguf(folder):
-        return _read_gguf(folder, dtype or torch.float32, where)
+    if is_gguf(folder):  # opening it already checks for missing and superfluous tensors
+        checkpoint, dtype = open_checkpoint(folder), dtype or torch.float32
+        conversion = Conversion(checkpoint.config)
+        weights = {conversion.full_name(name): checkpoint.read(name).to(dtype) for name in checkpoint.names}
+        with quiet_transformers():
+            return type(conversion.model).from_pretrained(
+                None, config=checkpoint.config, state_dict=weights, dtype=dtype, attn_implementation="eager",
+                device_map=where,
+            )  # fmt: skip
     try:
         with quiet_transformers():
             hf, report = kind.from_pretrained(
@@ -387,22 +394,6 @@ def read_pretrained(
     return hf
 
 
-def _read_gguf(path: Path, dtype: torch.dtype, where: str | dict[str, torch.device] | None) -> PreTrainedModel:
-    """Read the model of a GGUF file; opening the file already checks for missing and superfluous tensors."""
-    checkpoint = open_checkpoint(path)
-    conversion = Conversion(checkpoint.config)
-    weights = {conversion.full_name(name): checkpoint.read(name).to(dtype) for name in checkpoint.names}
-    with quiet_transformers():
-        return type(conversion.model).from_pretrained(
-            None,
-            config=checkpoint.config,
-            state_dict=weights,
-            dtype=dtype,
-            attn_implementation="eager",
-            device_map=where,
-        )
-
-
 # Checkpoints saved from a HookedTransformer: its state dict and its config.
 #
 # The state dict (.safetensors, or if allowed .pth and .pt; tensors only, never code) is in a folder with the config as
@@ -415,7 +406,6 @@ def _read_gguf(path: Path, dtype: torch.dtype, where: str | dict[str, torch.devi
 WEIGHTS = (".safetensors", ".pth", ".pt")
 COMPUTED = (".mask", ".IGNORE", ".rotary_sin", ".rotary_cos")
 """Buffers of a HookedTransformer that are computed from its config."""
-ROTATED = ("W_Q", "W_K", "b_Q", "b_K")
 UNSUPPORTED = (
     "parallel_attn_mlp", "use_local_attn", "use_qk_norm", "use_normalization_before_and_after", "post_embedding_ln",
     "scale_attn_by_inverse_layer_idx", "use_NTK_by_parts_rope", "num_experts", "rmsnorm_uses_offset",
@@ -466,10 +456,9 @@ def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: Pre
         # Interleave the two halves of the rotated coordinates of queries and keys: 0, n/2, 1, n/2 + 1, ...
         rotary_dim = config.get("rotary_dim") or config["d_head"]
         pairs = torch.arange(rotary_dim).reshape(2, -1).T.flatten()
-        state = {
-            name: torch.cat([tensor[..., pairs], tensor[..., rotary_dim:]], -1) if name.endswith(ROTATED) else tensor
-            for name, tensor in state.items()
-        }
+        rotated = [name for name in state if name.endswith(("W_Q", "W_K", "b_Q", "b_K"))]
+        turned = {name: torch.cat([state[name][..., pairs], state[name][..., rotary_dim:]], -1) for name in rotated}
+        state = state | turned
     native_config = TransformerBridgeConfig.from_dict(config | {"architecture": None})
     name = "HookedTransformer checkpoint"
     raw = boot(native_config, tokenizer, device=config["device"], dtype=config["dtype"], model_name=name)
@@ -545,8 +534,6 @@ def _lens_config(what: str | Path) -> dict[str, Any] | None:
 
 SAME_TEXT_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Text model types that rotate texts without images as another type does; each runs as the class of that type."""
-WEIGHT_BUFFERS = (".weight", ".qweight")
-"""Endings of the names of buffers with packed weights."""
 
 
 def refuse_adapters(model: Any) -> None:
@@ -606,7 +593,7 @@ def refuse_quantized(model: Any) -> None:
         for name, module in model.named_modules()
         if type(module).__module__.startswith("torch.ao.nn.")
     ]
-    packed = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(WEIGHT_BUFFERS)]
+    packed = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith((".weight", ".qweight"))]
     for name, tensor in [*model.named_parameters(), *packed]:
         # Numbers of one byte are floats too, and mean nothing without the scale that their layer keeps beside them.
         is_float = type(tensor.data) is torch.Tensor and tensor.is_floating_point() and tensor.element_size() > 1

