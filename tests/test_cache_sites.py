@@ -98,13 +98,6 @@ def test_a_long_text_does_not_pad_short_ones_when_they_run(llama, monkeypatch):
     assert shapes == [(7, 3), (1, 60)]
 
 
-def test_a_cache_of_unlike_texts_says_how_many_tokens_it_holds(llama):
-    unlike = llama.cache([[5, 6, 7], [6, 7]], sites=["z", "pattern"], layers=[1], **QUIET)
-    assert repr(unlike).startswith("Cache(z (1, 2, 5 tokens, 4, 8), attention (1, 2, 4, 5 tokens, its keys); layers 1;")
-    alike = llama.cache([[5, 6, 7], [6, 7, 8]], sites="pattern", layers=[1], **QUIET)
-    assert repr(alike).startswith("Cache(attention (1, 2, 4, 3, 3); layers 1;")
-
-
 def test_both_kinds_of_names_are_listed_and_answer_with_the_same(llama):
     cache = llama.cache(" Paris is", sites=["z", "blocks.*.mlp.hook_pre", "hook_embed"], layers=[0, 2], **QUIET)
     assert cache.keys() == [

@@ -102,13 +102,11 @@ def test_a_position_that_a_short_sequence_lacks_is_zero_and_masked(llama):
     assert cache.positions.tolist() == [[1, -1, -1], [1, 3, 1]]
     assert not cache.residual[:, 0, 1:].any()
     assert not cache.attention[:, 0, :, 1:].any()
-    assert cache.labels(0) == (cache.strings[0][1], "", "")
 
 
 def test_the_labels_are_the_tokens(llama):
     cache = llama.cache([" Paris Rome", " cat"])
     assert cache.strings == (("<s>", " Paris", " Rome"), ("<s>", " cat"))
-    assert cache.labels(1) == ("<s>", " cat", "")
 
 
 def test_only_what_is_asked_for_is_there(llama):
@@ -245,4 +243,4 @@ def test_an_attention_that_is_not_reported_is_an_error(checkpoint):
 
 def test_the_cache_says_what_it_is_in_one_line(llama):
     cache = llama.cache([[5, 6, 7]], layers=[0, 2])
-    assert repr(cache) == "Cache(resid_post (2, 1, 3, 32), attention (2, 1, 4, 3, 3); layers 0, 2; 0.0 MiB)"
+    assert repr(cache) == "Cache(resid_post, pattern at layers 0, 2; 3 tokens of 1 texts; 0.0 MiB)"

@@ -1,8 +1,8 @@
-"""Activations go through two buffers: none is read before its copy has ended, none is used again while it is read.
+"""Activations go through pinned memory: no copy is read before it has ended, and at most two are on their way.
 
-No CUDA device is needed. A `LateLane` copies on the CPU as late as a device may: a buffer holds rubbish until somebody
-waits for its copy, which reads its source only then. What forgets to wait, waits for the wrong copy, uses a buffer
-again or lets the model write into what is still to be read, gives other numbers.
+No CUDA device is needed. A `LateLane` copies on the CPU as late as a device may: a copy holds rubbish until somebody
+waits for it, and reads its source only then. What forgets to wait, waits for the wrong copy or lets the model write
+into what is still to be read, gives other numbers.
 """
 
 import contextlib
@@ -28,29 +28,23 @@ class LateLane(CudaLane):
     """Copies when it is waited for, and keeps account."""
 
     def __init__(self, waits=True):
-        self.waits, self.unfinished, self.dtypes, self.most, self.buffers = waits, [], [], 0, []
+        self.waits, self.unfinished, self.dtypes, self.most, self.sizes = waits, [], [], 0, []
 
-    def buffer(self, nbytes):
-        with torch.inference_mode(False):
-            self.buffers.append(torch.empty(nbytes, dtype=torch.uint8))
-        return self.buffers[-1]
-
-    def copy(self, into, source):
-        where = into.untyped_storage().data_ptr()
-        assert all(where != other for other, _ in self.unfinished), "a buffer is used again before its copy has ended"
-        into.view(-1).view(torch.uint8).fill_(0x7B)
-        mine = (where, source)
+    def copy(self, source):
+        arriving, mine = torch.empty_like(source), object()
+        arriving.view(-1).view(torch.uint8).fill_(0x7B)
         self.unfinished.append(mine)
         self.dtypes.append(source.dtype)
+        self.sizes.append(source.nbytes)
         self.most = max(self.most, len(self.unfinished))
 
         def wait():
             if self.waits and any(mine is other for other in self.unfinished):
                 with torch.inference_mode():  # a device that copies asks for no mode
-                    into.copy_(source)
+                    arriving.copy_(source)
             self.unfinished[:] = [other for other in self.unfinished if other is not mine]
 
-        return wait
+        return arriving, wait
 
 
 @pytest.fixture
@@ -86,14 +80,13 @@ def assert_same(found, expected):
 @pytest.mark.diagonal
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("asked", ASKED)
-def test_a_cache_filled_through_buffers_is_bit_for_bit_the_plain_one(asked, batch_size, checkpoint, through):
+def test_a_cache_filled_through_pinned_memory_is_bit_for_bit_the_plain_one(asked, batch_size, checkpoint, through):
     model, lane = hw.load(checkpoint("llama")), LateLane()
     options = ASKED[asked] | {"batch_size": batch_size} | QUIET
     plain = through(None, lambda: model.cache(TEXTS, **options))
     assert_same(through(lane, lambda: model.cache(TEXTS, **options)), plain)
     assert lane.most == 2
     assert not lane.unfinished
-    assert len(lane.buffers) == 2
 
 
 def test_a_bfloat16_model_sends_bfloat16_and_the_host_widens_it(checkpoint, through):
@@ -105,13 +98,13 @@ def test_a_bfloat16_model_sends_bfloat16_and_the_host_widens_it(checkpoint, thro
     assert found.example("resid_post", 0, 0).dtype == torch.float32
 
 
-def test_files_and_buffers_smaller_than_an_activation_change_nothing(checkpoint, through, monkeypatch, tmp_path):
+def test_files_and_copies_smaller_than_an_activation_change_nothing(checkpoint, through, monkeypatch, tmp_path):
     model, lane = hw.load(checkpoint("llama")), LateLane()
     plain = through(None, lambda: model.cache(TEXTS, **ASKED["everything"], **QUIET))
-    monkeypatch.setattr(transfers, "BUFFER_BYTES", 600)
+    monkeypatch.setattr(transfers, "COPY_BYTES", 600)
     found = through(lane, lambda: model.cache(TEXTS, **ASKED["everything"], out=tmp_path / "out", **QUIET))
     assert_same(found, plain)
-    assert max(len(buffer) for buffer in lane.buffers) < 4096
+    assert max(lane.sizes) < 4096
 
 
 def test_these_tests_notice_who_does_not_wait(checkpoint, through):
@@ -148,12 +141,12 @@ def test_nothing_and_what_stays_on_its_device_is_written_at_once(lane):
         transfer.write(torch.zeros(0, 4), target, torch.zeros(0, dtype=torch.long))
         transfer.write(torch.zeros(2, 4), torch.zeros(2, 4, device="meta"))
         assert not lane.unfinished
-    assert not lane.buffers
+    assert not lane.sizes
 
 
 def test_rows_that_are_scattered_arrive_in_their_places_in_parts(lane, monkeypatch):
     activation, where = torch.arange(10.0).reshape(5, 2), torch.tensor([6, 0, 2, 5, 1])
-    monkeypatch.setattr(transfers, "BUFFER_BYTES", 16)  # two rows
+    monkeypatch.setattr(transfers, "COPY_BYTES", 16)  # two rows
     target = torch.zeros(7, 2)
     with Transfer() as transfer:
         transfer.write(activation, target, where)
@@ -178,7 +171,6 @@ def test_an_error_is_raised_after_everything_on_its_way_was_waited_for_and_nothi
     with transfer:  # and goes on with the next batch
         transfer.write(torch.full((1, 2), 7.0), target[3:])
     assert target[3].tolist() == [7, 7]
-    assert len(lane.buffers) == 2
 
 
 def test_an_error_while_things_are_put_into_their_places_leaves_nothing_on_its_way(lane):
@@ -197,11 +189,11 @@ def test_a_batch_that_runs_out_of_memory_is_cached_in_halves(checkpoint, through
     options = {"sites": ["resid_post", "pattern"], **QUIET}
     plain, copy, calls = through(None, lambda: model.cache(TEXTS, **options)), lane.copy, []
 
-    def short(into, source):
+    def short(source):
         calls.append(source)
         if len(calls) == 3:
             raise torch.OutOfMemoryError
-        return copy(into, source)
+        return copy(source)
 
     monkeypatch.setattr(lane, "copy", short)
     assert_same(through(lane, lambda: model.cache(TEXTS, **options)), plain)
@@ -234,9 +226,14 @@ def test_on_a_cuda_device_the_copy_comes_after_the_models_operations_and_the_eve
         def synchronize(self):
             done.append("waited for")
 
-    class Buffer(torch.Tensor):
+    class Pinned:
         def copy_(self, source, non_blocking=False):
             done.append(f"copy, at once={not non_blocking}")
+            return self
+
+    def empty_like(source, **where):
+        assert where == {"device": "cpu", "pin_memory": True}
+        return Pinned()
 
     @contextlib.contextmanager
     def within(stream):
@@ -249,7 +246,9 @@ def test_on_a_cuda_device_the_copy_comes_after_the_models_operations_and_the_eve
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the model's")
     lane = transfers.lane_from(torch.device("cuda", 1))
-    wait = lane.copy(torch.zeros(3).as_subclass(Buffer), torch.zeros(3))
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    arriving, wait = lane.copy(torch.zeros(3))
+    assert isinstance(arriving, Pinned)
     assert done == [
         "stream of cuda:1",
         "waits for the model's",
@@ -265,9 +264,9 @@ def test_on_a_cuda_device_the_copy_comes_after_the_models_operations_and_the_eve
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_the_card_a_cache_through_pinned_buffers_is_the_plain_one(dtype, checkpoint, through, monkeypatch):
+def test_on_the_card_a_cache_through_pinned_memory_is_the_plain_one(dtype, checkpoint, through, monkeypatch):
     model = hw.load(checkpoint("llama"), device="cuda", dtype=dtype)
     plain = through(None, lambda: model.cache(TEXTS, **ASKED["everything"], **QUIET))
     for size in (600, 2**26):
-        monkeypatch.setattr(transfers, "BUFFER_BYTES", size)
+        monkeypatch.setattr(transfers, "COPY_BYTES", size)
         assert_same(model.cache(TEXTS, **ASKED["everything"], **QUIET), plain)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -49,12 +49,15 @@ if TYPE_CHECKING:
 LARGEST_ACTIVATION = 1e30
 """Larger numbers are not activations: a mask wrote them into scores."""
 AT_ONCE = 256
-"""Number of texts to tokenize together."""
+"""Number of texts to tokenize together: a batch pads all of its texts to the longest."""
 
 
 @dataclass(frozen=True)
 class Activation:
     """One kind of activation, at some layers.
+
+    In memory and in files, the texts of a layer follow one another, with one row per kept token. Texts differ in their
+    number of keys, so activations with keys are flattened to one row per number.
 
     Attributes:
         name: the short name of a site, or a hook's name with `*` for its layer.
@@ -73,14 +76,6 @@ class Activation:
     size: tuple[int, ...]
     dtype: str
     is_read: bool = False
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Activation:
-        """Return the activation described by a JSON object."""
-        read: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
-        }
-        return cls(**read)
 
     def plain(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -115,9 +110,6 @@ class Activation:
         """Return the shape of one text's activation in one layer."""
         return (*self.size, n_tokens, n_keys) if self.has_keys else (n_tokens, *self.size)
 
-    # In memory and in files, the texts of a layer follow one another, with one row per kept token. Texts differ in
-    # their number of keys, so activations with keys are flattened to one row per number.
-
     @property
     def row(self) -> tuple[int, ...]:
         """Shape of a row."""
@@ -132,10 +124,8 @@ class Activation:
         return self.rows(counts, lengths) * math.prod(self.row) * len(self.places) * self.torch_dtype.itemsize
 
 
-# Tokens of many texts, one text after the other, and which of them `positions=` selects.
-#
-# There is no padding, so that one long text does not enlarge the others; only texts that run together form a `Batch`.
-# Numbers in `positions=` count from the beginning or end of each text; words and roles are looked up in each text.
+# Tokens of many texts, one text after the other, and which of them `positions=` selects. There is no padding, so that
+# one long text does not enlarge the others; only texts that run together form a `Batch`.
 
 
 @checked_calls
@@ -164,8 +154,7 @@ class TokenizedTexts:
     @cached_property
     def counts(self) -> Int[Tensor, " example"]:
         """Number of kept tokens of each text."""
-        counts = np.bincount(self.table["example"].to_numpy(dtype=np.int64), minlength=len(self.texts))
-        return torch.tensor(counts.astype(np.int64))
+        return torch.tensor(self.table["example"].to_numpy(dtype=np.int64)).bincount(minlength=len(self.texts))
 
     @cached_property
     def positions(self) -> Int[Tensor, "batch position"]:
@@ -187,75 +176,71 @@ class TokenizedTexts:
         """The tokens that were run, padded; the key axis of an activation is the position axis of this batch."""
         return self.batch_of(range(len(self.texts)))
 
-    @cached_property
+    @property
     def strings(self) -> tuple[tuple[str, ...], ...]:
         """The strings of each text's tokens."""
-        words, ends = self.tokens["token"].tolist(), self.lengths.cumsum(0).tolist()
-        return tuple(tuple(words[start:end]) for start, end in zip([0, *ends], ends, strict=False))
+        return tuple(prompt.strings for prompt in self.prompts)
 
-    def labels(self, row: int) -> tuple[str, ...]:
-        """Return the strings of the tokens along the padded position axis of one row; empty strings at padding."""
-        return tuple(self.strings[row][p] if p >= 0 else "" for p in self.positions[row].tolist())
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """The texts with their tokens."""
+        ids, words, spans = self.tokens["token_id"].tolist(), self.tokens["token"].tolist(), None
+        if self.tokens["start"].notna().all():
+            spans = list(zip(self.tokens["start"].tolist(), self.tokens["end"].tolist(), strict=True))
+        prompts, start = [], 0
+        for length, text in zip(self.lengths.tolist(), self.texts["text"], strict=True):
+            of_text = slice(start, start + length)
+            offsets = None if spans is None else tuple(spans[of_text])
+            prompts.append(
+                Prompt(tuple(ids[of_text]), tuple(words[of_text]), offsets, text if isinstance(text, str) else None)
+            )
+            start += length
+        return prompts
 
     def batch_of(self, examples: Sequence[int]) -> Batch:
         """Return a batch of some texts; errors name its rows by their numbers among all texts."""
-        starts, lengths = self._starts[list(examples)].tolist(), self.lengths[list(examples)].tolist()
-        rows = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-        batch, offsets, texts = Batch.of([self._ids[row].tolist() for row in rows], self.pad), None, None
-        if self._spans is not None:
-            offsets = tuple(tuple((a, b) for a, b in self._spans[row].tolist()) for row in rows)
-        if (given := self.texts["text"].iloc[list(examples)]).notna().all():
-            texts = tuple(given)
-        return dataclasses.replace(batch, offsets=offsets, names=tuple(examples), texts=texts)
-
-    @cached_property
-    def _starts(self) -> Int[Tensor, " example"]:
-        return self.lengths.cumsum(0) - self.lengths
-
-    @cached_property
-    def _ids(self) -> np.ndarray:
-        return self.tokens["token_id"].to_numpy()
-
-    @cached_property
-    def _spans(self) -> np.ndarray | None:
-        spans = self.tokens[["start", "end"]]
-        return None if spans.isna().any(axis=None) else spans.to_numpy(dtype=np.int64)
+        prompts = [self.prompts[example] for example in examples]
+        batch = Batch.of([prompt.ids for prompt in prompts], self.pad)
+        offsets = tuple(prompt.offsets for prompt in prompts if prompt.offsets is not None)
+        texts = tuple(prompt.text for prompt in prompts if prompt.text is not None)
+        return dataclasses.replace(
+            batch,
+            offsets=offsets if len(offsets) == len(prompts) else None,
+            names=tuple(examples),
+            texts=texts if len(texts) == len(prompts) else None,
+        )
 
 
 def kept_at(positions: Any, texts: TokenizedTexts) -> TokenizedTexts:
     """Return texts that keep the tokens selected by `positions=`; see `headwater.models.positions`.
 
-    A list or a tuple of whole numbers selects several positions of every text; a position for which a text is too short
-    is left out there.
+    Several whole numbers, in a list or tuple, select these positions of every text; a position for which a text is too
+    short is left out there.
     """
     if positions is None:
         return texts
-    rows: list[int] = []
-    roles: list[str] = []
-    if (numbers := _numbers(positions)) is None:
-        n_texts, spans = len(texts.texts), texts._spans
-        for example, (start, text) in enumerate(zip(texts._starts.tolist(), texts.texts["text"], strict=True)):
-            of_text = slice(start, start + len(texts.strings[example]))
-            offsets = None if spans is None else tuple(map(tuple, spans[of_text].tolist()))
-            prompt = Prompt(tuple(texts._ids[of_text].tolist()), texts.strings[example], offsets, text)
+    starts = texts.lengths.cumsum(0) - texts.lengths
+    numbers, roles = _numbers(positions), list[str]()
+    if numbers is None:
+        rows: list[int] = []
+        for example, (start, prompt) in enumerate(zip(starts.tolist(), texts.prompts, strict=True)):
             if isinstance(positions, Mapping):
-                by_role = roles_of(positions, prompt, example, n_texts)
+                by_role = roles_of(positions, prompt, example, len(texts.prompts))
             else:
-                by_role = {"": positions_of(positions, prompt, example, n_texts)}
+                by_role = {"": positions_of(positions, prompt, example, len(texts.prompts))}
             for role, found in by_role.items():
                 rows += [start + position for position in found]
                 roles += [role] * len(found)
     else:
-        if not numbers:
-            raise InputError("positions= names no position.")
-        if len(set(numbers)) < len(numbers):
+        if not numbers or len(set(numbers)) < len(numbers):
             each = shown([[number] for number in numbers])
-            raise InputError(f"positions={shown(positions)} names one twice. For one of each text: {each}.")
+            what = f"names one twice. For one of each text: {each}" if numbers else "names no position"
+            raise InputError(f"positions={shown(positions)} {what}.")
         longest = int(texts.lengths.max())
         if outside := [number for number in numbers if not -longest <= number < longest]:
             raise InputError(f"No sequence has a position {outside[0]}; the longest has {longest} tokens.")
         columns = _columns_of(numbers, texts.lengths)
-        rows = (columns + texts._starts[:, None])[columns >= 0].tolist()
+        rows = (columns + starts[:, None])[columns >= 0].tolist()
     table = texts.tokens[["example", "position", "token"]].iloc[rows].reset_index(drop=True)
     if isinstance(positions, Mapping):
         table = table.assign(role=roles)
@@ -266,16 +251,14 @@ def seen_by(sites: Sequence[Site], texts: TokenizedTexts) -> TokenizedTexts:
     """Drop the tokens that any of these sites leaves out; refuse a text with no remaining tokens."""
     if not any(site.leaves_out for site in sites):
         return texts
-    ids, kept = np.split(texts._ids, texts._starts[1:].numpy()), texts.table["position"].to_numpy()
-    is_seen: list[bool] = []
-    for example, positions in enumerate(np.split(kept, texts.counts.cumsum(0)[:-1].numpy())):
-        left_out = frozenset[int]().union(*(site.left_out(ids[example].tolist()) for site in sites))
-        is_seen += [position not in left_out for position in positions.tolist()]
-        if left_out.issuperset(positions.tolist()):
-            raise InputError(f"Text {example} has no token to keep: {sites[0].name} was trained without its tokens.")
-    if all(is_seen):
+    left_out = [frozenset[int]().union(*(site.left_out(prompt.ids) for site in sites)) for prompt in texts.prompts]
+    kept = texts.table
+    seen = kept[[at not in left_out[text] for text, at in zip(kept["example"], kept["position"], strict=True)]]
+    if gone := {*kept["example"]} - {*seen["example"]}:
+        raise InputError(f"Text {min(gone)} has no token to keep: {sites[0].name} was trained without its tokens.")
+    if len(seen) == len(kept):
         return texts
-    return dataclasses.replace(texts, table=texts.table[is_seen].reset_index(drop=True), asked=None)
+    return dataclasses.replace(texts, table=seen.reset_index(drop=True), asked=None)
 
 
 def read_texts(inputs: Inputs, model: Model) -> tuple[TokenizedTexts, dict[str, str]]:
@@ -335,12 +318,10 @@ def _columns_of(numbers: Sequence[int], lengths: Int[Tensor, " example"]) -> Int
 
 def _numbers(positions: object) -> list[int] | None:
     """Return positions that are numbers, the same for every text; None if they are specified in another way."""
-    if isinstance(positions, str):
-        return [-1] if positions == "last" else None
-    if has_no_order(positions):
-        return None
+    if isinstance(positions, str) and positions == "last":
+        return [-1]
     try:
-        return whole_numbers(positions)
+        return None if isinstance(positions, str) or has_no_order(positions) else whole_numbers(positions)
     except TypeError:
         return None
 
@@ -369,7 +350,11 @@ class Cache(TokenizedTexts, Result):
     @cached_property
     def kept(self) -> dict[str, Activation]:
         """The activations kept, by short name, or by hook name with `*` for its layer."""
-        return {plain["name"]: Activation.of(plain) for plain in self.contents}
+        kept = {}
+        for plain in self.contents:
+            fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
+            kept[plain["name"]] = Activation(**fields)
+        return kept
 
     @property
     def nbytes(self) -> int:
@@ -424,16 +409,16 @@ class Cache(TokenizedTexts, Result):
     def __getitem__(self, key: str | tuple[str, int]) -> Shaped[Tensor, "batch ..."]:
         """Return an activation of all texts: `batch position ...`, or `batch head query key`."""
         activation, place = self._find(key)
-        what = f"{activation.name!r}, {activation.layers[place]}" if activation.layers else repr(activation.name)
         if not _alike(self.counts) or (activation.has_keys and not _alike(self.lengths)):
-            counted, instead = self.counts, f"use cache.rows({what}), one row per token (cache.frame names them)"
-            instead += ", or cache with positions='last'"
+            what = f"{activation.name!r}, {activation.layers[place]}" if activation.layers else repr(activation.name)
+            instead = f"use cache.rows({what}), one row per token (cache.frame names them)"
+            counted, instead = self.counts, f"{instead}, or cache with positions='last'"
             if activation.has_keys:
                 counted, instead = self.lengths, f"use cache.example({what}, example) for one text"
             raise InputError(
                 f"The texts have different lengths, {int(counted.min())} to {int(counted.max())} tokens: {instead}."
             )
-        return self._numbers(activation, place).reshape(len(self.counts), *self._shape(activation, 0))
+        return torch.stack(list(self._texts(activation, place).values()))
 
     def rows(self, site: str, layer: int | None = None, *, role: str | None = None) -> Shaped[Tensor, "token ..."]:
         """Return an activation at every kept token, in the order of `frame`: `token ...`.
@@ -447,16 +432,19 @@ class Cache(TokenizedTexts, Result):
             InputError: no activation of that name and layer is kept, or it has keys and the texts differ in length.
         """
         activation, place = self._find((site, layer))
-        numbers, of_role = self._numbers(activation, place), self._of_role(role)
-        if activation.has_keys:
-            if not _alike(self.lengths):
-                raise InputError(
-                    f"{activation.name} has an axis of keys, but the texts have {int(self.lengths.min())} to "
-                    f"{int(self.lengths.max())}: use cache.example({activation.name!r}, layer, example) for one text."
-                )
-            texts = numbers.split(self._sizes(activation).tolist())
-            numbers = torch.cat([text.view(self._shape(activation, n)).movedim(-2, 0) for n, text in enumerate(texts)])
-        return numbers if of_role is None else numbers[of_role]
+        if activation.has_keys and not _alike(self.lengths):
+            raise InputError(
+                f"{activation.name} has an axis of keys, and the texts have different lengths: use "
+                f"cache.example({activation.name!r}, layer, example) for one text."
+            )
+        texts = self._texts(activation, place).values()
+        rows = torch.cat([text.movedim(-2, 0) if activation.has_keys else text for text in texts])
+        if role is None:
+            return rows
+        known = list(dict.fromkeys(self.table["role"])) if "role" in self.table else []
+        if role not in known:
+            raise InputError(f"No position of this cache has the role {shown(role)}.{did_you_mean(role, known)}")
+        return rows[(self.table["role"] == role).tolist()]
 
     def example(self, site: str, layer: int | None, example: int) -> Tensor:
         """Return an activation of one text: `position ...`, or `head position key` with the keys of that text alone.
@@ -466,44 +454,31 @@ class Cache(TokenizedTexts, Result):
         """
         activation, place = self._find((site, layer))
         example = checked_count("example", example, least=0, most=len(self.counts) - 1)
-        number, before = self._part_of[example]
-        part, sizes = self.activations[number], self._sizes(activation)
-        start = int(sizes[part["examples"][:before]].sum())
-        numbers = part[activation.name][place][start : start + int(sizes[example])]
+        part = self.activations[self._part_of[example]]
         # A copy: a view would keep the whole mapped part alive, and mapped files are read-only.
-        return numbers.reshape(self._shape(activation, example)).clone()
+        return self._texts(activation, place, [part])[example].clone()
 
     def to_numpy(
         self, site: str, layer: int | None = None, *, role: str | None = None
     ) -> Shaped[np.ndarray, "token width"]:
-        """Return `rows` with a row per token and a column per number, the form that scikit-learn accepts.
-
-        Raises:
-            InputError: see `rows`.
-        """
-        rows = self.rows(site, layer, role=role)
-        return rows.reshape(len(rows), -1).cpu().numpy()
+        """Return `rows` as `token width`, the form that scikit-learn accepts; errors as in `rows`."""
+        return self.rows(site, layer, role=role).flatten(1).cpu().numpy()
 
     def to_frame(self, site: str, layer: int | None = None, *, role: str | None = None) -> pd.DataFrame:
         """Return `frame` with a column for every number of `rows`, named by its index: `z.0.3` is head 0, number 3.
 
-        Features are named by their numbers in their dictionary.
-
-        Raises:
-            InputError: see `rows`.
+        Features are named by their numbers in their dictionary. Errors as in `rows`.
         """
-        activation, _ = self._find((site, layer))
-        sizes = (*activation.size, int(self.lengths[0])) if activation.has_keys else activation.size
+        (activation, _), rows = self._find((site, layer)), self.rows(site, layer, role=role)
+        table = self.table if role is None else self.table[self.table["role"] == role].reset_index(drop=True)
         features = {one["name"]: one["features"] for one in self.run.options.get("features", ())}
-        labels = [
-            features.get(activation.name)
-            or (self.heads if axis in ("head", "kv_head") and size == len(self.heads) else range(size))
-            for axis, size in zip([axis for axis in activation.axes if axis != "position"], sizes, strict=True)
-        ]
-        names = [".".join([activation.name, *map(str, place)]) for place in product(*labels)]
-        numbers, of_role = self.to_numpy(site, layer, role=role), self._of_role(role)
-        table = self.table if of_role is None else self.table[of_role.tolist()].reset_index(drop=True)
-        return pd.concat([table, pd.DataFrame(numbers, columns=names)], axis=1)
+        labels = {"head": self.heads, "kv_head": self.heads, "feature": features.get(activation.name)}
+        numbers: list[Sequence[int]] = []
+        for axis, size in zip([axis for axis in activation.axes if axis != "position"], rows.shape[1:], strict=True):
+            known = labels.get(axis) or ()  # cached without heads=, key-value heads are fewer than `heads`
+            numbers.append(known if len(known) == size else range(size))
+        names = [".".join([activation.name, *map(str, place)]) for place in product(*numbers)]
+        return pd.concat([table, pd.DataFrame(rows.flatten(1).cpu().numpy(), columns=names)], axis=1)
 
     # Several layers in one padded tensor
 
@@ -626,31 +601,15 @@ class Cache(TokenizedTexts, Result):
         return digest(["Cache", run.analysis, run.fingerprint, run.tokenizer, run.dtype, run.options, run.versions])
 
     def __repr__(self) -> str:
-        shapes = []
-        for activation in sorted(self.kept.values(), key=lambda each: each.has_keys):
-            # if texts differ in their number of tokens, the total
-            counted = f"{self.counts[0]}" if _alike(self.counts) else f"{self.counts.sum()} tokens"
-            keys = f"{self.lengths[0]}" if _alike(self.lengths) else "its keys"
-            sizes = [*activation.size, counted, keys] if activation.has_keys else [counted, *activation.size]
-            name = "attention" if activation.name == "pattern" else activation.name  # the name of the attribute
-            shapes.append(f"{name} ({', '.join(map(str, [len(activation.places), len(self.counts), *sizes]))})")
-        layers = f"layers {_ranges(self.layers)}; " if any(each.layers for each in self.kept.values()) else ""
-        return f"Cache({', '.join(shapes)}; {layers}{self.nbytes / 2**20:,.1f} MiB)"
+        layers = f" at {_layers(self.layers)}" if self.layers else ""
+        tokens = f"{len(self.table):,} tokens of {len(self.texts):,} texts"
+        return f"Cache({self._site_names}{layers}; {tokens}; {self.nbytes / 2**20:,.1f} MiB)"
 
     # Internals
 
     @property
     def _site_names(self) -> str:
         return ", ".join(sorted(self.kept, key=lambda name: self.kept[name].has_keys))
-
-    def _of_role(self, role: str | None) -> Bool[Tensor, " token"] | None:
-        """Return which rows have this role; None if all rows are meant."""
-        if role is None:
-            return None
-        known = list(dict.fromkeys(self.table["role"])) if "role" in self.table else []
-        if role not in known:
-            raise InputError(f"No position of this cache has the role {shown(role)}.{did_you_mean(role, known)}")
-        return torch.tensor((self.table["role"] == role).tolist())
 
     def _find(self, key: object) -> tuple[Activation, int]:
         """Return the activation that a key names, and the index of the layer among its layers."""
@@ -670,65 +629,52 @@ class Cache(TokenizedTexts, Result):
 
     def _named(self, name: object) -> tuple[Activation, int | None]:
         """Return the activation of a name, and the index of its layer if the name specifies it or there is only one."""
-        if not isinstance(name, str):
-            raise InputError(f"The cache holds no {shown(name)}: ask for a site and a layer, as in cache.keys().")
-        names: dict[str, tuple[Activation, int | None]] = {}
+        names: dict[object, tuple[Activation, int | None]] = {}
         for activation in self.kept.values():
-            place = 0 if len(activation.places) == 1 else None
-            names[activation.name] = (activation, place)
+            whole = activation, 0 if len(activation.places) == 1 else None
+            names[activation.name] = whole
             if not activation.is_read:
-                names.setdefault(activation.hook.replace("{layer}", "*"), (activation, place))
+                names.setdefault(activation.hook.replace("{layer}", "*"), whole)
                 names |= {activation.hook_name(layer): (activation, n) for n, layer in enumerate(activation.places)}
-        if name not in names:
-            near = did_you_mean(name, list(names), or_all=False)
-            if not near:
-                sites = [
-                    each.name + (f" at {_layers(each.layers)}" if each.layers else "") for each in self.kept.values()
-                ]
-                near = f" It keeps {'; '.join(sites[:12])}{'; ...' * (len(sites) > 12)}."
+        if not isinstance(name, str) or name not in names:
+            sites = [each.name + f" at {_layers(each.layers)}" * bool(each.layers) for each in self.kept.values()]
+            near = did_you_mean(name, list(map(str, names)), or_all=False)
+            near = near or f" It keeps {'; '.join(sites[:12])}{'; ...' * (len(sites) > 12)}."
             raise InputError(f"The cache does not hold {shown(name)}.{near}")
         return names[name]
 
-    def _sizes(self, kept: Activation) -> Int[Tensor, " example"]:
-        """Return the number of rows of each text in one layer."""
-        return kept.rows(self.counts, self.lengths)
-
-    def _shape(self, kept: Activation, example: int) -> tuple[int, ...]:
-        """Return the shape of one text's activation."""
-        return kept.shape(int(self.counts[example]), int(self.lengths[example]))
-
-    def _numbers(self, activation: Activation, place: int) -> Tensor:
-        """Return an activation in one layer, one text after the other in their original order."""
-        if len(self.activations) == 1 and [*self._part_of] == [*range(len(self.counts))]:
-            return self.activations[0][activation.name][place]  # without a copy
-        sizes = self._sizes(activation)
-        whole = torch.empty(int(sizes.sum()), *activation.row, dtype=activation.torch_dtype)
-        for part in self.activations:  # in files, parts are ordered by length
-            whole[rows_of(part["examples"], sizes)] = part[activation.name][place]
-        return whole
+    def _texts(
+        self, activation: Activation, place: int, parts: Iterable[Mapping[str, Tensor]] | None = None
+    ) -> dict[int, Tensor]:
+        """Return views of an activation in one layer, by text: of the texts in some parts, or of all."""
+        counts, lengths, texts = self.counts.tolist(), self.lengths.tolist(), dict[int, Tensor]()
+        sizes = activation.rows(self.counts, self.lengths)
+        for part in self.activations if parts is None else parts:
+            examples = part["examples"].tolist()
+            numbers = part[activation.name][place].split(sizes[examples].tolist())
+            for example, of_text in zip(examples, numbers, strict=True):
+                texts[example] = of_text.view(activation.shape(counts[example], lengths[example]))
+        return dict(sorted(texts.items()))  # in files, parts are ordered by length
 
     def _padded(self, activation: Activation) -> Tensor:
         """Return an activation in all layers: `layer batch ...`, padded to the longest text; 0 if `mask` is False."""
-        mask, n_texts, n_layers = self.mask, len(self.counts), len(activation.places)
-        alike = bool(mask.all()) and (not activation.has_keys or _alike(self.lengths))
-        if alike and len(self.activations) == 1 and self.activations.in_memory:
-            shape = self._shape(activation, 0)
-            return self.activations[0][activation.name].reshape(n_layers, n_texts, *shape)  # without a copy
-        rows = torch.stack([self._numbers(activation, place) for place in range(n_layers)])
-        padded = rows.new_zeros(n_layers, n_texts, *activation.shape(mask.shape[1], int(self.lengths.max())))
-        if not activation.has_keys:
-            padded[:, mask.to(rows.device)] = rows
-            return padded
-        for example, text in enumerate(rows.split(self._sizes(activation).tolist(), dim=1)):
-            queries, n_keys = mask[example].nonzero()[:, 0], int(self.lengths[example])
-            padded[:, example, ..., queries, :n_keys] = text.reshape(n_layers, *self._shape(activation, example))
+        mask, n_keys = self.mask, self.lengths.tolist()
+        shape = activation.shape(mask.shape[1], max(n_keys))
+        device, n_layers = self.activations[0][activation.name].device, len(activation.places)
+        padded = torch.zeros(n_layers, len(mask), *shape, dtype=activation.torch_dtype, device=device)
+        for place in range(n_layers):
+            for example, text in self._texts(activation, place).items():
+                rows = mask[example].nonzero()[:, 0].to(device)
+                if activation.has_keys:
+                    padded[place, example, ..., rows, : n_keys[example]] = text
+                else:
+                    padded[place, example, rows] = text
         return padded
 
     @cached_property
-    def _part_of(self) -> dict[int, tuple[int, int]]:
-        """By text: the part that contains it, and its index among the texts of that part."""
-        listed = enumerate(part["examples"].tolist() for part in self.activations)
-        return {text: (part, n) for part, texts in listed for n, text in enumerate(texts)}
+    def _part_of(self) -> dict[int, int]:
+        """The number of the part that contains each text."""
+        return {text: number for number, part in enumerate(self.activations) for text in part["examples"].tolist()}
 
 
 def _alike(counts: Int[Tensor, " example"]) -> bool:
@@ -736,13 +682,9 @@ def _alike(counts: Int[Tensor, " example"]) -> bool:
 
 
 def _layers(layers: tuple[int, ...]) -> str:
-    return f"layer{'s' if len(layers) > 1 else ''} {_ranges(layers)}"
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Return numbers as text; consecutive numbers by their ends."""
-    is_row = len(numbers) > 2 and numbers == tuple(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]} to {numbers[-1]}" if is_row else ", ".join(map(str, numbers))
+    is_row = len(layers) > 2 and layers == tuple(range(layers[0], layers[-1] + 1))
+    listed = f"{layers[0]} to {layers[-1]}" if is_row else ", ".join(map(str, layers))
+    return f"layer{'s' * (len(layers) > 1)} {listed}"
 
 
 @checked_call

@@ -49,8 +49,8 @@ PART_TEXTS = 1024
 PADDED, PADDING = 1.5, 8
 """The longest text of a batch has at most `PADDED` times the tokens of its shortest, plus `PADDING`."""
 BEFORE_BLOCKS = ("hook_embed", "hook_pos_embed", "embed.", "pos_embed.")
-PROBES = ((2, 3), (2, 5))
-"""Numbers of texts and of tokens per text in the two runs that determine the axes of a hook."""
+N_PROBES = 2
+"""Number of texts in the run that determines the axes of a hook."""
 
 
 def cache(
@@ -131,7 +131,7 @@ def cache(
         lengths = texts.lengths.tolist()
         parts = [list(range(len(lengths)))] if run.folder is None else _parts(lengths, nbytes.tolist())
         with run.bar("Caching", " texts", total=len(lengths)) as bar:
-            shards = run.stored("activations", parts, lambda part: _Part(collection, part).filled(bar), bar, len)
+            shards = run.stored("activations", parts, partial(collection.part, bar=bar), bar, len)
         return Cache(
             **{field.name: getattr(texts, field.name) for field in dataclasses.fields(texts)},
             contents=[each.plain() for each in activations],
@@ -159,6 +159,54 @@ class _Collection:
     batch_size: int
     device: torch.device
 
+    def part(self, examples: Sequence[int], bar: Bar) -> dict[str, Tensor]:
+        """Run some texts in batches of similar length, and return their activations."""
+        numbers, transfer = torch.tensor(examples), Transfer()
+        counts, lengths = self.texts.counts[numbers], self.texts.lengths[numbers]
+        columns = torch.tensor(self.texts.table["position"].to_numpy())[rows_of(numbers, self.texts.counts)]
+        part = {"examples": numbers}
+        for each in self.activations:
+            shape = len(each.places), int(each.rows(counts, lengths).sum()), *each.row
+            part[each.name] = torch.zeros(shape, dtype=each.torch_dtype, device=self.device)
+        # A hook without a layer is before the first block, and needs no block, or after the last, and needs all.
+        needs_all = any(not each.layers and not each.hook.startswith(BEFORE_BLOCKS) for each in self.activations)
+        last = max((layer for each in self.activations for layer in each.layers), default=0)
+
+        def run(places: list[int]) -> None:
+            """Run the texts with these indices in the part, and copy their activations into it."""
+            batch, rows = self.texts.batch_of(numbers[places].tolist()), rows_of(places, counts)
+            row, column = torch.arange(len(batch)).repeat_interleave(counts[places]), columns[rows]
+
+            def write_tokens(each: Activation, target: Tensor, values: Tensor, hook: object) -> None:
+                values = values[to_device(row, values.device), to_device(column, values.device)]
+                # After the tokens are selected: a dictionary has many times more features than an activation numbers.
+                transfer.write(self.read(each, values), target, rows)
+
+            def write_patterns(each: Activation, target: Tensor, values: Tensor, hook: object) -> None:
+                """Copy the chosen queries text by text, each with the keys of its text."""
+                ends = each.rows(counts, lengths).cumsum(0)[places].tolist()
+                queries = to_device(column, values.device).split(counts[places].tolist())
+                texts = zip(self.read(each, values), queries, ends, lengths[places].tolist(), strict=True)
+                for text, chosen, end, length in texts:
+                    block = text[:, chosen, :length]
+                    transfer.write(block, target[end - block.numel() : end].view(block.shape))
+
+            hooks: list[Hook] = []
+            for each in self.activations:
+                copy = write_patterns if each.has_keys else write_tokens
+                for layer, target in zip(each.places, part[each.name], strict=True):
+                    hooks.append((each.hook_name(layer), read_hook(partial(copy, each, target))))
+            with transfer:
+                self.model.run(batch, hooks, stop_at=None if needs_all else last + 1)
+            bar.update(len(places))
+
+        for places in by_length(
+            lengths.tolist(), self.batch_size, longest=lambda shortest: PADDED * shortest + PADDING
+        ):
+            # A half that runs again overwrites its rows with the same numbers, so nothing has to be undone.
+            in_halves(places, run)
+        return part
+
     def read(self, each: Activation, values: Tensor) -> Tensor:
         """Return the part of an activation to keep: its features, or its chosen heads."""
         if (features := self.features.get(each.name)) is not None:
@@ -168,70 +216,6 @@ class _Collection:
         if axis is None or values.shape[axis] == each.size[axis - 1]:
             return values
         return values.index_select(axis, to_device(torch.tensor(self.heads), values.device))
-
-
-class _Part:
-    """Some texts of a collection, and their activations."""
-
-    def __init__(self, collection: _Collection, examples: Sequence[int]):
-        whole, numbers = collection.texts, torch.tensor(examples)
-        self._collection, self._examples, self._transfer = collection, numbers, Transfer()
-        self._counts, self._lengths = whole.counts[numbers], whole.lengths[numbers]
-        self._columns = torch.tensor(whole.table["position"].to_numpy())[rows_of(numbers, whole.counts)]
-        self._kept = {"examples": numbers}
-        for each in collection.activations:
-            shape = len(each.places), int(each.rows(self._counts, self._lengths).sum()), *each.row
-            self._kept[each.name] = torch.zeros(shape, dtype=each.torch_dtype, device=collection.device)
-
-    def filled(self, bar: Bar) -> dict[str, Tensor]:
-        """Run the texts in batches, copy their activations into this part, and return it."""
-
-        def run(places: list[int]) -> None:
-            self._run(torch.tensor(places))
-            bar.update(len(places))
-
-        lengths, size = self._lengths.tolist(), self._collection.batch_size
-        for places in by_length(lengths, size, longest=lambda shortest: PADDED * shortest + PADDING):
-            # A half that runs again overwrites its rows with the same numbers, so nothing has to be undone.
-            in_halves(places, run)
-        return self._kept
-
-    def _run(self, places: Int[Tensor, " text"]) -> None:
-        """Run a batch of the texts with these indices in the part."""
-        collection, write = self._collection, self._transfer.write
-        batch = collection.texts.batch_of(self._examples[places].tolist())
-        counts, rows = self._counts[places], rows_of(places, self._counts)
-        row, column = torch.arange(len(batch)).repeat_interleave(counts), self._columns[rows]
-        width = batch.tokens.shape[1]
-        is_everything = bool((counts == width).all()) and torch.equal(column, torch.arange(width).repeat(len(batch)))
-
-        def write_tokens(each: Activation, target: Tensor, values: Tensor, hook: object) -> None:
-            if is_everything:
-                values = values.flatten(0, 1)
-            else:
-                values = values[to_device(row, values.device), to_device(column, values.device)]
-            # After the tokens are selected: a dictionary has many times more features than an activation has numbers.
-            write(collection.read(each, values), target, rows)
-
-        def write_patterns(each: Activation, target: Tensor, values: Tensor, hook: object) -> None:
-            """Copy the chosen queries text by text, each with the keys of its text."""
-            values = collection.read(each, values)
-            ends = each.rows(self._counts, self._lengths).cumsum(0)[places].tolist()
-            columns = to_device(column, values.device).split(counts.tolist())
-            for text, (end, length) in enumerate(zip(ends, self._lengths[places].tolist(), strict=True)):
-                block = values[text] if is_everything else values[text][:, columns[text], :length]
-                write(block, target[end - block.numel() : end].view(block.shape))
-
-        hooks: list[Hook] = []
-        for each in collection.activations:
-            copy = write_patterns if each.has_keys else write_tokens
-            for layer, target in zip(each.places, self._kept[each.name], strict=True):
-                hooks.append((each.hook_name(layer), read_hook(partial(copy, each, target))))
-        # A hook without a layer is before the first block, and needs no block, or after the last, and needs all.
-        needs_all = any(not each.layers and not each.hook.startswith(BEFORE_BLOCKS) for each in collection.activations)
-        last = max((layer for each in collection.activations for layer in each.layers), default=-1)
-        with self._transfer:
-            collection.model.run(batch, hooks, stop_at=None if needs_all else max(last, 0) + 1)
 
 
 def _parts(lengths: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
@@ -252,7 +236,7 @@ def _parts(lengths: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
 # 1. A short name is a row of `SITES` or `OTHER_ACTIVATIONS`: it selects that activation at every layer requested.
 # 2. A hook's name selects that activation; `*` matches one part between dots, so that "blocks.*.mlp.hook_post" is one
 #    activation at every layer. The hook of a site resolves to the site.
-# 3. The axes of a site are in its row. The axes of any other hook come from two small runs: the axis that matches the
+# 3. The axes of a site are in its row. The axes of any other hook come from a small run: the axis that matches the
 #    number of texts is `batch`, the axes that match their length are `position` and `key`. A hook without such axes is
 #    refused.
 # 4. Features of a dictionary (`headwater.models.dictionaries`) are computed from the activation at their own layer.
@@ -274,14 +258,15 @@ def activations_named(
                 # One entry per hook under any of its names: "z" and "blocks.*.attn.hook_z" are kept once.
                 hooks.setdefault(hook, {}).update({} if layer is None else {layer: None})
     short = {hook: name for name, hook in OTHER_ACTIVATIONS.items()} | {site.hook: name for name, site in SITES.items()}
-    layouts = _axes_seen({hook: at for hook, at in hooks.items() if short.get(hook) not in SITES}, model)
+    layouts = _layouts({hook: at for hook, at in hooks.items() if short.get(hook) not in SITES}, model)
     activations = []
     for hook, at in hooks.items():
         name = short.get(hook, hook.replace("{layer}", "*"))
         if hook in layouts:
             axes, size, dtype = layouts[hook]
         else:
-            ((axes, dtype),) = ((site.axes, _kept_in(model.dtype)) for site in sites_named(name, model))
+            (site,) = sites_named(name, model)
+            axes, dtype = site.axes, _kept_in(model.dtype)
             size = tuple(AXES[axis](model.shape, 0) for axis in axes if axis not in ("position", "key"))
         activations.append(Activation(name, hook, tuple(at), axes, size, dtype))
     for features in (name for name in names if isinstance(name, Features)):
@@ -296,21 +281,20 @@ def activations_named(
 def _with_heads(activations: list[Activation], heads: Sequence[int], model: Model) -> list[Activation]:
     """Return activations reduced to these query heads, if they have any."""
     shape = model.shape
-    chosen = []
-    for each in activations:
-        if "kv_head" in each.axes and shape.group_size > 1:
-            raise InputError(
-                f"heads= counts the {shape.n_heads} query heads, and {each.name} has {shape.n_kv_heads} key-value "
-                f"heads, each shared by {shape.group_size} of them: cache {each.name} without heads=, and index its "
-                "axis kv_head."
-            )
-        if (axis := each.head_axis) is not None:
-            each = dataclasses.replace(each, size=(*each.size[: axis - 1], len(heads), *each.size[axis:]))
-        chosen.append(each)
+    if grouped := [each.name for each in activations if "kv_head" in each.axes and shape.group_size > 1]:
+        raise InputError(
+            f"heads= counts the {shape.n_heads} query heads, and {grouped[0]} has {shape.n_kv_heads} key-value heads: "
+            f"cache {grouped[0]} without heads=, and index its axis kv_head."
+        )
     if all(each.head_axis is None for each in activations):
         names = ", ".join(each.name for each in activations)
         raise InputError(f"heads= chooses heads, but no activation to keep has any: {names}.")
-    return chosen
+    return [
+        each
+        if (axis := each.head_axis) is None
+        else dataclasses.replace(each, size=(*each.size[: axis - 1], len(heads), *each.size[axis:]))
+        for each in activations
+    ]
 
 
 def _kept_in(dtype: torch.dtype) -> str:
@@ -327,11 +311,9 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
     if name in OTHER_ACTIVATIONS:
         hook = OTHER_ACTIVATIONS[name]
         return [(hook, layer) for layer in layers] if "{layer}" in hook else [(hook, None)]
-    hook_dict, parts = model.raw.hook_dict, name.split(".")
-    matching = [name] if name in hook_dict else []
-    if "*" in name:  # part by part between dots
-        split = {hook: hook.split(".") for hook in hook_dict}
-        matching = [hook for hook, own in split.items() if len(own) == len(parts) and all(map(fnmatchcase, own, parts))]
+    # `*` matches within one part between dots; an exact name is a pattern without `*`.
+    n_dots, hook_dict = name.count("."), model.raw.hook_dict
+    matching = [hook for hook in hook_dict if hook.count(".") == n_dots and fnmatchcase(hook, name)]
     if not matching:
         open_names = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.*.", hook) for hook in hook_dict)
         known_names = [*SITES, *OTHER_ACTIVATIONS, *(open_names if "." in name else ())]
@@ -347,76 +329,68 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
     return places
 
 
-def _axes_seen(
+def _layouts(
     hooks: Mapping[str, Iterable[int]], model: Model
 ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], str]]:
-    """Run the model twice on a few tokens; return axes, size and dtype of hooks that are not sites."""
-
-    def note(activation: object, hook: object, name: str, shapes: set[Any]) -> None:
-        if not isinstance(activation, Tensor):
-            raise InputError(f"{name} is a {type(activation).__name__} and cannot be kept.")
-        shapes.add((tuple(activation.shape), _kept_in(activation.dtype)))
-        if len(shapes) > 1:
-            raise InputError(f"{name} has different shapes in different layers: name its layers separately.")
-
-    # Two lengths: one would not distinguish an axis of tokens from another of that size. Every vocabulary has token 0.
-    runs: list[dict[str, set[Any]]] = []
-    for n_texts, length in PROBES if hooks else ():
-        shapes = {hook: set[Any]() for hook in hooks}
-        watching: list[Hook] = []
-        for hook, layers in hooks.items():
-            for place in [hook.format(layer=layer) for layer in layers] or [hook]:
-                watching.append((place, read_hook(partial(note, name=place, shapes=shapes[hook]))))
-        model.run(Batch.of([[0] * length] * n_texts, pad=0), watching)
-        runs.append(shapes)
-    layouts = {}
-    for hook in hooks:
-        ((short, dtype),), ((long, _),) = (shapes[hook] for shapes in runs)
-        layouts[hook] = (*_axes(hook, short, long, model), dtype)
-    return layouts
-
-
-def _axes(
-    hook: str, short: tuple[int, ...], long: tuple[int, ...], model: Model
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return names and sizes of the axes of an activation, from its shapes in the two runs."""
-    (n_texts, short_length), (_, long_length) = PROBES
-    axes = ["batch" if n == 0 and size == n_texts else "" for n, size in enumerate(short)]
-    for n, sizes in enumerate(zip(short, long, strict=False)):
-        if sizes == (short_length, long_length):
-            axes[n] = "key" if "position" in axes else "position"
-    is_one_per_token = axes[:2] == ["batch", "position"] and "key" not in axes
-    if not is_one_per_token and [axes[:1], axes[2:]] != [["batch"], ["position", "key"]]:
-        raise InputError(
-            f"{hook.replace('{layer}', '*')} cannot be kept text by text: for {n_texts} texts of {short_length} tokens "
-            f"its shape is {short}."
-        )
+    """Run the model on a few tokens; return axes, size and dtype of hooks that are not sites."""
+    if not hooks:
+        return {}
     shape = model.shape
     dims = [("d_model", shape.d_model), ("d_mlp", shape.d_mlp), ("d_vocab", shape.d_vocab), ("head", shape.n_heads)]
     dims += [("d_head", shape.d_head)] + ([("kv_head", shape.n_kv_heads)] if shape.group_size > 1 else [])
-    size = tuple(size for size, axis in zip(short, axes, strict=True) if not axis)
-    for length in size:  # an axis gets the name of the only axis of the model with its length, or "width"
-        names = [name for name, dim in dims if dim == length]
-        axes[axes.index("")] = names[0] if len(names) == 1 else "width"
-    return tuple(axes[1:]), size
+    # A length that no axis of the model has: an axis of that size is one of tokens. Every vocabulary has token 0.
+    length = next(n for n in range(3, 99) if n not in dict(dims).values())
+    layouts: dict[str, tuple[tuple[str, ...], tuple[int, ...], str]] = {}
+
+    def note(activation: object, hook: object, name: str) -> None:
+        if not isinstance(activation, Tensor):
+            raise InputError(f"{name} is a {type(activation).__name__} and cannot be kept.")
+        sizes, axes = tuple(activation.shape), list[str]()
+        for size in sizes:
+            names = [axis for axis, dim in dims if dim == size]
+            if size == length:
+                axes.append("key" if "position" in axes else "position")
+            elif not axes and size == N_PROBES:
+                axes.append("batch")
+            else:  # the only axis of the model with this size, or "width"
+                axes.append(names[0] if len(names) == 1 else "width")
+        is_one_per_token = axes[:2] == ["batch", "position"] and "key" not in axes
+        if not is_one_per_token and (axes[:1], axes[2:]) != (["batch"], ["position", "key"]):
+            raise InputError(
+                f"{name.replace('{layer}', '*')} cannot be kept text by text: for {N_PROBES} texts of {length} tokens "
+                f"its shape is {sizes}."
+            )
+        kept = tuple(size for size, axis in zip(sizes[1:], axes[1:], strict=True) if axis not in ("position", "key"))
+        layout = tuple(axes[1:]), kept, _kept_in(activation.dtype)
+        if layouts.setdefault(name, layout) != layout:
+            raise InputError(f"{name} has different shapes in different layers: name its layers separately.")
+
+    watching: list[Hook] = [
+        (place, read_hook(partial(note, name=hook)))
+        for hook, layers in hooks.items()
+        for place in [hook.format(layer=layer) for layer in layers] or [hook]
+    ]
+    model.run(Batch.of([[0] * length] * N_PROBES, pad=0), watching)
+    return layouts
 
 
-# Copying activations into a cache: from an accelerator through two pinned buffers, elsewhere immediately.
+# Copying activations into a cache: from an accelerator through pinned memory, elsewhere immediately.
 #
 # Activations on a CUDA device go to the host as follows, while the model continues to run:
 #
 # 1. The device makes a copy, in the order of the model's operations, because the model may modify the activation in
 #    place afterwards. The copy keeps its dtype, so bfloat16 transfers two bytes per number.
-# 2. A second stream waits for that copy and moves it into one of two pinned buffers; an event marks the end.
-# 3. Before a buffer is reused, and when the batch ends, the host waits for its event, reads the buffer and writes the
-#    numbers into the cache, in the cache's dtype.
+# 2. A second stream waits for that copy and moves it into pinned memory, at most `COPY_BYTES` at once; an event marks
+#    the end.
+# 3. Before a third copy begins, and when the batch ends, the host waits for the event of the oldest, and writes its
+#    numbers into the cache, in the cache's dtype. torch keeps freed pinned memory for the next copies.
 #
 # When a `with` block of `Transfer` ends, everything is written. If it ends with an error, the host waits for pending
 # copies and discards them. All other activations (on a CPU, or for a cache on the device) are written immediately.
 
 
-BUFFER_BYTES = 2**26
-"""Bytes of each of the two buffers; larger activations go in parts. A single larger row gets a buffer of its size."""
+COPY_BYTES = 2**26
+"""Larger activations are copied in parts of about this size; a single larger row is one part."""
 
 
 class CudaLane:
@@ -426,20 +400,14 @@ class CudaLane:
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def buffer(self, nbytes: int) -> Tensor:
-        """Return pinned host memory."""
-        # A buffer made in inference mode could not be modified by a later call outside of it.
-        with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def copy(self, into: Tensor, source: Tensor) -> Callable[[], None]:
-        """Start a copy, once the current stream has made `source`; return a function that waits until it is done."""
+    def copy(self, source: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Start a copy once the current stream has made `source`; return it, and a function that waits for its end."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            into.copy_(source, non_blocking=True)
+            arriving = torch.empty_like(source, device="cpu", pin_memory=True).copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self.stream)
-        return event.synchronize
+        return arriving, event.synchronize
 
 
 def lane_from(device: torch.device) -> CudaLane | None:
@@ -452,9 +420,8 @@ class Transfer:
 
     def __init__(self) -> None:
         self._lanes: dict[torch.device, CudaLane | None] = {}
-        self._moving: list[tuple[Tensor, Callable[[], None], Callable[[], None], Tensor]] = []
-        """At most two, older first: buffer, function that waits, function that writes into the cache, and source."""
-        self._free: list[Tensor] = []
+        self._moving: list[tuple[Callable[[], None], Callable[[], None], Tensor]] = []
+        """At most two, older first: a function that waits, one that writes into the cache, and the source."""
 
     def write(
         self,
@@ -477,14 +444,15 @@ class Transfer:
             _put(activation, target, where)
             return
         source = activation.detach().clone(memory_format=torch.contiguous_format)
-        n_rows = max(1, BUFFER_BYTES // source[0].nbytes)
+        n_rows = max(1, COPY_BYTES // source[0].nbytes)
         for start in range(0, len(source), n_rows):
+            if len(self._moving) == 2:
+                self._settle()
             part, rows = source[start : start + n_rows], slice(start, start + n_rows)
-            buffer = self._buffer(lane, part.nbytes)
-            arriving = buffer[: part.nbytes].view(part.dtype).view(part.shape)
+            arriving, wait = lane.copy(part)
             place = (target[rows], None) if where is None else (target, where[rows])
             # Includes the part itself, to keep the source memory alive.
-            self._moving.append((buffer, lane.copy(arriving, part), partial(_put, arriving, *place), part))
+            self._moving.append((wait, partial(_put, arriving, *place), part))
 
     def __enter__(self) -> Transfer:
         return self
@@ -494,28 +462,15 @@ class Transfer:
             while error is None and self._moving:
                 self._settle()
         finally:
-            for buffer, wait, *_ in self._moving:  # pending copies must not write into freed memory
+            for wait, *_ in self._moving:  # pending copies must not write into freed memory
                 with contextlib.suppress(Exception):  # another error is already being raised
                     wait()
-                self._free.append(buffer)
             self._moving.clear()
-
-    def _buffer(self, lane: CudaLane, nbytes: int) -> Tensor:
-        """Return one of the two buffers; if both are in use, wait for the older copy first."""
-        if len(self._moving) == 2:
-            self._settle()
-        buffer = self._free.pop() if self._free else None
-        if buffer is None or len(buffer) < nbytes:
-            buffer = None  # free the old buffer before making the new one
-            buffer = lane.buffer(max(nbytes, BUFFER_BYTES))
-        return buffer
 
     def _settle(self) -> None:
         """Wait for the older copy and write it into the cache."""
-        buffer, wait, put, _ = self._moving[0]
-        wait()
-        self._moving.pop(0)
-        self._free.append(buffer)
+        self._moving[0][0]()
+        _, put, _ = self._moving.pop(0)
         put()
 
 
