@@ -268,7 +268,7 @@ def generate(
 
 def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
     """Return the stop strings and the ids of the end tokens."""
-    stops = one_or_several(stop)
+    stops: list[Any] = one_or_several(stop)
     for text in stops:
         if not isinstance(text, str) or not text:
             raise InputError(f"stop={shown(stop)} must be a text or a list of texts, none of them empty.")
@@ -279,15 +279,9 @@ def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
     return [text for text in stops if text not in special], ends
 
 
-# The generation loop: generate in batches, with the log-probability of every chosen token.
-#
-# 1. A step computes the logits of each row's next token (`steps_of`) and caches keys and values.
-# 2. The next token is chosen, by default the most probable, under the rules of the model's generation config
-#    (`processors_of`).
-# 3. A row ends with a token of `stop`, or with the token for which `wrote` returns True (kept as its last token), or
-#    after `max_new_tokens`. A finished row leaves the batch.
-#
-# Each row's result is the same as if it ran alone, up to rounding: the order of sums depends on the batch size.
+# The generation loop. A step computes the logits of each row's next token (`steps_of`), with cached keys and values.
+# The next token is chosen under the rules of the model's generation config (`processors_of`). A finished row leaves the
+# batch. Each row's result is the same as if it ran alone, up to rounding: the order of sums depends on the batch size.
 
 
 Choose: TypeAlias = Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " row"], int], Int[Tensor, " row"]]
@@ -410,29 +404,24 @@ def check_context_length(model: Model, prompts: Batch, max_new_tokens: int) -> N
         )
 
 
-# Choosing the next token: the most probable one, or a random sample.
-#
-# With `do_sample`, from the logits l of a row, in transformers' order:
+# Choosing the next token: the most probable one, or a random sample. With `do_sample`, from the logits l of a row, in
+# transformers' order:
 #
 # 1. p = softmax(l / temperature);
 # 2. `top_k`: keep only the k most probable tokens (and any as probable as the last of them);
 # 3. `top_p`: of these, keep the fewest most probable tokens whose total probability is at least top_p;
 # 4. sample a token from the remaining ones.
 #
-# The samples for a prompt depend on the seed, the prompt's token ids, and how many equal prompts come before it;
-# not on the other prompts, their order or the batch size. A row draws one number between 0 and 1 per token, and takes
-# the token whose interval of the cumulative probabilities contains it (in vocabulary order, in double precision).
-# Rounding in the logits therefore changes a sample only if the number falls on a boundary.
+# A row draws one number between 0 and 1 per token, and takes the token whose interval of the cumulative probabilities
+# contains it (in vocabulary order, in double precision). Rounding in the logits therefore changes a sample only if the
+# number falls on a boundary.
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Validated options of sampling.
 
-    Attributes:
-        temperature: below 1 makes probable tokens more probable, above 1 less.
-        top_p: the share of the probability that is kept; 1 for all.
-        top_k: number of tokens kept; None for all.
+    `top_p` is the share of the probability that is kept, `top_k` the number of tokens; None for all.
     """
 
     temperature: float = 1.0
@@ -503,11 +492,9 @@ def drawn_with(sampling: Sampling | None, numbers: Float[Tensor, "row token"]) -
     return choose
 
 
-# The model's generation config: the tokens that end a text, and the rules that restrict tokens.
-#
-# For each setting in `TOKEN_RULES`, transformers' own logits processor is created, for each row as if it were alone. It
-# changes which token is chosen, not its reported probability. Temperature, top_k and the like are options of the call,
-# not rules. The settings in `UNUSED` are ignored, with one warning per model.
+# The model's generation config: the tokens that end a text, and the rules that restrict tokens. For each setting in
+# `TOKEN_RULES`, transformers' own logits processor is created, for each row as if it were alone. It changes which token
+# is chosen, not its reported probability. Temperature, top_k and the like are options of the call, not rules.
 
 
 UNUSED: dict[str, object] = {
@@ -515,7 +502,7 @@ UNUSED: dict[str, object] = {
     "encoder_no_repeat_ngram_size": 0,
     **dict.fromkeys(("stop_strings", "penalty_alpha", "dola_layers", "watermarking_config", "max_time")),
 }
-"""Ignored settings, each with the value that has no effect."""
+"""Ignored settings, with one warning per model, and for each the value that has no effect."""
 
 
 def end_tokens(model: Model) -> frozenset[int]:
@@ -556,23 +543,21 @@ def processors_of(model: Model, prompts: Batch, max_new_tokens: int) -> list[Any
 
 # One step of generation: compute the logits of each row's next token, and keep the unfinished rows.
 #
-# 1. Prompts are padded on the left, so that new tokens follow the prompt without a gap in every row, also for
-#    layers with windowed attention. Padding is masked, and positions count from each row's first real token.
-# 2. Keys and values are cached, so that a step runs one token per row. A finished row leaves the batch together with
-#    its keys and values. A prefix shared by all prompts (such as worked examples) is run once if that affects no
-#    layer's window (`_common_start`).
-# 3. Layers without hooks run without TransformerLens's wrappers (`headwater.models.bare_model`); after the first
-#    step, also next to layers with hooks. A hook attached to the model during generation (for example by a function
-#    that is called with each token) acts from the next call on.
-# 4. In the first step, hooks see what they see in `model.run`: the prompts, one per row, padded on the right, from
-#    column 0 on. In every later step they see one column, each row's newest token (`models.forward` provides its
-#    position). Keys and values are shifted to the right after the first step, and finished rows stay, so that a row
-#    is the same prompt to the end.
-# 5. Whole texts are run at every step for models that take no cache or have a recurrent state, and, with hooks, for
-#    rows that grow past the length at which longrope changes the rotation of every token. Hooks see the same as in 4:
-#    each is called once with the prompts and once with every new token, and its edits are repeated in later steps.
-#    Only if the rotation angles change, or attention looks ahead, do earlier activations change; then the hook is
-#    called with all of them again.
+# 1. Without hooks (`_CachedSteps`), prompts are padded on the left, so that new tokens follow the prompt without a gap
+#    in every row, also for layers with windowed attention. Padding is masked, and positions count from each row's first
+#    real token. Keys and values are cached: a step runs one token per row, without TransformerLens's wrappers. A
+#    finished row leaves the batch. A prefix shared by all prompts (such as worked examples) is run once.
+# 2. With hooks (`_HookedSteps`), the first step is a run of the prompts, as in `model.run`: padded on the right, from
+#    column 0 on. In every later step hooks see one column, each row's newest token (`models.forward` provides its
+#    position). Keys and values are shifted to the right after the first step, and finished rows stay, so that a row is
+#    the same prompt to the end. Layers without hooks run without the wrappers from the second step on.
+# 3. Whole texts (`_UncachedSteps`) are run at every step for models that take no cache or have a recurrent state, and,
+#    with hooks, for rows that grow past the length at which longrope changes the rotation of every token. Each hook is
+#    called once with the prompts and once with every new token, and its edits are repeated in later steps. Only if the
+#    rotation angles change, or attention looks ahead, is it called with all of them again.
+#
+# A hook attached to the model during generation (for example by a function that is called with each token) acts from
+# the next call on.
 
 
 @contextlib.contextmanager
@@ -585,10 +570,8 @@ def steps_of(
             yield _UncachedSteps(model, prompts, hooks)
         elif not hooks and (bare := bare_model(model)) is not None:
             yield _CachedSteps(model, prompts, bare, _common_start(model, prompts, max_new_tokens))
-        elif hooks or MODEL_HOOKS in model.interventions:
-            yield _HookedSteps(model, prompts, hooks, stack)
         else:
-            yield _CachedSteps(model, prompts)
+            yield _HookedSteps(model, prompts, hooks, stack)
 
 
 def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
@@ -631,15 +614,12 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
 class _CachedSteps:
     """The unfinished rows, their cached keys and values, and the next token of each.
 
-    With `bare` (the model without wrappers, if it can be used for all steps), the first `shared` tokens, a prefix of
-    all prompts, are run once.
+    `bare` is the model without wrappers; the first `shared` tokens, a prefix of all prompts, run once.
     """
 
-    def __init__(self, model: Model, prompts: Batch, bare: BareModel | None = None, shared: int = 0):
+    def __init__(self, model: Model, prompts: Batch, bare: BareModel | None, shared: int = 0):
         self._model, self._bare, self._cache = model, bare, DynamicCache()
-        self._live = list(range(len(prompts)))
-        self._original = original_length(model.rotary_by_length)
-        self._padded = prompts.padded
+        self._live, self._padded = list(range(len(prompts))), prompts.padded
         start, tokens, mask = prompts.tokens[:, :shared], prompts.tokens[:, shared:], prompts.mask[:, shared:]
         width = tokens.shape[1]
         # Rotates each row so that padding comes first and its last real token is in the last column.
@@ -655,27 +635,19 @@ class _CachedSteps:
             self._cache.batch_select_indices(to_device(torch.zeros(len(prompts), dtype=torch.long), device))
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
-        """Run the pending columns, and return the logits of the next token of each row."""
-        return self._run()
-
-    def _run(self, hooks: Sequence[Hook | PromptHook] = ()) -> Float[Tensor, "row d_vocab"]:
-        """Run the pending columns: through the bridge with `hooks`, or without wrappers, where hooks are attached."""
-        device, tokens, bare = self._model.device, self._reads.tokens, self._bare
-        mask, positions = to_device(self._mask, device), to_device(self._positions, device)
-        last = torch.tensor([tokens.shape[1] - 1])
-        if bare is None:
-            return self._model.run(
-                self._reads, hooks, keep=last, attention_mask=mask, position_ids=positions, past_key_values=self._cache
-            )[:, -1]
-        with angles_by_row(bare.rotary_by_length):
+        """Run the pending columns without wrappers, and return the logits of the next token of each row."""
+        assert self._bare is not None
+        tokens, mask, positions = (
+            to_device(ids, self._model.device) for ids in (self._reads.tokens, self._mask, self._positions)
+        )
+        with angles_by_row(self._bare.rotary_by_length):
             # Without a mask, transformers can leave causality to sdpa, and passes it no mask at all.
             mask_option = mask if self._padded else None
-            out = bare.last_logits(
-                to_device(tokens, device), self._cache, attention_mask=mask_option, position_ids=positions
-            )
+            out = self._bare.last_logits(tokens, self._cache, attention_mask=mask_option, position_ids=positions)
         # One device synchronization per step; the costlier error message is built only after a failure.
         if not bool(out[:, 0].isfinite().all()):
-            finite_output(self._model, out[:, None], self._reads, last, edited=bool(bare.kept), cached=True)
+            last, edited = torch.tensor([tokens.shape[1] - 1]), bool(self._bare.kept)
+            finite_output(self._model, out[:, None], self._reads, last, edited=edited, cached=True)
         return out
 
     def follow(self, going: Mapping[int, int]) -> None:
@@ -695,7 +667,7 @@ class _CachedSteps:
         self._mask = torch.cat([self._mask, new.to(self._mask)], 1)
         self._positions = self._positions[:, -1:] + 1
         # Cached keys are already rotated, so a text that has just grown past the original length must be rerun.
-        if bool((self._positions == self._original).any()):  # from here on, all keys of the row rotate differently
+        if bool((self._positions == original_length(self._model.rotary_by_length)).any()):
             self._cache, self._reads = DynamicCache(), Batch(self._texts, self._mask.bool())
             self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
 
@@ -708,7 +680,7 @@ class _HookedSteps(_CachedSteps):
     """
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], stack: contextlib.ExitStack):
-        super().__init__(model, prompts)
+        super().__init__(model, prompts, None)
         self._hooks, self._stack = hooks, stack
         self._prompts, self._first = prompts, Reading.of(prompts)
         self._step = 0
@@ -737,34 +709,35 @@ class _HookedSteps(_CachedSteps):
 
     def _next(self) -> Float[Tensor, "row d_vocab"]:
         """Run one new column, with hooks created for it."""
-        listed = hooks_for(self._model, self._hooks, self._reads, now_reading())
+        model, listed = self._model, hooks_for(self._model, self._hooks, self._reads, now_reading())
         # Multi-head latent attention: the bridge caches keys of every head, transformers one latent vector per token.
-        is_latent = getattr(text_config(self._model.raw.original_model.config), "kv_lora_rank", None)
+        is_latent = getattr(text_config(model.raw.original_model.config), "kv_lora_rank", None)
         if self._step == 1 and listed and not is_latent:
-            self._bare = bare_model(self._model, [name for name, _ in listed])
+            self._bare = bare_model(model, [name for name, _ in listed])
             if self._bare is not None:
-                # Attach hooks once, not at every step: it costs as much as some layers of a small model.
-                self._stack.enter_context(self._model.hooks(list(map(self._standing, range(len(listed)), listed))))
+
+                def act(activation: Any, hook: object, number: int) -> Tensor | None:
+                    return None if self._acting is None else self._acting[number].act(activation, hook)
+
+                # Attach hooks once, not at every step: it costs as much as some layers of a small model. Each calls the
+                # hook of the current step, and does nothing in other runs; below, each must have fired in its step.
+                standing: list[Hook] = []
+                for number, (name, function) in enumerate(listed):
+                    edits = not isinstance(function, TrustedHook) or function.edits
+                    stand_in = TrustedHook(partial(act, number=number), edits, True, lambda: self._acting is None)
+                    standing.append((name, stand_in))
+                self._stack.enter_context(model.hooks(standing))
         if self._bare is None:
-            return self._run(listed)
+            mask, positions = to_device(self._mask, model.device), to_device(self._positions, model.device)
+            options = {"attention_mask": mask, "position_ids": positions, "past_key_values": self._cache}
+            return model.run(self._reads, listed, keep=[-1], **options)[:, -1]
         self._acting = attached = [Attached(*hook) for hook in listed]
         try:
-            out = self._run()
+            out = super().logits()
         finally:
             self._acting = None
         refuse_silent(attached)
         return out
-
-    def _standing(self, number: int, hook: Hook) -> Hook:
-        """Return the permanent stand-in for a hook: it calls the hook of the current step, and does nothing outside."""
-
-        def act(activation: Any, hook: object) -> Tensor | None:
-            return None if self._acting is None else self._acting[number].act(activation, hook)
-
-        name, function = hook
-        edits = not isinstance(function, TrustedHook) or function.edits
-        # Silent in other runs; `_next` checks that each hook fired in its step.
-        return name, TrustedHook(act, edits, may_be_silent=True, is_idle=lambda: self._acting is None)
 
 
 class _UncachedSteps:
@@ -772,9 +745,7 @@ class _UncachedSteps:
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
         self._model, self._hooks = model, hooks
-        self._rows = prompts.ids
-        self._live, self._first = list(range(len(prompts))), Reading.of(prompts)
-        self._original = original_length(model.rotary_by_length)
+        self._rows, self._live, self._first = prompts.ids, list(range(len(prompts))), Reading.of(prompts)
         self._in_parts = [_StepwiseHook(name, [(act, self._first)]) for name, act in hooks_for(model, hooks, prompts)]
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
@@ -789,10 +760,11 @@ class _UncachedSteps:
         self._rows = [[*row, token] for row, token in zip(self._rows, new, strict=True)]
         lengths = torch.tensor([len(row) for row in self._rows])
         reading = Reading(lengths[:, None] - 1, self._first.prompts, self._first.rows)
+        turns = bool((lengths == original_length(self._model.rotary_by_length) + 1).any())
         listed = hooks_for(self._model, self._hooks, Batch.of([[token] for token in new], 0), reading)
         for part, (_, function) in zip(self._in_parts, listed, strict=True):
             part.reads.append((function, reading))
-            if self._model.is_bidirectional or bool((lengths == self._original + 1).any()):
+            if self._model.is_bidirectional or turns:
                 part.wrote.clear()
 
 
@@ -814,9 +786,8 @@ class _StepwiseHook:
     def _act(self, activation: Any, hook: object) -> Tensor | None:
         """Repeat the hook's edits of earlier steps, and call it with the new positions."""
         whole, place = now_reading(), place_named(self.name)
-        assert whole is not None, "a run reads"
         columns_first = place is None or place[0].axes[0] == "position"
-        if not columns_first or getattr(activation, "shape", ())[:2] != whole.positions.shape:
+        if whole is None or not columns_first or getattr(activation, "shape", ())[:2] != whole.positions.shape:
             raise InterventionError(
                 f"A hook at {self.name} cannot act while this model generates: it runs the whole text again for every "
                 "token, and this activation has no column per token. Use another site."
