@@ -196,7 +196,7 @@ def test_a_single_hook_needs_no_list_and_a_site_with_a_layer_is_an_edit(llama):
     halved = "blocks.1.hook_resid_post", lambda activation, hook: activation / 2
     for hook in (steer, halved):
         assert torch.equal(llama.run(TEXTS, hook), llama.run(TEXTS, [hook]))
-    with pytest.raises(InputError, match=r"use hw\.edit\('resid_post', 1, hw\.add\(\.\.\.\)\)"):
+    with pytest.raises(InputError, match=r"give \[hw\.edit\(site, layer, value\)\]"):
         llama.run(TEXTS, ("resid_post", 1, hw.add(torch.ones(llama.shape.d_model))))
 
 

@@ -265,22 +265,8 @@ def test_what_cannot_stand_for_an_activation_is_refused_with_both_shapes(llama, 
         llama.run([CLEAN], [(name, edit)])
 
 
-@pytest.mark.parametrize(
-    "function",
-    [lambda activation: activation, lambda activation, point: activation, lambda: None, lambda a, b, hook: a],
-)
-def test_a_function_that_cannot_be_called_as_a_hook_is_refused_before_anything_runs(llama, function):
-    ran = []
-    hooks = [("hook_embed", lambda activation, hook: ran.append(1)), ("blocks.1.hook_resid_post", function)]
-    with pytest.raises(InputError, match="a parameter named hook"):
-        llama.run([CLEAN], hooks)
-    assert not ran
-
-
-def test_a_hook_that_runs_the_model_it_acts_on_is_refused_and_one_that_runs_what_is_before_it_is_not(llama):
+def test_a_hook_may_run_the_part_of_the_model_before_it(llama):
     name = "blocks.1.hook_resid_post"
-    with pytest.raises(InterventionError, match="without end"):
-        llama.run([CLEAN], [(name, lambda activation, hook: llama.run([CLEAN], keep="last") and None)])
     before = llama.run([CLEAN], [(name, lambda activation, hook: activation + llama.run([CLEAN], stop_at=1))])
     by_hand = llama.run([CLEAN], stop_at=1)
     added = llama.run([CLEAN], [(name, lambda activation, hook: activation + by_hand)])
@@ -297,7 +283,7 @@ def test_functions_of_every_other_kind_are_hooks(llama):
         assert torch.equal(llama.run([CLEAN], [("blocks.1.hook_resid_post", function)]), expected)
 
 
-@pytest.mark.parametrize("hooks", [5, ("blocks.1.hook_resid_post", print), [("a", "b", "c")], [print]])
+@pytest.mark.parametrize("hooks", [5, [("a", "b", "c")], [print]])
 def test_what_is_no_list_of_hooks_is_refused(hooks):
     with pytest.raises(InputError, match=r"hook|hw\.edit"):
         listed_hooks(hooks)

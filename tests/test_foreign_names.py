@@ -66,16 +66,6 @@ def test_a_room_says_what_it_does_not_offer_to_an_import_too():
     from headwater.heads import ablate_heads, scores  # noqa: F401  # a name that it offers, and a module
 
 
-def test_the_class_of_models_says_what_to_use():
-    assert not hasattr(hw.HookedModel, "from_pretrained")
-    with pytest.raises(AttributeError, match=r"HookedModel has no 'from_pretrained': hw\.load\(name\)\."):
-        _ = hw.HookedModel.from_pretrained
-    with pytest.raises(AttributeError, match=r"HookedModel has no 'genrate'\. Did you mean 'generate'"):
-        _ = hw.HookedModel.genrate
-    with pytest.raises(AttributeError, match="type object 'HookedModel' has no attribute '__array__'"):
-        _ = hw.HookedModel.__array__
-
-
 def test_a_result_says_where_its_rows_and_tensors_are():
     model, quiet = embedded(), {"progress": False}
     sweep = hw.patch(model, " the cat", sites="z", layers=[0], values="zero", metric=hw.probability(" a"), **quiet)

@@ -147,7 +147,7 @@ def test_a_listed_activation_that_is_never_computed_is_an_error(family, name, mo
 
 def test_an_activation_that_is_switched_off_is_an_error(llama):
     with pytest.raises(
-        InterventionError, match=r"models make no copies of the inputs or outputs of heads .* cache\['z', layer\]"
+        InterventionError, match=r"copies of inputs or outputs of heads are not made; .* cache\['z', layer\]"
     ):
         llama.run("Paris", [("blocks.0.attn.hook_result", zero)])
     assert hooked_points(llama) == []

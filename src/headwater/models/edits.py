@@ -14,7 +14,6 @@ activation itself, so that hooks on a whole model cost no copies.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -108,37 +107,13 @@ def listed_hooks(hooks: Any) -> list[Any]:
             f"{shown(hooks)} is not a list of hooks: give [hw.edit(...)] or [(name, function(activation, hook))]."
         ) from None
     for hook in listed:
-        if isinstance(hook, PromptHook):
-            continue
         is_pair = isinstance(hook, tuple | list) and len(hook) == 2
-        if not is_pair or not isinstance(hook[0], str) or not callable(hook[1]):
-            if isinstance(hook, tuple | list) and len(hook) == 3 and isinstance(hook[0], str):
-                value = f"hw.{hook[2].kind}(...)" if hasattr(hook[2], "kind") else "..."
-                raise InputError(
-                    "A site, a layer and a value are an edit: "
-                    f"use hw.edit({shown(hook[0])}, {shown(hook[1])}, {value})."
-                )
+        if not isinstance(hook, PromptHook) and not (is_pair and isinstance(hook[0], str) and callable(hook[1])):
             raise InputError(
-                f"{shown(hook)} is not a hook: give a list of pairs, [(activation's name, function(activation, hook))]."
+                f"{shown(hook)} is not a hook: give [hw.edit(site, layer, value)] or "
+                "[(activation's name, function(activation, hook))]."
             )
-        if isinstance(hook[1], TrustedHook):
-            continue
-        try:
-            signature = inspect.signature(hook[1])
-        except (ValueError, TypeError):  # unknown for a function written in C
-            continue
-        try:
-            signature.bind(None, hook=None)
-        except TypeError:
-            raise InputError(
-                f"The hook at {hook[0]} takes {signature}, but is called as function(activation, hook=...): give it an "
-                "activation and a parameter named hook."
-            ) from None
     return listed
-
-
-DEEPEST = 8
-"""More calls of one hook within one another have no end."""
 
 
 @dataclass(eq=False)
@@ -152,8 +127,6 @@ class Attached:
     read_only: str | None = None
     """Why the activation can only be read; None if it can be edited."""
     fired: bool = False
-    depth: int = 0
-    """How many calls of the hook are in progress: more than one if it runs the model."""
 
     def act(self, activation: Any, point: Any) -> Tensor | None:
         """Call the hook; return the activation with which the model continues, or None if it is unchanged."""
@@ -173,17 +146,8 @@ class Attached:
             if self.read_only and result is not None and result is not activation:
                 raise InterventionError(self.read_only)
             return result
-        if self.depth == DEEPEST:
-            raise InterventionError(
-                f"A hook at {self.name} runs the model up to the activation that it acts on, without end: run the "
-                "model before, and let the hook use the result."
-            )
         copy = activation.clone()
-        self.depth += 1
-        try:
-            result = self.function(copy, hook=point)
-        finally:
-            self.depth -= 1
+        result = self.function(copy, hook=point)
         if result is None:
             if not _same(copy, activation):
                 raise InterventionError(
@@ -214,22 +178,23 @@ def refuse_silent(attached: Sequence[Attached]) -> None:
         )
 
 
+@dataclass(eq=False)
 class _Carried:
-    """The hooks at one place whose edits are carried by another activation."""
+    """A hook whose edit is carried by another activation."""
 
-    def __init__(self, carrier: EditVia, point: Any):
-        self.hooks: list[Attached] = []
-        self._carrier, self._point = carrier, point
-        self._given: Tensor | None = None
+    hook: Attached
+    carrier: EditVia
+    point: Any
+    given: Tensor | None = None
 
     def take(self, given: Tensor, hook: object) -> None:
-        self._given = given
+        self.given = given
 
     def act(self, activation: Tensor, _: object) -> Tensor | None:
-        given, self._given = self._given, None
+        given, self.given = self.given, None
         assert given is not None, "a block computes what its carriers are given before the carrier"
-        edited = _in_turn(self.hooks, self._carrier.get(activation, given), self._point)
-        return None if edited is None else self._carrier.put(edited, given)
+        edited = self.hook.act(self.carrier.get(activation, given), self.point)
+        return None if edited is None else self.carrier.put(edited, given)
 
 
 @dataclass(eq=False, repr=False)
@@ -239,17 +204,13 @@ class _Place:
     hooks: list[Attached] = field(default_factory=list)
     carrying: list[Attached | _Carried] = field(default_factory=list)
 
-    def __call__(self, activation: Any, hook: object) -> Any:
-        return _in_turn([*self.hooks, *self.carrying], activation, hook)
-
-
-def _in_turn(hooks: Sequence[Attached | _Carried], activation: Any, point: Any) -> Tensor | None:
-    """Call hooks one after the other; return the result of the last edit, or None without edits."""
-    edited: Tensor | None = None
-    for hook in hooks:
-        result = hook.act(activation if edited is None else edited, point)
-        edited = edited if result is None else result
-    return edited
+    def __call__(self, activation: Any, hook: Any) -> Tensor | None:
+        """Call the hooks one after the other; return the result of the last edit, or None without edits."""
+        edited: Tensor | None = None
+        for each in (*self.hooks, *self.carrying):
+            result = each.act(activation if edited is None else edited, hook)
+            edited = edited if result is None else result
+        return edited
 
 
 def points_of(name: str) -> list[str]:
@@ -267,12 +228,11 @@ class Attachments:
     def __init__(self, raw: Any):
         self._raw = raw
         self._places: dict[int, _Place] = {}
-        self._carried: dict[str, _Carried] = {}
 
     def edits(self) -> list[Hook]:
         """Return the hooks that are currently attached and may edit, in the order in which they act."""
         acting = [hook for place in self._places.values() for hook in (*place.hooks, *place.carrying)]
-        every = [hook for each in acting for hook in (each.hooks if isinstance(each, _Carried) else [each])]
+        every = [each.hook if isinstance(each, _Carried) else each for each in acting]
         return [
             (hook.name, hook.function)
             for hook in every
@@ -303,23 +263,18 @@ class Attachments:
                 if carrier is None or only_reads or hook.read_only:
                     append(at(hook.name).hooks, hook)
                     continue
-                if hook.name not in self._carried:
-                    carried = self._carried[hook.name] = _Carried(carrier, points[hook.name])
-                    stack.callback(self._carried.pop, hook.name)
-                    _, before, carrying = points_of(hook.name)
-                    append(at(before).carrying, Attached(before, read_hook(carried.take)))
-                    append(at(carrying).carrying, carried)
-                append(self._carried[hook.name].hooks, hook)
+                carried, (_, before, carrying) = _Carried(hook, carrier, points[hook.name]), points_of(hook.name)
+                append(at(before).carrying, Attached(before, read_hook(carried.take)))
+                append(at(carrying).carrying, carried)
             try:
                 stack.enter_context(self._raw.hooks(fwd_hooks=list(new.items())))
             except (ValueError, AssertionError) as error:
-                named = ", ".join(dict.fromkeys(hook.name for hook in hooks))
-                if "set_use_" not in str(error):
-                    raise InterventionError(f"TransformerLens refused a hook at {named}: {error}") from None
-                raise InterventionError(
-                    f"A hook at {named} cannot be used: models make no copies of the inputs or outputs of heads and "
-                    f"MLPs; {hint_for('model', 'set_use_attn_result')}; hw.path_patch changes the input of a receiver."
-                ) from None
+                named, hint = ", ".join(dict.fromkeys(hook.name for hook in hooks)), str(error)
+                if "set_use_" in hint:
+                    hint = (
+                        f"copies of inputs or outputs of heads are not made; {hint_for('model', 'set_use_attn_result')}"
+                    )
+                raise InterventionError(f"TransformerLens refused a hook at {named}: {hint}.") from None
             yield
 
 

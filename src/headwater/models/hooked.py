@@ -65,19 +65,8 @@ from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 from headwater.runs.record import MODEL_HOOKS, PAST_HOOKS
 
 
-class _WithAdvice(type):
-    """Metaclass of HookedModel: the error for a missing name, such as `from_pretrained`, says what to use instead."""
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(cls, name: str) -> Any:
-            if name.startswith("_"):
-                raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-            raise UnknownNameError(missing(f"The class {cls.__name__}", "model", name, dir(cls)))
-
-
 @checked_calls
-class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
+class HookedModel(TransformerLensNames):
     """A transformer with hooks, in evaluation mode, with the checkpoint's weights: no folded norms, no centring.
 
     `headwater.models.model.Model` lists its attributes.
@@ -189,7 +178,11 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         batch, past = self.tokenize(inputs), past_key_values
         beside = {"attention_mask": attention_mask, "position_ids": position_ids}
         options = {name: value for name, value in beside.items() if value is not None}
-        new = _new_tokens(batch, past, position_ids)
+        new = None
+        if past is not None and (before := past.get_seq_length()):
+            whole = Reading.of(batch)
+            follow = whole.positions + before if position_ids is None else position_ids.cpu()
+            new = replace(whole, positions=follow.where(batch.mask, -1))
         listed = hooks_for(self, listed_hooks(hooks), batch, new)
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
@@ -252,17 +245,15 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
             hook_dict = self.raw.hook_dict
             attached = []
             for name, function in listed:
-                place = place_named(name)
-                if place and (reason := place[0].lacks(self, place[1])):
+                site, layer = place_named(name) or (None, 0)
+                if site is not None and (reason := site.lacks(self, layer)):
                     raise InterventionError(reason)
                 if name not in hook_dict:
                     raise InterventionError(
                         f"{self.name} has no activation named {name!r}.{did_you_mean(name, hook_dict)}"
                     )
-                if place is None:
-                    attached.append(Attached(name, function))
-                else:
-                    attached.append(Attached(name, function, place[0], place[0].lacks(self, place[1], edited=True)))
+                read_only = None if site is None else site.lacks(self, layer, edited=True)
+                attached.append(Attached(name, function, site, read_only))
             # Distinguishes a context in which the model never ran (so no hook could fire) from one with a dead hook.
             ran = Attached(hook_name("resid_pre"), read_hook(lambda activation, hook: None))
             with self._attachments.attached([*attached, ran]):
@@ -294,15 +285,6 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
     def _reporters(self) -> list[torch.nn.Module]:
         """The attentions; where Hugging Face's own code computes them, hooks on scores and pattern come too late."""
         return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
-
-
-def _new_tokens(batch: Batch, past: Any, positions: Tensor | None) -> Reading | None:
-    """Return the reading of inputs that follow the tokens of a cache of keys and values; None without such tokens."""
-    if past is None or not (before := past.get_seq_length()):
-        return None
-    whole = Reading.of(batch)
-    follow = whole.positions + before if positions is None else positions.cpu()
-    return replace(whole, positions=follow.where(batch.mask, -1))
 
 
 def check_model(model: Any, option: str = "model") -> None:

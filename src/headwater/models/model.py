@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from headwater.calls import checked_calls
 from headwater.errors import ModelError
 from headwater.models.families import ModelShape, known_family, text_config
 from headwater.models.fingerprint import KnownModules, KnownWeights, SameModules, is_a
-from headwater.models.tokens import Batch, Bos, Inputs, Tokenizer, resolve_bos
+from headwater.models.tokens import Batch, Bos, Tokenizer, resolve_bos
 from headwater.runs.identity import tokenizer_digest
 
 
@@ -213,28 +213,10 @@ class Model:
         def interventions(self) -> dict[str, object]:
             """Everything besides the weights that now affects the model."""
 
-        def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
-            """Make a right-padded batch."""
-
-        def token_strings(self, tokens: Sequence[int]) -> tuple[str, ...]:
-            """Return the text of each token."""
-
-        def run(
-            self,
-            inputs: Inputs,
-            hooks: Iterable[Any] = (),
-            *,
-            keep: Any = None,
-            stop_at: int | None = None,
-            grad: bool = False,
-            past_key_values: Any = None,
-            attention_mask: Tensor | None = None,
-            position_ids: Tensor | None = None,
-        ) -> Tensor:
-            """Run inputs, with hooks."""
-
-        def hooks(self, hooks: Iterable[Any]) -> AbstractContextManager[None]:
-            """Attach hooks for the duration of the context."""
+        tokenize: Callable[..., Batch]
+        token_strings: Callable[..., tuple[str, ...]]
+        run: Callable[..., Tensor]
+        hooks: Callable[..., AbstractContextManager[None]]
 
 
 def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:
