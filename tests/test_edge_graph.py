@@ -52,7 +52,7 @@ def test_names_choose_a_node_a_layer_or_a_kind():
     ("senders", "receivers", "said"),
     [
         ("head 2.1", "q 2.3", "cannot feed"),
-        ("hed 1.1", None, "'hed 1.1' names no part of a model. Did you mean 'head'"),
+        ("hed 1.1", None, "'hed 1.1' names no part of a model. Write"),
         ("q 1.1", None, "'q 1.1' is a receiver, not a sender"),
         (None, "embed", "'embed' is a sender, not a receiver"),
         ("head 3.0", None, "There is no layer 3; they are 0 to 2"),

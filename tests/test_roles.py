@@ -181,9 +181,7 @@ def test_a_word_with_its_space_is_found_where_the_text_begins_with_it():
 
 def test_one_of_several_occurrences_of_a_word_is_named_by_its_number():
     prompt = Prompt((0, 1, 2), (" Ann", " saw", " Ann"), ((0, 4), (4, 8), (8, 12)), " Ann saw Ann")
-    with pytest.raises(
-        InputError, match=r"occurs 2 times .* hw\.occurrence\(' Ann', 1\) to hw\.occurrence\(' Ann', 2\)"
-    ):
+    with pytest.raises(InputError, match=r"occurs 2 times .* hw\.occurrence\(' Ann', n\)"):
         positions_of(" Ann", prompt, 0, 1)
     for n, place in ((1, 0), (2, 2), (-1, 2), (-2, 0)):
         assert positions_of(hw.occurrence(" Ann", n), prompt, 0, 1) == (place,)
@@ -192,11 +190,11 @@ def test_one_of_several_occurrences_of_a_word_is_named_by_its_number():
         (hw.occurrence(" Ann", 3), "occurs 2 times in the prompt ' Ann saw Ann', so it has no occurrence 3"),
         (" Ann#3", "so it has no occurrence 3"),
         (hw.occurrence(" Bob", 1), "' Bob' occurs 0 times"),
-        ("end", "Did you mean 'last'?"),
+        ("end", "Names of positions are 'last'"),
     ):
         with pytest.raises(InputError, match=said):
             positions_of(where, prompt, 0, 1)
-    with pytest.raises(InputError, match="counted from 1"):
+    with pytest.raises(InputError, match="1 is the first"):
         hw.occurrence(" Ann", 0)
     with pytest.raises(InputError, match=r"a word per prompt: \[hw\.occurrence\(word, n\) for word in words\]"):
         hw.occurrence([" Ann", " Bob"], 1)
@@ -232,7 +230,7 @@ def test_occurrences_are_roles_of_pairs_of_a_table(model, tmp_path):
         ({}, "does not map names of roles"),
         ({1: "last"}, "does not map names of roles"),
         ({"a": {"b": 1}}, "contains roles itself"),
-        ({"a": hw.characters(3, 3)}, "are not in a prompt of"),
+        ({"a": hw.characters(3, 3)}, "in a prompt of"),
         ({"a": hw.characters("x")}, "are not two whole numbers"),
         ({"a": hw.characters(lambda text: None)}, "The function that names characters failed"),
         ({"a": None}, "The role 'a' in prompt 0"),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import pandas as pd
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.options import has_no_order, is_index, is_one, resolve_indices, shown, whole_number
 
 # Six digits at most: int() refuses thousands of digits with its own error.
@@ -124,10 +124,7 @@ def read_part(name: Any) -> NamedPart | None:
 def part_named(name: Any, sizes: Sizes) -> NamedPart:
     """Return the part of a model that a name means; negative numbers of a pair count from the end."""
     if (part := read_part(name)) is None:
-        word = re.match(r"[a-z]+", name.casefold()) if isinstance(name, str) else None
-        kinds = "head", "mlp", "embed", "logits", "input", "unembed"
-        near = did_you_mean(word[0], kinds, or_all=False) if word else ""
-        raise InputError(f"{shown(name)} names no part of a model.{near} Write {EXAMPLES}.")
+        raise InputError(f"{shown(name)} names no part of a model. Write {EXAMPLES}.")
     kind, layer, head, of_query_head = part
     if kind == "mlp" and head is not None:
         raise InputError(f"{shown(name)} names a head of an MLP, but a layer has one MLP: write 'mlp {layer}'.")
@@ -164,7 +161,8 @@ def parts_of_kind(option: str, requested: Any, sizes: Sizes) -> list[tuple[int, 
         if missing := [name for name in ("layer", "head") if name not in requested.columns]:
             raise InputError(f"heads= has no column {missing[0]!r}: give rows with layer and head, or pairs of them.")
         requested = list(requested[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None))
-    if is_index(requested) if kind == "mlp" else _is_pair(requested):
+    is_pair = isinstance(requested, tuple) and len(requested) == 2 and all(map(is_index, requested))
+    if is_index(requested) if kind == "mlp" else is_pair:
         requested = [requested]
     if not isinstance(requested, str) and (is_one(requested) or has_no_order(requested)):
         raise InputError(f"{option}={shown(requested)}: {advice}.")
@@ -181,11 +179,6 @@ def parts_of_kind(option: str, requested: Any, sizes: Sizes) -> list[tuple[int, 
         heads = range(sizes.n_heads) if head is None else [head]
         parts += [(i,) for i in layers] if kind == "mlp" else product(layers, heads)
     return parts
-
-
-def _is_pair(head: object) -> bool:
-    """Whether one head is given as a tuple (layer, head)."""
-    return isinstance(head, tuple) and len(head) == 2 and all(map(is_index, head))
 
 
 def head_named(layer: Any, head: Any, sizes: Sizes) -> tuple[int, int]:

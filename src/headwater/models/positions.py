@@ -23,14 +23,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from headwater.calls import checked_call
-from headwater.errors import InputError
+from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import failures_named
 from headwater.models.tokens import Offsets, token_span
-from headwater.options import is_index, is_one, shown, whole_number, whole_numbers
+from headwater.options import is_index, shown, whole_number, whole_numbers
 
 SIDES = ("clean", "corrupted")
 ENDS: Mapping[str, Callable[[int], range]] = {
@@ -39,12 +38,6 @@ ENDS: Mapping[str, Callable[[int], range]] = {
     "all": range,
 }
 """Words that name positions in a prompt of any length, and the positions for a length."""
-ALIASES = {
-    "last": ("end", "final", "-1"),
-    "first": ("begin", "start", "beginning", "bos"),
-    "all": ("every", "*", "any"),
-}
-"""Alternatives to these words in other tools, for "did you mean" hints."""
 
 
 class AbsentError(InputError):
@@ -80,14 +73,12 @@ class Characters:
             with failures_named("The function that names characters failed"):
                 found = start(text)
                 start, stop = found.span() if isinstance(found, re.Match) else found
-        try:
-            first, last = whole_number(start), whole_number(stop)
-        except TypeError:
-            given = f"characters({shown(start)}, {shown(stop)}) are not two whole numbers"
-            raise InputError(f"{given}; pass a word directly, positions=' France'.") from None
-        if not 0 <= first < last <= len(text):
-            raise InputError(f"The characters {first} to {last} are not in a prompt of {len(text)} characters.")
-        return list(token_span(offsets, first, last))
+        if not is_index(start) or not is_index(stop) or not 0 <= start < stop <= len(text):
+            raise InputError(
+                f"characters({shown(start)}, {shown(stop)}) are not two whole numbers in order, in a prompt of "
+                f"{len(text)} characters; pass a word directly, positions=' France'."
+            )
+        return list(token_span(offsets, int(start), int(stop)))
 
 
 @dataclass(frozen=True)
@@ -159,16 +150,12 @@ def occurrence(word: str, n: int) -> Occurrence:
     Raises:
         InputError: the word is not a text, or n is not a whole number other than 0.
     """
-    if not isinstance(word, str) or not word:
-        several = " For a word per prompt: [hw.occurrence(word, n) for word in words]." if not is_one(word) else ""
-        raise InputError(f"hw.occurrence takes a word of the prompt, not {shown(word)}.{several}")
-    try:
-        which = whole_number(n)
-    except TypeError:
-        which = 0
-    if which == 0:
-        raise InputError(f"hw.occurrence({word!r}, {shown(n)}): occurrences are counted from 1; -1 is the last.")
-    return Occurrence(word, which)
+    if not isinstance(word, str) or not word or not is_index(n) or isinstance(n, bool) or n == 0:
+        raise InputError(
+            f"hw.occurrence({shown(word)}, {shown(n)}): give a word of the prompt and its number: 1 is the first, -1 "
+            "the last."
+        )
+    return Occurrence(word, whole_number(n))
 
 
 @checked_call
@@ -203,12 +190,10 @@ def positions_of(
     positions = _positions(where, prompt)
     outside = [position for position in positions if not 0 <= position < len(prompt)]
     if outside or not positions:
-        first = outside[0] if outside else 0
-        given = (first - len(prompt) if first < 0 else first) if outside else shown(where)
         listed = " ".join(f"{i}:{token!r}" for i, token in enumerate(prompt.strings[:24]))
         raise InputError(
-            f"Position {given} is not in prompt {example} of {len(prompt)} tokens, whose positions are {-len(prompt)} "
-            f"to {len(prompt) - 1}: {listed}{' ...' if len(prompt) > 24 else ''}"
+            f"Position {shown(where)} is not in prompt {example} of {len(prompt)} tokens, whose positions are "
+            f"{-len(prompt)} to {len(prompt) - 1}: {listed}{' ...' if len(prompt) > 24 else ''}"
         )
     return tuple(sorted(set(positions)))
 
@@ -269,20 +254,13 @@ def _of_example(where: object, example: int, n_examples: int, side: int | None) 
                 where = set(where)
             except TypeError:
                 raise InputError(f"{shown(where)} does not name positions of a prompt.") from None
-    if isinstance(where, tuple) and len(where) == 2 and not _are_numbers(where):
+    if isinstance(where, tuple) and len(where) == 2 and not all(map(is_index, where)):
         if side is None:
             raise InputError(
                 f"{shown(where)} names positions of two prompts, clean and corrupted, but there are no pairs here."
             )
         where = where[side]
     return where
-
-
-def _are_numbers(pair: tuple[object, ...]) -> bool:
-    try:
-        return bool([whole_number(part) for part in pair])
-    except TypeError:
-        return False
 
 
 def _positions(where: object, prompt: Prompt) -> list[int]:
@@ -318,21 +296,14 @@ def _named(name: str, prompt: Prompt) -> list[int]:
     if not spans and (numbered := re.fullmatch(r"(.+)#(-?[1-9]\d{0,5})", name, re.DOTALL)):
         return Occurrence(numbered[1], int(numbered[2])).of(prompt)
     if len(spans) != 1:
-        near = next((word for word in ENDS if spans == [] and name.strip().casefold() in ALIASES[word]), None)
-        which = f"Say which: hw.occurrence({name!r}, 1) to hw.occurrence({name!r}, {len(spans)})."
-        near = near or _nearest_word(name, text)
-        hint = which if spans else f"Did you mean {near!r}?" if near else "Give positions instead."
-        raise (InputError if spans else AbsentError)(
-            f"The text {name!r} {'occurs ' + _times(len(spans)) if spans else 'does not occur'} in the prompt "
-            f"{shown(text)}; it must occur exactly once. {hint}"
-        )
+        if spans:
+            what, hint = "occurs " + _times(len(spans)), f" Say which: hw.occurrence({name!r}, n)."
+        else:
+            what, hint = "does not occur", did_you_mean(name, re.findall(r" ?\w+", text), or_all=False)
+            hint = hint or f" Names of positions are {', '.join(map(repr, ENDS))}."
+        message = f"The text {name!r} {what} in the prompt {shown(text)}; it must occur exactly once.{hint}"
+        raise InputError(message) if spans else AbsentError(message)
     return list(token_span(offsets, *spans[0]))
-
-
-def _nearest_word(name: str, text: str) -> str | None:
-    """Return the word of a text that is most like a name, with the space before it; None if none is like it."""
-    near = get_close_matches(name.strip(), re.findall(r"\w+", text), n=1, cutoff=0.7)
-    return next((word for near_word in near for word in (f" {near_word}", near_word) if word in text), None)
 
 
 def _times(count: int) -> str:
