@@ -164,7 +164,7 @@ class Features(Site):
             InputError: the dictionary fails, or returns NaN or infinity.
         """
         rows, lead = self._rows(activation)
-        return self._encoded(self._standardized(rows)[0]).view(*lead, -1)
+        return self._coded("encode", self._standardized(rows)[0]).view(*lead, -1)
 
     def decode(self, features: Tensor, activation: Tensor | None = None) -> Tensor:
         """Return the activations, `... (head) width`, of features, `... feature`.
@@ -209,7 +209,7 @@ class Features(Site):
         """Return activations after applying `change` to their features."""
         rows, _ = self._rows(activation)
         standard, shift, scale = self._standardized(rows)
-        features = self._encoded(standard)
+        features = self._coded("encode", standard)
         # `change` works in place: without a copy the error would be that of the edited features, and undo the edit.
         before = features.clone()
         after = shift + scale * self.decoder(change(features))
@@ -236,7 +236,7 @@ class Features(Site):
         standard, shift, scale = self._standardized(rows)
         slope = self._rows(gradient.detach())[0]
         with torch.enable_grad():
-            features = self._encoded(standard).detach().requires_grad_(True)
+            features = self._coded("encode", standard).detach().requires_grad_(True)
             rebuilt = shift + scale * self.decoder(features)
             (at_features,) = torch.autograd.grad(rebuilt, features, slope)
         product = (value.reshape(features.shape) - features.detach()).double() * at_features.double()
@@ -280,30 +280,19 @@ class Features(Site):
             origin=dataclasses.replace(self.origin, centred=centred),
             special=frozenset(token for token in tokens if token is not None),
         )
-        return fitting._of_rows(rows, f"{self.at} of {model.shape.architecture}, {width} wide,")
-
-    def _of_rows(self, rows: Tensor, what: str) -> Features:
-        """Check the dictionary on these rows, and return it with its number of features."""
-        standard, *_ = self._standardized(rows)
         try:
-            features = self._encoded(standard)
+            standard, *_ = fitting._standardized(rows)
+            features = fitting._coded("encode", standard)
         except InputError as error:
+            what = f"{self.at} of {model.shape.architecture}, {width} wide,"
             raise InputError(f"The dictionary {self.name} does not accept {what} as rows: {error}") from None
-        with failures_named(f"decode of {self.name}, given features {tuple(features.shape)}, failed"):
-            rebuilt = self.decoder(features)
-        if not isinstance(rebuilt, Tensor) or rebuilt.shape != rows.shape:
-            found = tuple(rebuilt.shape) if isinstance(rebuilt, Tensor) else f"a {type(rebuilt).__name__}"
-            raise InputError(
-                f"decode of {self.name} returns {found} for features {tuple(features.shape)}, but {what} needs "
-                f"{tuple(rows.shape)}."
-            )
-        self._refuse_not_finite(rebuilt, "decode")
+        rebuilt = fitting._coded("decode", features, width)
         for coder, whole, of in ((self.encoder, features, standard), (self.decoder, rebuilt, features)):
             if not torch.allclose(coder(of[:1]), whole[:1], rtol=ALIKE, atol=ALIKE * float(whole.detach().abs().max())):
                 raise InputError(
                     f"{self.name} returns another result for a row among others than alone: it mixes rows."
                 )
-        fitting = dataclasses.replace(self, count=features.shape[1])
+        fitting = dataclasses.replace(fitting, count=features.shape[1])
         fitting._refuse_beyond(self.chosen or ())
         return fitting
 
@@ -321,22 +310,21 @@ class Features(Site):
         standard, shift, scale = self.standardize(rows - mean)
         return standard, mean + shift, scale
 
-    def _encoded(self, rows: Tensor) -> Float[Tensor, "row feature"]:
-        with failures_named(f"encode of {self.name}, given rows {tuple(rows.shape)}, failed"):
-            features = self.encoder(rows)
-        if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(rows):
-            found = tuple(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
+    def _coded(self, what: str, rows: Tensor, width: int | None = None) -> Float[Tensor, "row _"]:
+        """Return what `encode` or `decode` makes of rows, after checking that it is a row of numbers for each."""
+        with failures_named(f"{what} of {self.name}, given rows {tuple(rows.shape)}, failed"):
+            found = (self.encoder if what == "encode" else self.decoder)(rows)
+        if not isinstance(found, Tensor) or (found.ndim, len(found)) != (2, len(rows)) or not found.is_floating_point():
+            kind = f"{tuple(found.shape)} in {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
             raise InputError(
-                f"encode of {self.name} returns {found} for rows {tuple(rows.shape)}; it must return one row for each."
+                f"{what} of {self.name} returns {kind} for rows {tuple(rows.shape)}; it must return one row of real "
+                "numbers for each."
             )
-        if not features.is_floating_point():
-            raise InputError(f"encode of {self.name} returns {features.dtype}; features must be real numbers.")
-        self._refuse_not_finite(features, "encode")
-        return features
-
-    def _refuse_not_finite(self, found: Tensor, what: str) -> None:
+        if width not in (None, found.shape[1]):
+            raise InputError(f"{what} of {self.name} returns {found.shape[1]} numbers for an activation of {width}.")
         if not is_finite(found):
             raise InputError(f"{what} of {self.name} returns NaN or infinity for finite numbers: check its weights.")
+        return found
 
     def _refuse_beyond(self, features: Sequence[int]) -> None:
         if self.count and (beyond := [feature for feature in features if feature >= self.count]):
@@ -540,15 +528,14 @@ def load_sae(folder: str | Path, *, keep_error: bool = True, name: str | None = 
     return dataclasses.replace(found, standardize=standardize, origin=origin, count=coder.weights["W_enc"].shape[1])
 
 
-def _config(path: Path) -> dict[str, object]:
+def _config(path: Path) -> dict[str, Any]:
     """Return the config, merged with the entries that version 6 stores under `metadata`."""
     for file in (CONFIG, WEIGHTS):
         if not (path / file).is_file():
             raise InputError(f"{path} holds no {file}: a folder of sae-lens has {CONFIG} and {WEIGHTS}.")
     config = _object(path / CONFIG)
-    metadata = config.get("metadata")
     # Top-level entries win: older versions have only these.
-    config = (metadata if isinstance(metadata, dict) else {}) | config
+    config = (config["metadata"] if isinstance(config.get("metadata"), dict) else {}) | config
     if config.get("norm_scaling_factor") is None and (path / SCALER).is_file():
         config["norm_scaling_factor"] = _object(path / SCALER).get("scaling_factor")
     return config
@@ -626,55 +613,51 @@ def _place(config: Mapping[str, object], path: Path) -> tuple[str, Site, int]:
     return hook, *place_found
 
 
-def _autoencoder(config: Mapping[str, object], tensors: Mapping[str, Tensor], path: Path) -> Autoencoder:
+def _autoencoder(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> Autoencoder:
+    """Return the autoencoder, after checking that the config can be computed with and fits the weights."""
     architecture, where = config.get("architecture", "standard"), path / CONFIG
-    if "transcoder" in str(architecture) or config.get("hook_name_out") not in (None, config.get("hook_name")):
+    written = config.get("hook_name_out")
+    if architecture not in ARCHITECTURES or written not in (None, config.get("hook_name")):
         raise InputError(
-            f"{where} describes a transcoder, which reads one site and writes another; only autoencoders are supported."
-        )
-    if "batchtopk" in str(architecture):
-        raise InputError(
-            f"{where} has architecture {shown(architecture)}, which is only for training: the learned threshold is not "
-            "in the weights. Save it with sae-lens for inference, which converts it to a jumprelu autoencoder."
-        )
-    if architecture not in ARCHITECTURES:
-        raise InputError(
-            f"{where} has architecture {shown(architecture)}; supported are "
-            f"{', '.join(ARCHITECTURES)}.{did_you_mean(architecture, ARCHITECTURES, or_all=False)}"
+            f"{where} has architecture {shown(architecture)}{f' and writes {shown(written)}' if written else ''}; "
+            f"supported are {', '.join(ARCHITECTURES)}, which write what they read (no transcoders). sae-lens converts "
+            "batchtopk to jumprelu when it saves for inference."
         )
     norm = config.get("normalize_activations") or "none"
     norm = NORMS[3] if norm is True else norm
-    if norm not in NORMS:
-        raise InputError(f"{where} has normalize_activations {shown(norm)}; supported are {', '.join(NORMS)}.")
-    activation, k = _activation(config, architecture, where)
+    activation = config.get("activation_fn_str", config.get("activation_fn")) or "relu"
+    activation = architecture if architecture in TOP_K else activation
+    for key, value, known in (
+        ("normalize_activations", norm, NORMS),
+        ("activation_fn_str", activation, ("relu", "tanh-relu", *TOP_K)),
+    ):
+        if value not in known:
+            raise InputError(f"{where} has {key} {shown(value)}; supported are {', '.join(known)}.")
     weights = _checked(config, architecture, tensors, path)
     if norm == "expected_average_only_in":
-        weights, norm = _folded(config, weights, where), "none"
-    if k is not None and k > weights["W_enc"].shape[1]:
-        raise InputError(f"{where} asks for the {k} largest of {weights['W_enc'].shape[1]} features.")
+        # W_enc reads x · factor, the decoder's output is divided by it; b_enc follows the product and stays.
+        factor, norm = config.get("norm_scaling_factor"), "none"
+        if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 0:
+            raise InputError(
+                f"{where} has normalize_activations 'expected_average_only_in' and no norm_scaling_factor, and there "
+                f"is no {SCALER} with a scaling_factor: the factor of the activations is unknown."
+            )
+        weights["W_enc"] = weights["W_enc"] * factor
+        weights |= {name: weights[name] / factor for name in ("W_dec", "b_dec")}
+    k, options, n = None, config.get("activation_fn_kwargs") or {}, weights["W_enc"].shape[1]
+    if activation in TOP_K:
+        k = config.get("k", options.get("k") if isinstance(options, dict) else None)
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= n:
+            raise InputError(f"{where} must say how many of {n} features are kept; k is {shown(k)}.")
     centre = _flag(config, "apply_b_dec_to_input", True, where)
-    rescaled = activation in TOP_K and _flag(config, "rescale_acts_by_decoder_norm", False, where)
+    rescaled = k is not None and _flag(config, "rescale_acts_by_decoder_norm", False, where)
     return Autoencoder(architecture, weights, activation, k, centre, rescaled, norm)
-
-
-def _activation(config: Mapping[str, object], architecture: str, where: Path) -> tuple[str, int | None]:
-    """Return the activation function, and the number k of largest features it keeps (None if it keeps all)."""
-    named = config.get("activation_fn_str", config.get("activation_fn"))
-    activation = architecture if architecture in TOP_K else named or "relu"
-    if activation not in ("relu", "tanh-relu", *TOP_K):
-        raise InputError(f"{where} has activation_fn_str {shown(activation)}; supported are relu, tanh-relu, topk.")
-    if activation not in TOP_K:
-        return activation, None
-    options = config.get("activation_fn_kwargs") or {}
-    k = config.get("k", options.get("k") if isinstance(options, dict) else None)
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise InputError(f"{where} does not say how many features are kept: no k in {shown(options)}.")
-    return activation, k
 
 
 def _checked(
     config: Mapping[str, Any], architecture: str, tensors: Mapping[str, Tensor], path: Path
 ) -> dict[str, Tensor]:
+    """Return the weights that the architecture needs, after checking their sizes."""
     encoder = tensors.get("W_enc")
     if encoder is None or encoder.ndim != 2:
         raise InputError(f"{path / WEIGHTS} has no matrix W_enc; it holds {', '.join(sorted(tensors)) or 'nothing'}.")
@@ -686,36 +669,18 @@ def _checked(
         if not _flag(config, "finetuning_scaling_factor", False, path / CONFIG):
             raise InputError(
                 f"{path / WEIGHTS} has a scaling_factor that is not 1, and {CONFIG} does not say "
-                "finetuning_scaling_factor: it is unknown whether to multiply by it. Write true there, or remove the "
-                "factor."
+                "finetuning_scaling_factor: it is unknown whether to multiply by it."
             )
         sizes["scaling_factor"] = (n,)
     for name, size in sizes.items():
         if name not in tensors:
             raise InputError(f"{path / WEIGHTS} has no {name}, which a {architecture} autoencoder needs.")
-        if tuple(tensors[name].shape) != size:
-            raise InputError(f"{path / WEIGHTS}: {name} is {tuple(tensors[name].shape)}, but W_enc implies {size}.")
-        if not is_finite(tensors[name]):
-            raise InputError(f"{path / WEIGHTS}: {name} holds NaN or infinity.")
+        if tuple(tensors[name].shape) != size or not is_finite(tensors[name]):
+            raise InputError(
+                f"{path / WEIGHTS}: {name} is {tuple(tensors[name].shape)} or holds NaN or infinity; W_enc implies "
+                f"finite numbers, {size}."
+            )
     for key, size_found in (("d_in", d), ("d_sae", n)):
         if config.get(key, size_found) != size_found:
             raise InputError(f"{path / CONFIG} says {key}={shown(config[key])}, but W_enc is {d} by {n}.")
     return {name: tensors[name] for name in sizes}
-
-
-def _folded(config: Mapping[str, object], weights: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
-    """Fold the factor by which activations are multiplied before encoding into the weights."""
-    factor = config.get("norm_scaling_factor")
-    if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 0:
-        raise InputError(
-            f"{where} has normalize_activations 'expected_average_only_in' and no norm_scaling_factor, and there is no "
-            f"{SCALER} with a scaling_factor: the factor of the activations is unknown. Write it in one of them, or "
-            "fold it with sae-lens and save again."
-        )
-    # W_enc reads x · factor, and the decoder's output is divided by the factor; b_enc follows the product and stays.
-    return {
-        **weights,
-        "W_enc": weights["W_enc"] * factor,
-        "W_dec": weights["W_dec"] / factor,
-        "b_dec": weights["b_dec"] / factor,
-    }
