@@ -177,7 +177,7 @@ def test_cfg_tells_and_takes_nothing(llama):
     assert "n_layers=3" in repr(cfg)
     with pytest.raises(AttributeError, match="is read-only"):
         cfg.use_attn_result = True
-    with pytest.raises(AttributeError, match=r"cfg has no 'n_layer'. Did you mean 'n_layers'"):
+    with pytest.raises(AttributeError, match="n_layer"):
         _ = cfg.n_layer
 
 

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.calls import checked_call, checked_calls
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.kernels.devices import failures_named, usable_device
 from headwater.models.edits import Hook, HookFunction, read_hook
 from headwater.models.model import Model
@@ -53,8 +53,6 @@ class Config:
             return getattr(model, name)
         if name in ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab", "n_ctx"):
             return getattr(model.shape, name)
-        if not hasattr(model.raw.cfg, name):
-            raise AttributeError(f"cfg has no {name!r}.{did_you_mean(name, dir(self))}")
         return getattr(model.raw.cfg, name)
 
     def __setattr__(self, name: str, value: object) -> None:
