@@ -93,9 +93,8 @@ class DecodedText:
     """The growing text of one prompt's new tokens; `prompt` holds the last tokens before them.
 
     Attributes:
+        text: the whole text so far.
         streamed: number of characters already streamed.
-        settled: the text of tokens that are not decoded again.
-        open: the text of the tokens after those.
         ended: whether a stop string was found.
     """
 
@@ -106,24 +105,18 @@ class DecodedText:
 
     def begin(self) -> None:
         """Start, or restart when generation restarts after running out of memory; nothing is streamed twice."""
-        self.settled, self.open, self.ended = "", "", False
-        self._decoded_with(self.prompt)
-
-    @property
-    def text(self) -> str:
-        """The whole text so far."""
-        return self.settled + self.open
+        self.text, self.ended = "", False
+        self._settle(self.prompt)
 
     def add(self, token: int) -> bool:
         """Append a token; return whether a stop string ends the text."""
         self._tokens.append(token)
-        self.open = self._decode()[self._start :]
+        self.text = self._settled + self._decode()[self._start :]
         if found := [start for start in map(self.text.find, self.stops) if start >= 0]:
-            self.settled, self.open, self.ended = self.text[: min(found)], "", True
+            self.text, self.ended = self.text[: min(found)], True
         # Decoding all new tokens at every step would take time quadratic in their number.
-        elif len(self._tokens) >= ANCHOR + SETTLED and not self.open.endswith(INCOMPLETE):
-            self.settled, self.open = self.text, ""
-            self._decoded_with(self._tokens[-ANCHOR:])
+        elif len(self._tokens) >= ANCHOR + SETTLED and not self.text.endswith(INCOMPLETE):
+            self._settle(self._tokens[-ANCHOR:])
         return self.ended
 
     def certain(self, whole: bool) -> str:
@@ -138,9 +131,9 @@ class DecodedText:
         self.streamed += len(piece)
         return piece
 
-    def _decoded_with(self, before: list[int]) -> None:
-        """Decode the following tokens together with the tokens `before`, whose text is left out."""
-        self._tokens = list(before)
+    def _settle(self, before: list[int]) -> None:
+        """Decode later tokens together with the tokens `before`, whose text is left out; the text so far is final."""
+        self._tokens, self._settled = list(before), self.text
         self._start = len(self._decode())
 
     def _decode(self) -> str:
