@@ -73,12 +73,16 @@ class Characters:
             with failures_named("The function that names characters failed"):
                 found = start(text)
                 start, stop = found.span() if isinstance(found, re.Match) else found
-        if not is_index(start) or not is_index(stop) or not 0 <= start < stop <= len(text):
+        try:
+            first, last = whole_number(start), whole_number(stop)
+        except TypeError:
+            first, last = 0, 0
+        if not 0 <= first < last <= len(text):
             raise InputError(
                 f"characters({shown(start)}, {shown(stop)}) are not two whole numbers in order, in a prompt of "
                 f"{len(text)} characters; pass a word directly, positions=' France'."
             )
-        return list(token_span(offsets, int(start), int(stop)))
+        return list(token_span(offsets, first, last))
 
 
 @dataclass(frozen=True)
@@ -150,12 +154,16 @@ def occurrence(word: str, n: int) -> Occurrence:
     Raises:
         InputError: the word is not a text, or n is not a whole number other than 0.
     """
-    if not isinstance(word, str) or not word or not is_index(n) or isinstance(n, bool) or n == 0:
+    try:
+        which = whole_number(n)
+    except TypeError:
+        which = 0
+    if not isinstance(word, str) or not word or which == 0:
         raise InputError(
             f"hw.occurrence({shown(word)}, {shown(n)}): give a word of the prompt and its number: 1 is the first, -1 "
             "the last."
         )
-    return Occurrence(word, whole_number(n))
+    return Occurrence(word, which)
 
 
 @checked_call
