@@ -8,8 +8,6 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.models import blocks
-from headwater.models.blocks import Blocks
 from headwater.models.sites import SITES
 from tests.own_models import D_VOCAB, HAS_BRIDGE_ONLY, OWN, own_model, raw_model
 
@@ -188,26 +186,3 @@ def test_the_edges_of_a_model_that_looks_ahead_are_refused_in_one_line():
     model, (clean, corrupted) = own_model("looks ahead"), pairs([6])
     with pytest.raises(hw.HeadwaterError, match="reads later tokens"):
         hw.edges(model, clean, corrupted, metric=hw.logit_difference(4, 6), progress=False)
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_a_recorded_run_whose_attention_goes_in_steps_keeps_what_the_models_own_keeps(name, monkeypatch):
-    model, steps = own_model(name), []
-    lengths = (7, 7) if model.is_bidirectional else (7, 4)
-    batch = model.tokenize([torch.randint(D_VOCAB, (length,)).tolist() for length in lengths])
-    names = [SITES[site].hook_name(layer) for site in sites_of(model) for layer in range(model.shape.n_layers)]
-    plainly = blocks.softmax
-    monkeypatch.setattr(blocks, "softmax", lambda scores: steps.append(1) or plainly(scores))
-    recorded, taken = [], []
-    for model.steps_checked in (False, True):
-        with torch.inference_mode(), model.lock:
-            recorded.append(Blocks(model).record(batch, names))
-        taken.append(len(steps))
-    assert taken == [0, 0 if model.is_bidirectional else model.shape.n_layers]
-    assert not any("forward" in vars(module) for module in model.raw.modules())
-    for hook in names:
-        kept, found = (recording.activations[hook] for recording in recorded)
-        if "pattern" in hook:  # queries take the place of heads
-            kept, found = kept.transpose(1, 2), found.transpose(1, 2)
-        torch.testing.assert_close(found[batch.mask], kept[batch.mask], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(recorded[1].last_logits[0], recorded[0].last_logits[0], rtol=1e-5, atol=1e-5)

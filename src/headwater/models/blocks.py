@@ -317,9 +317,6 @@ class Blocks:
             stack.enter_context(reads(Reading.of(batch)))
             stack.enter_context(self.fused())
             stack.enter_context(torch.enable_grad() if gradients_at else contextlib.nullcontext())
-            if self._own is not None and self.model.steps_checked and not (gradients_at or self.model.is_bidirectional):
-                # whole prompts, right-padded and with causal attention, go through the same steps as rows
-                stack.enter_context(forward_replaced((own.module, own.forward) for own in self._own))
             if not unembed:
                 # One logit of 0 in place of the whole vocabulary.
                 nothing = (self.model.raw.unembed, lambda residual: residual.new_zeros(*residual.shape[:-1], 1))
@@ -515,13 +512,13 @@ def _visible(mask: Tensor | None, longest: int, length: int, device: torch.devic
 
 
 class OwnAttention(ABC):
-    """The attention of one layer. In the model, `module` computes it: `attention` itself or the module it wraps."""
+    """The attention of one layer."""
 
     scale: float
     soft_cap: float
 
     def __init__(self, attention: Any):
-        self.attention = self.module = attention
+        self.attention = attention
 
     def __call__(
         self,
@@ -554,18 +551,6 @@ class OwnAttention(ABC):
             scores = scores + slopes[:, None, None] * (keys_at - queries_at[:, None, :, None]).clamp_max(0)
         pattern = self.attention.hook_pattern(softmax(scores + mask)).to(values.dtype)
         return self.output((pattern @ values).transpose(1, 2))
-
-    def of_prompts(self, normed: Float[Tensor, "row position d_model"]) -> Float[Tensor, "row position d_model"]:
-        """Return the output of attention on whole prompts."""
-        n_rows, length, _ = normed.shape
-        seen = self.visible(length)
-        mask = torch.zeros(seen.shape, dtype=normed.dtype, device=normed.device)
-        mask = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).expand(n_rows, 1, -1, -1)
-        return self(normed, torch.arange(length, device=normed.device).expand(n_rows, -1), mask, None)
-
-    @abstractmethod
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """Stand in for the forward of `module`, which the model calls with whole prompts."""
 
     def remembered(
         self,
@@ -608,11 +593,8 @@ class _NativeAttention(OwnAttention):
 
     def __init__(self, attention: Any):
         super().__init__(attention)
-        self.inner = self.module = attention.original_component
+        self.inner = attention.original_component
         self.scale, self.soft_cap = float(self.inner.scale), float(self.inner.attn_scores_soft_cap)
-
-    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
-        return self.of_prompts(hidden_states), None  # in place of the pattern, which nothing uses there
 
     def project(self, queries_of: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.attention.q(queries_of), self.attention.k(normed), self.attention.v(normed)
@@ -643,9 +625,6 @@ class _HookedAttention(OwnAttention):
         self._alibi = attention.cfg.positional_embedding_type == "alibi"
         # All heads in one product, in the layout of a linear map; made once, because it is a copy of W_O.
         self._output = attention.W_O.flatten(0, 1).T.contiguous()
-
-    def forward(self, query_input: Tensor, *_: Any, **__: Any) -> Any:
-        return self.of_prompts(query_input)
 
     def project(self, queries_of: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.attention.calculate_qkv_matrices(queries_of, normed, normed)

@@ -146,9 +146,9 @@ class WalkRunner(Runner):
             if reason := self._why_whole_runs(batch):
                 raise CannotStepError(reason)
             plan.model.steps_checked = True
-            # Later calls record through the own steps, or share a common start. Record this first call the same way, so
-            # that its numbers are the same to the bit.
-            if self.blocks.has_own_steps or self.blocks.common_start(batch, names):
+            # Later calls share a common start. Record this first call the same way, so that its numbers are the same to
+            # the bit.
+            if self.blocks.common_start(batch, names):
                 self._record(batch, names, gradients_at)
 
     def _record(self, batch: Batch, names: Sequence[str], gradients_at: Sequence[str]) -> None:
