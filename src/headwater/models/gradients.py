@@ -63,13 +63,11 @@ def refuse_without_gradients(model: HookedModel) -> None:
 
 def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> None:
     """Raise InputError if texts of these lengths cannot be cut after a token because later tokens change its states."""
-    if (longest := max(lengths, default=0)) > (original := original_length(model.rotary_by_length)):
-        raise InputError(
-            f"{what} runs texts up to the token that is read, but past {original} tokens the rotary embeddings of "
-            f"{model.name} depend on the length: the longest text has {longest} tokens. Give shorter ones."
-        )
-    if model.is_bidirectional:
-        raise InputError(f"{what} runs texts up to the token that is read, but {model.name} also reads later tokens.")
+    longest, original = max(lengths, default=0), original_length(model.rotary_by_length)
+    if model.is_bidirectional or longest > original:
+        why = f"has rotary embeddings that depend on the length past {original} tokens, and a text has {longest} tokens"
+        why = "also reads later tokens" if model.is_bidirectional else why
+        raise InputError(f"{what} runs texts up to the token that is read, but {model.name} {why}.")
 
 
 class Descent:
