@@ -161,7 +161,7 @@ def test_a_folder_of_other_noise_is_another_run(llama, tmp_path):
 @pytest.mark.parametrize(
     ("corrupted", "options", "message"),
     [
-        (hw.noise(3), {}, "needs to know which tokens to corrupt"),
+        (hw.noise(3), {}, "and the tokens to corrupt"),
         (hw.noise(3, positions=" Rome"), {}, "' Rome' does not occur in the prompt"),
         (hw.noise(3, positions=" France"), {}, None),
         (hw.noise(3, positions=[" France"]), {}, "one entry per prompt; 1 were given for 2"),

@@ -94,28 +94,24 @@ class Metric:
     ) -> None:
         """Refuse a metric that computes one row's number from other rows, or that reads positions it is not given.
 
-        The first row is measured beside another one and alone. The rows of a sweep are batched as the memory allows,
-        so a metric that mixes rows would mean something else in each batch.
+        The rows of a sweep are batched as the memory allows, so a metric that mixes rows would mean something else in
+        each batch.
         """
-        if self.at == "last" and type(values) is Tensor:  # another tensor subclass cannot be marked as well
-            clean_row = None if clean is None else _Last.of(clean[:1].float())
-            self.measure(_Last.of(values[:1].float()), [ids[:1] for ids in answers], clean_row)
+        values, ids, clean = values.float(), [one[:1] for one in answers], None if clean is None else clean[:1].float()
+        if self.at == "last":
+            self.measure(_Last.of(values[:1]), ids, None if clean is None else _Last.of(clean))
         # Reversed, so that answers' columns differ; scaled and shifted, so that a mean over rows differs from one row.
         both = torch.cat([values[:1], 2 * values[:1].flip(-1) + 1])
-        twice = [ids[:1].repeat(2) for ids in answers]
-        clean = clean[:1].repeat(2, 1, 1) if clean is not None else None
-        alone = [
-            self.measure(both[row], [ids[row] for ids in twice], clean[row] if clean is not None else None)
-            for row in (slice(0, 1), slice(1, 2))
-        ]
-        together, alone_too = self.measure(both, twice, clean).double(), torch.cat(alone).double()
+        alone = torch.cat([self.measure(row[None], ids, clean) for row in both]).double()
+        twice = None if clean is None else clean.repeat(2, 1, 1)
+        together = self.measure(both, [one.repeat(2) for one in ids], twice).double()
         # Wider than rounding: a batch of two may use a different kernel than a batch of one.
-        if not torch.allclose(together, alone_too, rtol=1e-3, atol=1e-4, equal_nan=True):
-            row = int((together - alone_too).abs().nan_to_num(torch.inf).argmax())
+        if not torch.allclose(together, alone, rtol=1e-3, atol=1e-4, equal_nan=True):
+            row = int((together - alone).abs().nan_to_num(torch.inf).argmax())
             raise InputError(
-                f"The metric {self.name!r} gives {together[row]:.4g} for a row beside another row and "
-                f"{alone_too[row]:.4g} for the row alone: its rows depend on one another. It must treat each row "
-                "separately: take means and the like over the other axes (dim=1, dim=-1)."
+                f"The metric {self.name!r} gives {together[row]:.4g} for a row beside another row and {alone[row]:.4g} "
+                "for the row alone: its rows depend on one another. It must treat each row separately: take means and "
+                "the like over the other axes (dim=1, dim=-1)."
             )
 
 

@@ -79,7 +79,10 @@ class Plan:
         # The noisy run has the same text: names resolve to the same tokens.
         others = self.pair.others or [None] * len(self.pair.base)
         side, draws = 0 if self.pair.base_is_clean else 1, self.pair.draws
-        by_metric = [aligned_spans(metric.at, self.pair.base, others, side, draws) for metric in self.metrics]
+        by_metric = [
+            [spans[""] for spans in aligned_spans(metric.at, self.pair.base, others, side, draws)]
+            for metric in self.metrics
+        ]
         return tuple(zip(*by_metric, strict=True)) if by_metric else ((),) * len(self.pair.base)
 
     @cached_property

@@ -178,49 +178,45 @@ def span_of(
 
 
 def aligned_spans(
-    where: object, base: Sequence[Prompt], other: Sequence[Prompt | None], base_side: int = 0, draws: int = 1
-) -> list[AlignedSpan]:
-    """Return by pair the positions of a name in each prompt: in prompts of one length, the same positions.
+    where: Any,
+    base: Sequence[Prompt],
+    other: Sequence[Prompt | None],
+    base_side: int = 0,
+    draws: int = 1,
+    by_role: bool = False,
+) -> list[dict[str, AlignedSpan]]:
+    """Return by pair and role the positions in each prompt; positions not named `by_role` have an empty name.
 
     `base` are the prompts that are edited, each `draws` times; `base_side` is 0 if these are the clean ones, else 1.
+    Only by role may positions differ in two prompts of one length.
     """
+    roles = where if by_role else {"": where}
+    checked_roles(roles)
     # If the lengths determine the positions, they are resolved once for all pairs of the same lengths.
-    by_lengths: dict[tuple[int, int | None], AlignedSpan] = {}
-    spans, shared, n = [], needs_length(where), len(base) // draws
+    by_lengths: dict[tuple[int, int | None], dict[str, AlignedSpan]] = {}
+    resolved, shared, n = [], not by_role and needs_length(where), len(base) // draws
     for number, (first, second) in enumerate(zip(base, other, strict=True)):
         i, lengths = number // draws, (len(first), None if second is None else len(second))
         if not shared or lengths not in by_lengths:
-            span = span_of(where, first, second, i, n, base_side)
-            if second is not None and len(first) == len(second) and span.base != span.other:
-                raise InputError(
-                    f"{shown(where)} falls on different tokens in the two prompts of pair {i}: {span.base} and "
-                    f"{span.other}.\n{side_by_side(first, second)}"
-                )
-            if len(span.base) != len(span.other):
-                raise InputError(
-                    f"{shown(where)} is {len(span.base)} and {len(span.other)} tokens of the two prompts of pair {i}, "
-                    f"which are of {len(first)} and {lengths[1]} tokens: name the same number in each."
-                )
-            by_lengths[lengths] = span
-        spans.append(by_lengths[lengths])
-    return spans
-
-
-def spans_by_role(
-    where: Mapping[Any, Any], base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
-) -> dict[str, AlignedSpan]:
-    """Return, by role, its tokens in both prompts of a pair; each prompt is resolved separately, see `span_of`."""
-    checked_roles(where)
-    spots: dict[str, AlignedSpan] = {}
-    for role, place in where.items():
-        span = spots[role] = span_of(place, base, other, example, n, base_side, role)
-        if len(span.base) != len(span.other):
-            raise InputError(
-                f"The role {role!r} is {len(span.base)} tokens of one prompt of pair {example} and {len(span.other)} "
-                f"of the other: they cannot be matched one for one. hw.last_token_of({shown(place)}) names the last "
-                "token of each."
-            )
-    return spots
+            spans = by_lengths[lengths] = {
+                role: span_of(place, first, second, i, n, base_side, role if by_role else None)
+                for role, place in roles.items()
+            }
+            for role, span in spans.items():
+                name, at = f"The role {role!r}" if by_role else shown(where), f"{span.base} and {span.other}"
+                if second is not None and not by_role and lengths[0] == lengths[1] and span.base != span.other:
+                    raise InputError(
+                        f"{name} falls on different tokens in the two prompts of pair {i}: {at}.\n"
+                        f"{side_by_side(first, second)}"
+                    )
+                if len(span.base) != len(span.other):
+                    raise InputError(
+                        f"{name} is {len(span.base)} tokens of one prompt of pair {i} and {len(span.other)} of the "
+                        f"other, {at}: they cannot be matched one for one. hw.last_token_of({shown(roles[role])}) "
+                        "names the last token of each."
+                    )
+        resolved.append(by_lengths[lengths])
+    return resolved
 
 
 def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan], example: int) -> dict[int, int]:
@@ -317,15 +313,10 @@ class PromptPair:
 
         Prompts with the same positions share one object. `in_base`: only positions of the edited prompt.
         """
-        others: Sequence[Prompt | None] = [None] * len(self.prompts) if in_base or not self.others else self.others
-        side, n = 0 if self.base_is_clean else 1, len(self.prompts)
-        shared: dict[Hashable, dict[str, AlignedSpan]] = {}
-        if isinstance(where, Mapping):
-            pairs = enumerate(zip(self.prompts, others, strict=True))
-            found = [spans_by_role(where, *pair, i, n, side) for i, pair in pairs]
-        else:
-            found = [{"": span} for span in aligned_spans(where, self.prompts, others, side)]
-        return [shared.setdefault(tuple(one.items()), one) for one in found]
+        others = self.others if self.others and not in_base else [None] * len(self.prompts)
+        side, shared = 0 if self.base_is_clean else 1, dict[Hashable, dict[str, AlignedSpan]]()
+        spans = aligned_spans(where, self.prompts, others, side, by_role=isinstance(where, Mapping))
+        return [shared.setdefault(tuple(one.items()), one) for one in spans]
 
     def matched(
         self,
@@ -434,18 +425,13 @@ def read_prompt_pair(
         return PromptPair(first, second, direction)
     prompts = read_prompts(model, clean)
     refuse_two_meanings(positions, len(prompts))
-    if corrupted.kind != "noise":
+    arguments = corrupted.arguments
+    std, where = arguments.get("std", 0), arguments.get("positions")
+    if std == 0 or where is None:
         raise InputError(
-            f"corrupted=hw.{corrupted.kind}(...) makes no corrupted run: give the corrupted prompts, or "
-            "hw.noise(3, positions=...), which corrupts embeddings."
-        )
-    arguments, std, where = corrupted.arguments, corrupted.arguments["std"], corrupted.arguments.get("positions")
-    if std == 0:
-        raise InputError("corrupted=hw.noise(0) makes no corrupted run: it is the clean one. Give a std above 0.")
-    if where is None:
-        raise InputError(
-            "corrupted=hw.noise(...) needs to know which tokens to corrupt: hw.noise(3, positions=' France'), for "
-            "instance, the last token's number, or the name of a role of positions=."
+            f"corrupted=hw.{corrupted.kind}(...) makes no corrupted runs: give the corrupted prompts, or "
+            "hw.noise(3, positions=' France'), a std above 0 and the tokens to corrupt: a word, their numbers, or the "
+            "name of a role of positions=."
         )
     if isinstance(positions, Mapping) and isinstance(where, str) and where in positions:
         where = positions[where]

@@ -566,8 +566,6 @@ Drawn: TypeAlias = tuple[str, int, int, int]
 """A site, its layer, the layer that the written values come from, and their draw."""
 Covered: TypeAlias = tuple[tuple[int, ...] | None, ...]
 """By axis of a product: the indices that an edit covers; None is all."""
-PRODUCTS_AT_ONCE = 1 << 22
-"""Most products gathered at once."""
 
 
 class AttributionRunner(Runner):
@@ -614,7 +612,7 @@ class AttributionRunner(Runner):
         """Return the unedited values plus, for each cell, the sum over the places that it covers."""
         measured, chosen = self.readout.unedited(cells), self.plan.cells.part(cells)
         for m, products in enumerate(self._products):
-            measured.values[:, m] += sums(products, chosen, self.group.examples.start).cpu()
+            measured.values[:, m] += sums(products, chosen, self.group.examples.start)
         return measured
 
     def _product(self, m: int, recorded: Mapping[str, Tensor]) -> dict[Drawn, Tensor]:
@@ -672,45 +670,25 @@ def _carrying(site: Site) -> Site:
 
 def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Float[Tensor, " cell"]:
     """Sum the products over the places that each cell covers; their first axis begins with the example `first`."""
-    # At once for all cells that cover equally many places of the same layer. Each cell alone would be a few launches;
-    # on a GPU thousands of them would take longer than both runs.
-    groups: dict[tuple[int, Drawn, tuple[int | None, ...]], list[tuple[Indices, Covered]]] = {}
-    for number in np.unique(cells.template):
-        cells_of_template, turn = np.flatnonzero(cells.template == number), 0
-        # A cell sums its layers in the order in which it would alone: its last bits do not depend on other cells.
-        for edit in cells.templates[number].edits:
-            covered = _covered(edit)
-            size = tuple(None if at is None else len(at) for at in covered)
-            for layer in edit.layers:
-                drawn = (edit.site.name, layer, edit.source_layer_of(layer), edit.sample)
-                groups.setdefault((turn, drawn, size), []).append((cells_of_template, covered))
-                turn += 1
-    total = torch.zeros(len(cells), dtype=torch.float64, device=next(iter(products.values())).device)
-    for (_, drawn, size), alike in sorted(groups.items(), key=lambda item: item[0][0]):
-        product = products[drawn]
-        if len(size) < product.ndim - 1:
-            # All keys of each query are summed once for all cells.
-            product = product.sum(-1)
-        numbers = [cells_of_template for cells_of_template, _ in alike]
-        index, which = np.concatenate(numbers), np.repeat(np.arange(len(alike)), [len(one) for one in numbers])
-        # By edit: the index of each place that it covers among all places of an example.
-        places = np.zeros((len(alike), 1), dtype=np.int64)
-        for length, listed in zip(product.shape[1:], zip(*(covered for _, covered in alike), strict=True), strict=True):
-            at = np.arange(length)[None] if listed[0] is None else np.array(listed) % length
-            places = (places[:, :, None] * length + at[:, None]).reshape(len(alike), -1)
-        most, by_edit = max(1, PRODUCTS_AT_ONCE // max(1, places.shape[1])), to_device(places, product.device)
-        for start in range(0, len(index), most):
-            part = slice(start, start + most)
-            rows = to_device(cells.example[index[part]] - first, product.device)
-            there = product.flatten(1)[rows[:, None], by_edit[to_device(which[part], product.device)]]
-            total[to_device(index[part], total.device)] += there.sum(1).to(total.device)
-    return total
+    # On the CPU: on a GPU each cell would take a few launches, for a few numbers.
+    arrays = {drawn: product.float().cpu().numpy() for drawn, product in products.items()}
+    total = np.zeros(len(cells))
+    order = np.argsort(cells.template, kind="stable")
+    begins = np.searchsorted(cells.template[order], np.arange(1, len(cells.templates)))
+    for template, alike in zip(cells.templates, np.split(order, begins), strict=True):
+        for edit, layer in [(one, layer) for one in template.edits for layer in one.layers]:
+            product = arrays[edit.site.name, layer, edit.source_layer_of(layer), edit.sample]
+            covered = zip(_covered(edit), product.shape[1:], strict=True)
+            places = [np.arange(length) if at is None else np.array(at) for at, length in covered]
+            there = product[np.ix_(cells.example[alike] - first, *places)]
+            total[alike] += there.reshape(len(alike), -1).sum(1, dtype=np.float64)
+    return torch.from_numpy(total)
 
 
 def _covered(edit: Edit) -> Covered:
     """Return the indices that an edit covers on each axis of its site's products; None is all."""
     if edit.site.has_keys:
-        return (edit.heads, edit.positions) if edit.keys is None else (edit.heads, edit.positions, edit.keys)
+        return edit.heads, edit.positions, edit.keys
     if edit.site.has_heads:
         return edit.positions, edit.heads
     # After the features comes their error.
