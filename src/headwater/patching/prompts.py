@@ -191,7 +191,8 @@ def aligned_spans(
     Only by role may positions differ in two prompts of one length.
     """
     roles = where if by_role else {"": where}
-    checked_roles(roles)
+    if by_role:
+        checked_roles(roles)
     # If the lengths determine the positions, they are resolved once for all pairs of the same lengths.
     by_lengths: dict[tuple[int, int | None], dict[str, AlignedSpan]] = {}
     resolved, shared, n = [], not by_role and needs_length(where), len(base) // draws
