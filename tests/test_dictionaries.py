@@ -270,9 +270,7 @@ def test_a_large_dictionary_is_swept_by_gradients_or_by_chosen_features_alone(mo
     clean, corrupted = some_prompts(5), some_prompts(5)
     own = Random(32, 5000)
     features = hw.features(own.encode, own.decode, layer=1)
-    with pytest.raises(
-        InputError, match=r"all 5,000 features .* would be 5,000 runs of up to 2 layers.*only\("
-    ) as refused:
+    with pytest.raises(InputError, match=r"all 5,000 features .* would be 5,000 runs.*only\(") as refused:
         hw.patch(model, clean, corrupted, sites=features, **QUIET)
     assert "\n" not in str(refused.value)
     estimates = hw.patch(model, clean, corrupted, sites=features, method="attribution", **QUIET).table

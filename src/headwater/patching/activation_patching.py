@@ -183,10 +183,15 @@ def patch(
     refuse_columns_as_answers(clean, metrics)
     measured = partial(run_sweep, "patch", engine=engine, seed=seed, progress=progress, out=out)
     if together is not None:
-        swept: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
+        swept = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
         swept |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
         swept |= {"keys": None if is_all(keys) else keys, "spans": None if spans == SPANS[0] else spans}
-        _refuse_beside_nodes(method, swept)
+        swept |= {"method": None if method == METHODS[0] else method}
+        if given := [name for name, value in swept.items() if value is not None]:
+            raise InputError(
+                f"together= and {given[0]}= were both given: a node specifies its own site, layer and place, and is "
+                "patched exactly."
+            )
         pair = read_prompt_pair(model, clean, corrupted, direction)
         nodes = read_nodes(model, together, pair.prompts)
         of_nodes = sites_named(list(dict.fromkeys(node.site for node in nodes)), model)
@@ -215,11 +220,18 @@ def patch(
         )
 
     steps = spec.steps(pair, edited, attended)
-    if method == "exact":
-        _refuse_too_many_features(model, chosen_sites, steps)
     # Counted before the cells are made, because the list of cells alone may not fit in memory.
     n_places = sum(math.prod(map(len, one.values())) for of_prompt in steps for one in of_prompt)
     refuse_too_many_cells(n_places * len(metrics) * (replacement.samples or 1) * len(spec.source_layers) * pair.draws)
+    for site, of_site in zip(chosen_sites, steps[0], strict=True):
+        n_features = len(of_site.get("feature", ()))
+        # Most features of a large dictionary do nothing, and each would be a run.
+        if method == "exact" and n_features > MOST_FEATURES and n_features == site.width(model.shape, 1):
+            raise InputError(
+                f"Sweeping all {n_features:,} features of {site.name} exactly would be {n_places:,} runs; at most "
+                f"{MOST_FEATURES:,} features are swept unless you choose them by number, sites=features.only([...]), "
+                "for instance the strongest by method='attribution', which takes one forward and one backward pass."
+            )
     cells = spec.cells(pair, steps, replacement, matched)
 
     plan = Plan(model, pair, cells, metrics, replacement, batch_size, matched=matched)
@@ -243,30 +255,6 @@ Steps: TypeAlias = Mapping[str, list[AxisStep]]
 """By axis."""
 
 
-def _refuse_beside_nodes(method: str, swept: Mapping[str, object]) -> None:
-    """Refuse the options of a sweep over axes beside `together=`."""
-    if given := [name for name, value in swept.items() if value is not None]:
-        raise InputError(f"together= and {given[0]}= were both given: a node specifies its own site, layer and place.")
-    if method != METHODS[0]:
-        raise InputError(f"together= needs method='exact', not {method!r}: estimates of single nodes simply add up.")
-
-
-def _refuse_too_many_features(model: HookedModel, sites: Sequence[Site], steps: Sequence[Sequence[Steps]]) -> None:
-    """Refuse an exact run for each feature of a large dictionary, because most features do nothing."""
-    for number, site in enumerate(sites):
-        count = site.width(model.shape, 1) if site.has_units else 0
-        if count > MOST_FEATURES and len(steps[0][number]["feature"]) == count:
-            n_cells = sum(math.prod(map(len, of_prompt[number].values())) for of_prompt in steps)
-            # A run begins at the dictionary's layer: the layers before it are recorded.
-            above = model.shape.n_layers - min(site.layers(model.shape))
-            raise InputError(
-                f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
-                f"layers; at most {MOST_FEATURES:,} features are swept unless you choose them. Choose them by number, "
-                "sites=features.only([...]), for instance the strongest by method='attribution', which takes one "
-                "forward and one backward pass for all."
-            )
-
-
 class SweepSpec:
     """The requested cells: the axes that each site runs over, their windows, and the source layers of the values.
 
@@ -288,11 +276,11 @@ class SweepSpec:
     ):
         # Materialized, because an iterator would be empty when read a second time.
         self.model, self.sites, self.from_layer = model, sites, materialize(from_layer)
-        over, layers, kv_site = materialize(over), materialize(layers), kv_site_of(sites)
-        heads = materialize(heads)
-        self.layers, self.heads = layers_and_heads(layers, heads, model.shape, kv_site)
+        over, heads, n_layers, kv_site = materialize(over), materialize(heads), model.shape.n_layers, kv_site_of(sites)
+        chosen, self.heads = layers_and_heads(materialize(layers), heads, model.shape, kv_site)
+        self.layers = resolve_indices(chosen, n_layers, "layer")
         # The window around a chosen layer reaches into layers that were not chosen, but not beyond a named head's.
-        self.around, _ = layers_and_heads(None, heads, model.shape, kv_site)
+        self.around = resolve_indices(layers_and_heads(None, heads, model.shape, kv_site)[0], n_layers, "layer")
         names = ", ".join(site.name for site in sites)
         if heads is not None and not any(site.has_heads for site in sites):
             raise InputError(f"heads={shown(heads)} was given, but {names} has no heads.")
@@ -306,7 +294,7 @@ class SweepSpec:
         self.source_layers: tuple[int | None, ...] = (None,)
         """The layers that values come from, in turn; None is the edited layer."""
         if self.from_layer is not None:
-            self.source_layers = resolve_indices(self.from_layer, model.shape.n_layers, "layer", "from_layer")
+            self.source_layers = resolve_indices(self.from_layer, n_layers, "layer", "from_layer")
         self.axes: dict[str, tuple[str, ...]] = {}
         """By site: the axes to sweep over; roles are distinguished unless `over` omits positions."""
         self.windows: dict[str, dict[str, int | str]] = {}
@@ -344,15 +332,14 @@ class SweepSpec:
         """Return the swept axes and the indices that they cover, for the record of the run."""
         covered: list[tuple[int, ...] | str] = []
         for of_prompt, prompt in zip(steps, pair.prompts, strict=True):
-            covers = [step.covers for step in of_prompt[0]["position"]]
-            at = sorted({position for one in covers for position in one or ()})
-            covered.append("all" if None in covers or len(at) == len(prompt) else tuple(at))
+            at = {position for step in of_prompt[0]["position"] for position in step.covers or range(len(prompt))}
+            covered.append("all" if len(at) == len(prompt) else tuple(sorted(at)))
         shape, of_heads = self.model.shape, [site for site in self.sites if site.has_heads]
         return {
             "sites": [site.described for site in self.sites],
             "over": self.axes,
             "window": self.windows,
-            "layers": resolve_indices(self.layers, shape.n_layers, "layer"),
+            "layers": self.layers,
             "positions": covered,
             "heads": {site.name: resolve_indices(self.heads, site.n_heads(shape), "head") for site in of_heads},
             "from_layer": self.source_layers if self.from_layer is not None else None,
@@ -362,28 +349,29 @@ class SweepSpec:
         self, prompt: Prompt, site: Site, spans: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan]
     ) -> Steps:
         axes, windows, shape = self.axes[site.name], self.windows[site.name], self.model.shape
+        has, n_heads, units = site.layers(shape), site.n_heads(shape) if site.has_heads else 0, site.units or ()
+        if not (layers := [layer for layer in self.layers if layer in has]):
+            raise InputError(f"layers={shown(self.layers)}, but {site.name} is in layer {', '.join(map(str, has))}.")
+        around = [one for one in self.around if one in has and not site.lacks(self.model, one, edited=True)]
         # A dictionary may leave out tokens on which it was not trained, such as the first.
         at = seen_positions(site, prompt, sorted({p for span in spans.values() for p in span.base}))
-        wanted, has = resolve_indices(self.layers, shape.n_layers, "layer"), site.layers(shape)
-        if not (layers := tuple(layer for layer in wanted if layer in has)):
-            raise InputError(f"layers={shown(self.layers)}, but {site.name} is in layer {', '.join(map(str, has))}.")
-        indices: dict[str, Sequence[int]] = {
-            "layer": site.among(layers, self.model, edited=True),
-            "position": at,
-            "head": resolve_indices(self.heads, site.n_heads(shape), "head") if site.has_heads else (),
-            "key": sorted({p for span in keys.values() for p in span.base}),
-            "feature": site.units or (),
+        # By axis: the indices, and whether these are all.
+        chosen: dict[str, tuple[Sequence[int], bool]] = {
+            "layer": (site.among(layers, self.model, edited=True), False),
+            "position": (at, len(at) == len(prompt)),
+            "feature": (units, bool(units) and len(units) == site.width(shape, len(prompt))),
         }
-        total = {"position": len(prompt), "key": len(prompt), "head": site.n_heads(shape)}
-        total["feature"] = site.width(shape, len(prompt)) if site.units else 0
-        reached = [layer for layer in resolve_indices(self.around, shape.n_layers, "layer") if layer in has]
-        around = indices | {"layer": [one for one in reached if not site.lacks(self.model, one, edited=True)]}
-        by_axis = {
-            axis: axis_steps(
-                indices[axis], axis in axes, windows.get(axis), len(indices[axis]) == total.get(axis), around[axis]
-            )
-            for axis in site.swept_axes
-        }
+        if site.has_heads:
+            heads = resolve_indices(self.heads, n_heads, "head")
+            chosen["head"] = heads, len(heads) == n_heads
+        if site.has_keys:
+            read = sorted({p for span in keys.values() for p in span.base})
+            chosen["key"] = read, len(read) == len(prompt)
+        by_axis = {}
+        for axis in site.swept_axes:
+            indices, is_all = chosen[axis]
+            reached = around if axis == "layer" else indices
+            by_axis[axis] = axis_steps(indices, axis in axes, windows.get(axis), is_all, reached)
         if self.by_role["position"]:
             seen = {role: tuple(p for p in span.base if p in at) for role, span in spans.items()}
             by_axis["position"] = role_steps({r: p for r, p in seen.items() if p}, "position" in axes, self.spans)
@@ -481,10 +469,9 @@ def axis_steps(
         return [AxisStep(None, None if is_all else tuple(indices))]
     if window is None:
         return [AxisStep(i, (i,)) for i in indices]
-    if window == "cumulative":
-        return [AxisStep(i, tuple(j for j in around if j <= i)) for i in indices]
-    size = int(window)
-    return [AxisStep(i, tuple(j for j in around if i - size // 2 <= j < i - size // 2 + size)) for i in indices]
+    size = 0 if window == "cumulative" else int(window)
+    bounds = [(i - size // 2, i - size // 2 + size) if size else (0, i + 1) for i in indices]
+    return [AxisStep(i, tuple(j for j in around if a <= j < b)) for i, (a, b) in zip(indices, bounds, strict=True)]
 
 
 def role_steps(roles: Mapping[str, tuple[int, ...]], swept: bool, spans: str) -> list[AxisStep]:
