@@ -223,7 +223,7 @@ def test_all_splits_at_once_have_the_mean_of_spearman_of_each():
         ([], {}, "does not name cells"),
         ("z", {}, "does not name cells"),
         ({"layer": [0, 1, 2]}, {}, "These are all cells"),
-        ({"layer": 1.5}, {}, "names no cells"),
+        ({"layer": 1.5}, {}, "has no cell with layer 1.5"),
         ({"layer": 1}, {"match": "head"}, "match"),
         ({"layer": 1}, {}, "No comparable random set exists"),
         ({"layer": 1}, {"metric": "rank"}, "has no metric 'rank'"),

@@ -402,7 +402,7 @@ def test_a_text_that_falls_on_different_tokens_is_shown_side_by_side(models):
         ({"sites": "z", "dataset": [" cat"]}, "dataset= was given, but values='other run'"),
         ({"sites": "z", "values": "mean", "dataset": [[3], [4]]}, "prompts of one token only"),
         ({"sites": "z", "batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"sites": "z", "metric": hw.logit_difference}, "makes a metric when it is called: hw.logit_difference"),
+        ({"sites": "z", "metric": hw.logit_difference}, "is not a metric"),
         ({"sites": "z", "metric": hw.Metric("m", len, site="mlp_out", layer=9)}, "layer=9 is not a layer"),
     ],
 )

@@ -132,7 +132,7 @@ def test_key_value_heads_have_a_column_of_their_own(model):
         (lambda x: (x - x.mean())[:, -1, 5], "its rows depend on one another"),
         (lambda x: x[:, -1, 5] / x.max(), "its rows depend on one another"),
         (lambda x: x[:, -1, 5].softmax(0), "its rows depend on one another"),
-        (lambda x: torch.complex(x[:, -1, 5], x[:, -1, 6]), "gave complex numbers"),
+        (lambda x: torch.complex(x[:, -1, 5], x[:, -1, 6]), "of torch.complex64; it must give one real number per row"),
         (lambda x: (-x[:, -1, 5].abs() - 1).log(), r"gave nan for example 0, from values that are all finite"),
         (lambda x: x[:, -1, 5] / 0, r"gave -?inf for example 0"),
     ],

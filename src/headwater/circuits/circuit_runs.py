@@ -30,7 +30,7 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among
-from headwater.patching.summaries import refuse_other_measure
+from headwater.patching.summaries import refuse_other_run
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Claim, plain_text, table_html, whole_summary, with_interval
@@ -137,7 +137,7 @@ class CircuitRuns(ByMetric):
             raise InputError("other= has other prompts: run the same circuits on the same prompts with other values.")
         table, name = self.table, _chosen(self.table, "circuit", circuit)
         if other is not None:
-            refuse_other_measure("other", other.run, self.run)
+            refuse_other_run("other", other.run, self.run, prompts=False)
             other_name = _chosen(other.table, "circuit", circuit)
             if other.run.options["circuits"][other_name] != self.run.options["circuits"][name]:
                 raise InputError(f"other= ran another circuit than {name}: run the same one with other values.")

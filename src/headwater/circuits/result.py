@@ -23,13 +23,7 @@ from headwater.errors import InputError
 from headwater.kernels.devices import refuse_too_large
 from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
 from headwater.patching.edits import Indices
-from headwater.patching.summaries import (
-    edited_run,
-    refuse_other_measure,
-    refuse_other_options,
-    refuse_other_prompts,
-    summarize,
-)
+from headwater.patching.summaries import edited_run, refuse_other_run, summarize
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, table_html, whole_summary, with_interval
 from headwater.stats.claims import means_of
@@ -281,9 +275,7 @@ class EdgeEffects(ByMetric):
         same = torch.equal(self.chosen, exact.chosen) and self.by_position == exact.by_position
         if not same or self.metrics != exact.metrics or self.sizes != exact.sizes:
             raise InputError("The two do not have the same edges and metrics: run both with the same options.")
-        refuse_other_prompts("exact", exact.run, self.run)
-        refuse_other_options("exact", exact.run, self.run, "through", "positions")
-        refuse_other_measure("exact", exact.run, self.run)
+        refuse_other_run("exact", exact.run, self.run, "direction", "through", "positions")
         ours = self._flat("effects" if self.method == "exact" else "estimates")
         theirs = exact._flat("effects")
         shared = ours + theirs  # NaN where one is missing

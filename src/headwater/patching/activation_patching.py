@@ -351,7 +351,9 @@ class SweepSpec:
         axes, windows, shape = self.axes[site.name], self.windows[site.name], self.model.shape
         has, n_heads, units = site.layers(shape), site.n_heads(shape) if site.has_heads else 0, site.units or ()
         if not (layers := [layer for layer in self.layers if layer in has]):
-            raise InputError(f"layers={shown(self.layers)}, but {site.name} is in layer {', '.join(map(str, has))}.")
+            raise InputError(
+                f"layers={shown(list(self.layers))}, but {site.name} is in layer {', '.join(map(str, has))}."
+            )
         around = [one for one in self.around if one in has and not site.lacks(self.model, one, edited=True)]
         # A dictionary may leave out tokens on which it was not trained, such as the first.
         at = seen_positions(site, prompt, sorted({p for span in spans.values() for p in span.base}))

@@ -41,7 +41,16 @@ from headwater.models.hooked import HookedModel
 from headwater.models.part_names import part_named, parts_of_kind, read_part, within
 from headwater.models.positions import Prompt, Where
 from headwater.models.sites import SITES, place_named, sites_named
-from headwater.options import checked_flag, checked_name, checked_seed, is_one, one_or_several, shown, whole_number
+from headwater.options import (
+    checked_flag,
+    checked_name,
+    checked_seed,
+    checked_several,
+    is_one,
+    one_or_several,
+    shown,
+    whole_number,
+)
 from headwater.patching.edits import CellTable, CellTemplate, Edit, ReplacementSpec, refuse_too_many_cells
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.plan import Plan, check_call, recorded_roles
@@ -109,20 +118,14 @@ def set_name(nodes: Sequence[ActivationNode]) -> str:
 def _read_node(model: HookedModel, entry: object, lengths: Set[int]) -> ActivationNode:
     field_names = [field.name for field in fields(ActivationNode)]
     entry = _by_name(model, entry) if isinstance(entry, str | tuple) else entry
-    if not isinstance(entry, ActivationNode | Mapping):
-        raise InputError(
-            f"{shown(entry)} is not a node: give a mapping such as {{'site': 'z', 'layer': 0, 'head': 1}}."
-        )
     named = entry.described() if isinstance(entry, ActivationNode) else entry
-    values: dict[str, Any] = {str(k): v for k, v in named.items() if v is not None}
-    if unknown := [name for name in values if name not in field_names]:
-        hint = did_you_mean(unknown[0], field_names)
-        raise InputError(f"A node has no {shown(unknown[0])}; it has {', '.join(field_names)}.{hint}")
-    if absent := [name for name in field_names[:2] if name not in values]:
-        raise InputError(f"The node {shown(dict(values))} names no {absent[0]}.")
+    if not isinstance(named, Mapping) or not {"site", "layer"} <= set(named) or not set(named) <= set(field_names):
+        raise InputError(
+            f"{shown(entry)} is not a node: give its site and layer, and any of {', '.join(field_names[2:])}, as in "
+            "{'site': 'z', 'layer': 0, 'head': 1}."
+        )
+    values: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     name, shape = values.pop("site"), model.shape
-    if not isinstance(name, str):
-        raise InputError(f"The site of a node must be a name, not {shown(name)}. Valid: {', '.join(SITES)}.")
     (site,) = sites_named(name, model)
     # Every prompt that is edited must have the token.
     counts = {"layer": shape.n_layers, "position": min(lengths), "key": min(lengths)}
@@ -183,24 +186,24 @@ def read_sets(
 ) -> tuple[ComponentSet, ...]:
     """Read the sets requested, as `ablate` takes them: `single`, the members of one set by kind, or `several`."""
     by_kind = {kind: members for kind, members in single.items() if members is not None}
-    if several is None:
-        return (_read_set(model, by_kind, None, complement),)
-    if by_kind:
-        raise InputError(f"sets= and {next(iter(by_kind))}= were both given: put all sets into sets=, or give one set.")
-    if not isinstance(several, Mapping) and is_one(several):
-        raise InputError(f"sets={shown(several)} holds no sets: give a mapping from names to sets, or a list of sets.")
-    named = list(several.items()) if isinstance(several, Mapping) else [(None, members) for members in several]
+    named: list[tuple[Any, Any]] = [(None, by_kind)]
+    if several is not None:
+        if by_kind:
+            raise InputError(
+                f"sets= and {next(iter(by_kind))}= were both given: put all sets into sets=, or give one set."
+            )
+        wanted = "a mapping from names to sets, or a list of sets"
+        is_named = isinstance(several, Mapping)
+        named = [*several.items()] if is_named else [(None, one) for one in checked_several("sets", several, wanted)]
     if not named:
         raise InputError("sets= is empty: there is nothing to ablate.")
-    read = [_read_set(model, _by_kind(members, name), name, complement) for name, members in named]
-    # Sets of different names may be equal, unnamed sets may not; equal names are numbered.
-    distinct: list[ComponentSet] = []
-    for candidate in read:
-        if any(other.members == candidate.members and other.name == candidate.name for other in distinct):
-            raise InputError(f"The set {shown(candidate.name)} was given twice: give it once, or name both.")
-        count = sum(other.name.split(" #")[0] == candidate.name for other in distinct)
-        distinct.append(replace(candidate, name=f"{candidate.name} #{count + 1}") if count else candidate)
-    return tuple(distinct)
+    sets: list[ComponentSet] = []
+    for name, members in named:
+        read = _read_set(model, _by_kind(members, name), name, complement)
+        # Sets without names may have equal names, as "9 heads": the later ones are numbered.
+        count = sum(other.name.split(" #")[0] == read.name for other in sets)
+        sets.append(replace(read, name=f"{read.name} #{count + 1}") if count else read)
+    return tuple(sets)
 
 
 def _by_kind(members: object, name: object) -> dict[str, Any]:
@@ -260,12 +263,13 @@ def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
 
 def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
     neurons: list[tuple[int, ...]] = []
-    for member in [listed] if is_one(listed) else listed:
+    for member in one_or_several(listed):
         try:
             layer, neuron = map(whole_number, member)
         except (TypeError, ValueError):
-            wanted = "give a list of pairs (layer, neuron), as [(0, 1), (2, 3)]"
-            raise InputError(f"neurons= holds {shown(member)}: {wanted}.") from None
+            raise InputError(
+                f"neurons= holds {shown(member)}: give a list of pairs (layer, neuron), as [(0, 1), (2, 3)]."
+            ) from None
         layer = within(layer, shape.n_layers, "layer")
         neurons.append((layer, within(neuron, shape.d_mlp, "neuron", f" in layer {layer}")))
     return neurons
@@ -299,14 +303,12 @@ def _called(kind: str, member: object) -> str:
 
 
 def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
-    names = [
-        f"feature {number} of {member.name}" if kind == FEATURES else _called(kind, member)
-        for kind, listed in members.items()
-        for member, number in ((m, n) for m in listed for n in (m.units if kind == FEATURES else (None,)))
-    ]
+    by_kind = {kind: [_called(kind, one) for one in listed] for kind, listed in members.items() if kind != FEATURES}
+    if FEATURES in members:
+        by_kind[FEATURES] = [f"feature {number} of {one.name}" for one in members[FEATURES] for number in one.units]
+    names = [name for listed in by_kind.values() for name in listed]
     if len(names) > NAMED_IN_FULL:
-        sizes = {k: sum(len(m.units) if k == FEATURES else 1 for m in listed) for k, listed in members.items()}
-        names = [f"{size:,} {kind}" for kind, size in sizes.items() if size]
+        names = [f"{len(listed):,} {kind}" for kind, listed in by_kind.items() if listed]
     return f"all {' and '.join(members)} but {', '.join(names)}" if complement else ", ".join(names)
 
 

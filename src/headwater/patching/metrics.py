@@ -73,16 +73,13 @@ class Metric:
         what = f"The metric {self.name!r}, called with {len(inputs)} tensor{'s' * (len(inputs) > 1)}, failed"
         with failures_named(what):
             measured = self.function(*inputs)
-        if not isinstance(measured, Tensor) or measured.shape != values.shape[:1]:
-            found = tuple(measured.shape) if isinstance(measured, Tensor) else type(measured).__name__
+        if not isinstance(measured, Tensor) or measured.shape != values.shape[:1] or measured.is_complex():
+            found = type(measured).__name__
+            if isinstance(measured, Tensor):
+                found = f"{tuple(measured.shape)} of {measured.dtype}"
             raise InputError(
                 f"The metric {self.name!r} was given values of shape {tuple(values.shape)} (row, kept position, width) "
-                f"and gave {found}; it must give one number per row, shape ({values.shape[0]},)."
-            )
-        if measured.is_complex():
-            raise InputError(
-                f"The metric {self.name!r} gave complex numbers ({measured.dtype}); it must give real ones: take .real "
-                "or .abs() of them."
+                f"and gave {found}; it must give one real number per row, shape ({values.shape[0]},)."
             )
         return measured
 
@@ -98,7 +95,7 @@ class Metric:
         each batch.
         """
         values, ids, clean = values.float(), [one[:1] for one in answers], None if clean is None else clean[:1].float()
-        if self.at == "last":
+        if self.at == "last" and type(values) is Tensor:  # another tensor subclass cannot be marked as well
             self.measure(_Last.of(values[:1]), ids, None if clean is None else _Last.of(clean))
         # Reversed, so that answers' columns differ; scaled and shifted, so that a mean over rows differs from one row.
         both = torch.cat([values[:1], 2 * values[:1].flip(-1) + 1])
@@ -242,19 +239,15 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
             metrics.append(entry)
         elif isinstance(entry, str) and entry in METRICS and not answers_of(entry):
             metrics.append(METRICS[entry]())
-        elif uncalled := next(
-            (name for name, maker in METRICS.items() if maker is entry or (isinstance(entry, str) and entry == name)),
-            None,
-        ):
-            maker = METRICS[uncalled]
-            called = f"hw.{uncalled}" if maker.__module__ == __name__ else maker.__name__
-            raise InputError(f"{called} makes a metric when it is called: {called}({', '.join(answers_of(uncalled))}).")
-        elif callable(entry):
-            metrics.append(Metric(getattr(entry, "__name__", type(entry).__name__), partial(_on_a_copy, entry)))
+        elif callable(entry) and entry not in METRICS.values():
+            # A copy, because it may edit its input in place, and other metrics read the same tensor.
+            own = partial(lambda function, values: function(values.clone()), entry)
+            metrics.append(Metric(getattr(entry, "__name__", type(entry).__name__), own))
         else:
             near = did_you_mean(entry, METRICS) if isinstance(entry, str) else ""
             raise InputError(
-                f"{shown(entry)} is not a metric.{near} Use hw.logit_difference(...), hw.kl_divergence() or a function."
+                f"{shown(entry)} is not a metric.{near} Call hw.logit_difference(...), hw.rank(...) or another with "
+                "its answers, hw.kl_divergence() without any, or give a function."
             )
     names = [entry.name for entry in metrics]
     if not names or len(set(names)) < len(names):
@@ -272,15 +265,11 @@ def metric_of_a_claim(metric: Measures) -> Metric:
     return metrics[0]
 
 
-def _on_a_copy(function: Callable[..., Tensor], values: Tensor) -> Tensor:
-    """Apply a function to a copy, because it may edit its input in place."""
-    # Other metrics read the same tensor.
-    return function(values.clone())
-
-
 def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_vocab: int) -> Int[Tensor, " example"]:
     """Return the token id of an answer for each prompt."""
-    tokens = _each(answer, n_examples)
+    tokens = [answer] * n_examples
+    if not is_one(answer):
+        tokens = checked_several("an answer", answer, "a token, or a list with a token for each prompt")
     if len(tokens) != n_examples:
         raise InputError(
             f"{len(tokens)} answer{'s' * (len(tokens) != 1)} for {n_examples} prompt{'s' * (n_examples != 1)}: "
@@ -290,13 +279,6 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
     if outside := [i for i in ids if not 0 <= i < d_vocab]:
         raise InputError(f"Token id {outside[0]} is outside the model's vocabulary of {d_vocab}.")
     return torch.tensor(ids)
-
-
-def _each(answer: object, n_examples: int) -> list[object]:
-    """Repeat one answer for every prompt, or return the answers as a list."""
-    if is_one(answer):
-        return [answer] * n_examples
-    return checked_several("an answer", answer, "a token, or a list with a token for each prompt")
 
 
 def _token_id(answer: object, tokenizer: Tokenizer | None) -> int:
@@ -310,14 +292,9 @@ def _token_id(answer: object, tokenizer: Tokenizer | None) -> int:
     ids, _ = encode(tokenizer, answer)
     if len(ids) != 1:
         spaced, _ = encode(tokenizer, " " + answer)
-        hint = f" With a leading space, {' ' + answer!r} is one." if len(spaced) == 1 else ""
-        pieces = [tokenizer.decode([i]) for i in ids]
-        first = (
-            f" If other answers begin differently, give its first token, {pieces[0]!r}, as id {ids[0]}." if ids else ""
-        )
-        raise InputError(
-            f"The answer {answer!r} is {len(ids):,} tokens, {shown(pieces)}; a metric needs one token.{hint or first}"
-        )
+        hint = f"With a leading space, {' ' + answer!r} is one." if len(spaced) == 1 else "Token ids are taken as well."
+        pieces = shown([tokenizer.decode([i]) for i in ids])
+        raise InputError(f"The answer {answer!r} is {len(ids):,} tokens, {pieces}; a metric needs one token. {hint}")
     return int(ids[0])
 
 

@@ -27,7 +27,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.errors import InputError, InterventionError, did_you_mean
+from headwater.errors import InputError, did_you_mean
 from headwater.models.edits import Hook, read_hook
 from headwater.models.forward import finite_output
 from headwater.models.hooked import HookedModel
@@ -291,22 +291,6 @@ def compute_values(replacement: Replacement, request: ValueRequest) -> Replaceme
     known = [example // replacement.inputs.pair.draws for example in request.examples]
     change = replacement.written if replacement.changes else None
     return ReplacementValues(replacement.values(request), change, known, request.lengths, replacement.samples or 1)
-
-
-def refuse_values_that_change_nothing(replacement: Replacement, outcome: int) -> None:
-    """Refuse values that left every row of a whole sweep unchanged, unless they are meant to.
-
-    `outcome`: the highest of `NOT_WRITTEN`, `LEFT` and `CHANGED` in any part of the sweep.
-    """
-    inputs = replacement.inputs
-    if outcome == LEFT and not replacement.is_control:
-        label = f" ({replacement.label})" if replacement.label not in (None, inputs.kind) else ""
-        sites = ", ".join(site.name for site in inputs.sites)
-        raise InterventionError(
-            f"The {inputs.kind}{label} given as values left every row of {sites} unchanged, at all requested "
-            "layers and positions: nothing was edited. Return another activation there, or choose other layers and "
-            "positions."
-        )
 
 
 class _OfDataset(Replacement):

@@ -676,7 +676,7 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
     order = np.argsort(cells.template, kind="stable")
     begins = np.searchsorted(cells.template[order], np.arange(1, len(cells.templates)))
     for template, alike in zip(cells.templates, np.split(order, begins), strict=True):
-        for edit, layer in [(one, layer) for one in template.edits for layer in one.layers]:
+        for edit, layer in [(one, layer) for one in template.edits if len(alike) for layer in one.layers]:
             product = arrays[edit.site.name, layer, edit.source_layer_of(layer), edit.sample]
             covered = zip(_covered(edit), product.shape[1:], strict=True)
             places = [np.arange(length) if at is None else np.array(at) for at, length in covered]

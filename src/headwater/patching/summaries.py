@@ -41,8 +41,6 @@ ROLES = {"role": "position", "key_role": "key"}
 SMALL_GAP = 0.1
 """Fraction of the median gap: a pair with a smaller gap is reported."""
 RESAMPLES = 2000
-LISTED = 12
-"""Most values of a column that a message lists."""
 
 
 def tokens_by_role(columns: Iterable[str]) -> set[str]:
@@ -125,12 +123,11 @@ def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, object]) -> pd.DataFram
     for column, value in fixed.items():
         present = table[column].tolist() if column in table.columns else []
         if not isinstance(value, str | Integral) or value not in present:
-            names = [str(one) for one in dict.fromkeys(present) if not pd.isna(one)]
-            listed = f"; it has {', '.join(names[:LISTED])}{', ...' if len(names) > LISTED else ''}" if names else ""
             if column not in table.columns:
                 near = f"it is not a column of its table.{did_you_mean(column, table.columns)}"
                 raise InputError(f"A sweep has no {column}= to fix or draw: {hint_for('plot', column) or near}")
-            raise InputError(f"This sweep has no {column} {shown(value)}{listed}.")
+            names = ", ".join(str(one) for one in dict.fromkeys(present) if not pd.isna(one))
+            raise InputError(f"This sweep has no {column} {shown(value)}; it has {names}.")
         table = table[table[column] == value]
     return table
 
@@ -244,46 +241,30 @@ def prompts_of(run: RunRecord) -> tuple[Any, Any, Any]:
     return clean, corrupted, run.options.get("corruption")
 
 
-def refuse_other_prompts(option: str, other: RunRecord, run: RunRecord) -> None:
-    """Refuse to compare a run with one on other prompts, or one that edited the other run of each pair."""
-    if prompts_of(other) != prompts_of(run):
-        raise InputError(f"{option}= has other prompts: run both on the same ones.")
-    refuse_other_options(option, other, run, "direction")
+def refuse_other_run(
+    option: str, other: RunRecord, run: RunRecord, *options: str, prompts: bool = True, answers: bool = True
+) -> None:
+    """Refuse to compare runs of other weights, prompts or `options`, or whose metrics of one name have other code.
 
-
-def refuse_other_options(option: str, other: RunRecord, run: RunRecord, *names: str) -> None:
-    """Refuse to compare runs that differ in one of these options; of values, only the kind counts.
-
-    The arguments of values may be one for each prompt, such as a tensor.
-    """
-    for name in names:
-        theirs, ours = (
-            [*value] if name == "values" and isinstance(value, dict) else value
-            for value in (record.options.get(name) for record in (other, run))
-        )
-        if theirs != ours:
-            raise InputError(f"{option}= has {name}={shown(theirs)}, this one {shown(ours)}: run both with the same.")
-
-
-def refuse_other_measure(option: str, other: RunRecord, run: RunRecord, *, same_prompts: bool = True) -> None:
-    """Refuse to compare a run of other weights, or whose metrics of the same name have other answers or code.
-
-    On other prompts, answers and positions are their own.
+    On other prompts, the answers and positions of a metric are their own. Of values, which may be one for each prompt,
+    only the kind counts.
     """
     if other.fingerprint != run.fingerprint:
         raise InputError(f"{option}= is of other weights ({other.model}): run both on the same model.")
-    own = () if same_prompts else ("answers", "at")
-    theirs, ours = (
-        {
-            one["name"]: {key: value for key, value in one.items() if key not in own}
-            for one in record.options.get("metrics", ())
-        }
-        for record in (other, run)
-    )
-    for name in theirs.keys() & ours.keys():
-        if theirs[name] != ours[name]:
-            what = "answers" if theirs[name].get("answers") != ours[name].get("answers") else "positions or code"
-            raise InputError(f"{option}= measured {name} with other {what}: run both with the same metric.")
+    if prompts and prompts_of(other) != prompts_of(run):
+        raise InputError(f"{option}= has other prompts: run both on the same ones.")
+    for name in options:
+        values = (record.options.get(name) for record in (other, run))
+        theirs, ours = ([*one] if name == "values" and isinstance(one, dict) else one for one in values)
+        if theirs != ours:
+            raise InputError(f"{option}= has {name}={shown(theirs)}, this one {shown(ours)}: run both with the same.")
+    metrics = {metric["name"]: metric for metric in run.options.get("metrics", ())}
+    for theirs in other.options.get("metrics", ()):
+        ours = metrics.get(theirs["name"], theirs)
+        differing = [key for key in ours if theirs.get(key) != ours[key] and (answers or key not in ("answers", "at"))]
+        if differing:
+            what = "answers" if "answers" in differing else "positions or code"
+            raise InputError(f"{option}= measured {ours['name']} with other {what}: run both with the same metric.")
 
 
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame, coordinates: Sequence[str]) -> pd.DataFrame:
@@ -354,11 +335,8 @@ class CellEffects:
                     raise InputError(f"A cell of this sweep has no {shown(name)}; it has {', '.join(self.columns)}.")
                 values = list(wanted) if isinstance(wanted, list | tuple | set | range | np.ndarray) else [wanted]
                 present = self.named[name].dropna().tolist()
-                if absent := [value for value in values if not isinstance(value, str | int | np.integer)]:
-                    raise InputError(
-                        f"{name}={shown(absent[0])} names no cells; give a number, a name, or a list of them."
-                    )
-                if absent := [value for value in values if value not in present]:
+                absent = [one for one in values if not isinstance(one, str | int | np.integer) or one not in present]
+                if absent:
                     raise InputError(f"This sweep has no cell with {name} {shown(absent[0])}.")
                 fits &= self.named[name].isin(values).fillna(False).to_numpy(dtype=bool)
             if not fits.any():

@@ -34,7 +34,7 @@ from headwater.patching import summaries
 from headwater.patching.edits import AXES
 from headwater.patching.plan import Measured, Plan, wave_tokens, waves
 from headwater.patching.prompts import DIRECTIONS, prompt_options
-from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
+from headwater.patching.replacements import CHANGED, LEFT, NOT_WRITTEN
 from headwater.patching.runners import AttributionRunner, CannotStepError, Runner, WalkRunner, WholeRuns
 from headwater.patching.summaries import MATCH, CellEffects, MeasureName, NormalizeName
 from headwater.progress import progress_bar, say, spelled_time
@@ -110,9 +110,15 @@ def run_sweep(
                 if bool(piece["whole"]):
                     measuring.runner = WholeRuns
                 outcome = max(outcome, int(piece.get("outcome", CHANGED)))
-        if replacement is not None:
-            # Checked at the end: one piece may change nothing by chance, but not all pieces together.
-            refuse_values_that_change_nothing(replacement, outcome)
+        # Checked at the end: one piece may change nothing by chance, but not all pieces together.
+        if replacement is not None and outcome == LEFT and not replacement.is_control:
+            kind, label = replacement.inputs.kind, replacement.label
+            sites = ", ".join(site.name for site in replacement.inputs.sites)
+            raise InterventionError(
+                f"The {kind}{f' ({label})' if label not in (None, kind) else ''} given as values left every row of "
+                f"{sites} unchanged, at all requested layers and positions: nothing was edited. Return another "
+                "activation there, or choose other layers and positions."
+            )
         # Counted by the run's own mask: a sliding-window layer may see none of the edges that a knockout severs.
         nothing = measured.edges == 0
         if bool(nothing.any()):
@@ -243,7 +249,7 @@ class _Measuring:
             # Freed before the next group's runs are made: both at once would need twice the memory.
             self._current = None
             try:
-                self._current = examples, self.runner(self.plan, examples)
+                runner = self.runner(self.plan, examples)
             except CannotStepError as error:
                 self.runner = WholeRuns
                 warnings.warn(
@@ -251,8 +257,8 @@ class _Measuring:
                     "are the same; it takes longer.",
                     stacklevel=7,
                 )
-        if self._current is None:
-            self._current = examples, self.runner(self.plan, examples)
+                runner = WholeRuns(self.plan, examples)
+            self._current = examples, runner
         return self._current[1]
 
 
@@ -414,9 +420,8 @@ class Sweep(Result):
                 raise InputError(f"{option}= has no column {measure}: give a sweep of pairs, or value='effect'.")
             if option == "other":
                 summaries.refuse_other_ablation(sweep.run, self.run, measure)
-            else:
-                summaries.refuse_other_options(option, sweep.run, self.run, "direction", "values")
-            summaries.refuse_other_measure(option, sweep.run, self.run, same_prompts=option == "other")
+            alike = () if option == "other" else ("direction", "values")
+            summaries.refuse_other_run(option, sweep.run, self.run, *alike, prompts=False, answers=option == "other")
             other_scores = CellEffects(sweep.table, sweep.coordinates, measure, scores.metric)
             same[option] = other_scores.of(other_scores.same(scores, chosen))
             if option == "held_out" and (shared := summaries.shared_prompts(self.run, sweep.run)):
@@ -441,11 +446,6 @@ class Sweep(Result):
         if self.engine == AttributionRunner.name:
             sentences.append("These effects are linear estimates from gradients, not runs with the edit.")
         sentences += summaries.edited_run(self.run.options)
-        names: dict[str, str] = {}  # names of ablated sets by their members
-        for one in self.run.options.get("sets", []):  # type: ignore[attr-defined]
-            members = repr({kind: sorted(map(str, some)) for kind, some in one.items() if kind != "name" and some})
-            if (first := names.setdefault(members, one["name"])) != one["name"]:
-                sentences.append(f"The sets {first!r} and {one['name']!r} have the same members.")
         return [*sentences, *summaries.notes_on_averages(self.table, self.tokens, self.coordinates, value)]
 
     def warn_of_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
@@ -507,8 +507,7 @@ class Sweep(Result):
             InputError: the sweeps do not have the same cells.
         """
         exact = checked_kind("exact", exact, Sweep, "hw.patch(...)")
-        summaries.refuse_other_prompts("exact", exact.run, self.run)
-        summaries.refuse_other_measure("exact", exact.run, self.run)
+        summaries.refuse_other_run("exact", exact.run, self.run, "direction")
         return summaries.agreement(self.table, exact.table, COORDINATES)
 
 
