@@ -121,11 +121,6 @@ class CellTemplate:
     token_at: tuple[int, ...] | None = None
     """The positions whose tokens the table shows."""
 
-    @cached_property
-    def first_position(self) -> int:
-        """The first position whose state can change."""
-        return min((edit.first_position for edit in self.edits), default=NEVER)
-
 
 @dataclass(frozen=True, eq=False)
 class CellTable:
@@ -178,7 +173,8 @@ class CellTable:
     @cached_property
     def first_position(self) -> Int[np.ndarray, " cell"]:
         """By cell: the first position whose state can change."""
-        return np.array([one.first_position for one in self.templates], dtype=np.int64)[self.template]
+        firsts = [min((edit.first_position for edit in one.edits), default=NEVER) for one in self.templates]
+        return np.array(firsts, dtype=np.int64)[self.template]
 
     def parents(self) -> Int[np.ndarray, " cell"]:
         """Return by cell its parent, the last cell of its nest; -1 for a parent itself and for cells without a nest."""

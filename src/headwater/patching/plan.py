@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -136,7 +137,7 @@ class Plan:
         read = [answers for m, answers in zip(self.metrics, self.answers, strict=True) if m.site == LOGITS]
         if not read or any(metric.needs_all for metric in self.metrics if metric.site == LOGITS):
             return None
-        # In the order of the metrics: `Readout._answers` counts columns the same way.
+        # In the order of the metrics: `Readout.apply` counts columns the same way.
         return torch.stack([ids for answers in read for ids in answers], 1)
 
     def reading(self, metric: Metric, edits: Sequence[Edit]) -> Reading:
@@ -203,11 +204,12 @@ class Group:
         batch = Batch.of(ids, pad_id(self.plan.model.tokenizer))
         if pair.other is None:
             return batch.named(examples)
-        kinds = ["clean" if pair.is_clean(side) else "corrupted" for side in sides]
-        if pair.corruption is None:
-            return batch.named(f"{i} ({kind} prompt)" for kind in kinds for i in examples)
-        draws = [divmod(i, pair.draws) for i in examples]
-        return batch.named(f"{i} ({kind} run, sample {draw})" for kind in kinds for i, draw in draws)
+        names = []
+        for side, i in product(sides, examples):
+            kind, (prompt, draw) = "clean" if pair.is_clean(side) else "corrupted", divmod(i, pair.draws)
+            name = f"{i} ({kind} prompt)" if pair.corruption is None else f"{prompt} ({kind} run, sample {draw})"
+            names.append(name)
+        return batch.named(names)
 
     def corrupting(self, *sides: Side, rows: Sequence[int] | None = None) -> list[Hook]:
         """Return the corruption hooks, without edits, for a `batch` of these sides or for some of its rows."""
@@ -285,8 +287,19 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     for group in groups:
         examples = range(group[0], group[-1] + 1)
         cells = plan.cells.among(examples)
-        for wave in _cut(plan.cells.part(cells), of_cell[cells.start : cells.stop], most):
-            yield examples, range(cells.start + wave.start, cells.start + wave.stop)
+        part, filled = plan.cells.part(cells), np.cumsum(of_cell[cells.start : cells.stop])
+        # A wave may begin only at a cell that is not in one nest with the cell before it.
+        number = {nest: i for i, nest in enumerate(dict.fromkeys(one.nest for one in part.templates))}
+        by_template = [-1 if one.nest is None else number[one.nest] for one in part.templates]
+        nest = np.array(by_template, dtype=np.int64)[part.template]
+        begins = 1 + np.flatnonzero((nest[1:] < 0) | (nest[1:] != nest[:-1]))
+        start, before = 0, 0
+        while start < len(part):
+            over = int(np.searchsorted(filled, before + most, side="right"))
+            later = begins[np.searchsorted(begins, max(over, start + 1)) :]
+            stop = int(later[0]) if over < len(part) and len(later) else len(part)
+            yield examples, range(cells.start + start, cells.start + stop)
+            start, before = stop, int(filled[stop - 1])
 
 
 def wave_tokens(model: HookedModel) -> int:
@@ -295,23 +308,6 @@ def wave_tokens(model: HookedModel) -> int:
         return WAVE_TOKENS
     of_a_token = sum(parameter.numel() for parameter in model.raw.blocks.parameters())
     return min(WAVE_TOKENS, max(CPU_TOKENS, int(CPU_WORK / of_a_token)))
-
-
-def _cut(cells: CellTable, tokens: Int[np.ndarray, " cell"], most: int) -> Iterator[range]:
-    """Cut a group's cells into waves of at most so many tokens; the cells of a nest stay together."""
-    filled = np.cumsum(tokens)
-    numbers = {nest: number for number, nest in enumerate(dict.fromkeys(template.nest for template in cells.used))}
-    by_template = [-1 if one.nest is None else numbers.get(one.nest, -1) for one in cells.templates]
-    nest = np.array(by_template, dtype=np.int64)[cells.template]
-    # A wave may begin only at a cell that is not in one nest with the cell before it.
-    begins = 1 + np.flatnonzero((nest[1:] < 0) | (nest[1:] != nest[:-1]))
-    start, before = 0, 0
-    while start < len(cells):
-        over = int(np.searchsorted(filled, before + most, side="right"))
-        later = begins[np.searchsorted(begins, max(over, start + 1)) :]
-        stop = int(later[0]) if over < len(cells) and len(later) else len(cells)
-        yield range(start, stop)
-        start, before = stop, int(filled[stop - 1])
 
 
 def check_call(model: object, batch_size: object) -> int | None:
@@ -448,7 +444,15 @@ class Readout:
             part = read if len(rows) == len(owners) else read[to_device(rows, read.device)]
             who = owners[rows]
             values = self._metric_positions(m, part, who)
-            answers = self._answers(m, reading, who, read.device)
+            if self._answer_tokens is None or reading[0] != LOGITS:
+                among = torch.from_numpy(who + self.examples.start)
+                answers = [to_device(ids[among], read.device) for ids in self.plan.answers[m]]
+            else:
+                # Only answers were read: columns follow those of the logit metrics in turn, see `Plan.only_answers`.
+                pairs = zip(self.plan.answers[:m], self.plan.metrics, strict=False)
+                column = sum(len(ids) for ids, one in pairs if one.site == LOGITS)
+                columns = range(column, column + len(self.plan.answers[m]))
+                answers = [torch.full((len(who),), k, device=read.device) for k in columns]
             clean = None
             if metric.against_clean and self._clean is not None:
                 # Detached: with attribution the clean run is only compared with, not differentiated.
@@ -492,17 +496,6 @@ class Readout:
                         columns[examples, m] = self.apply(m, reading, values, examples)
             table[reading] = columns
         return table
-
-    def _answers(self, m: int, reading: Reading, owners: Indices, device: torch.device) -> list[Tensor]:
-        """Return the index of a metric's answers in a reading: token ids, or columns if only answers were read."""
-        answers = self.plan.answers[m]
-        if self._answer_tokens is None or reading[0] != LOGITS:
-            among = torch.from_numpy(owners + self.examples.start)
-            return [to_device(ids[among], device) for ids in answers]
-        pairs = zip(self.plan.answers[:m], self.plan.metrics, strict=False)
-        # Columns follow the answers of the logit metrics in turn, as `Plan.only_answers` stacks them.
-        before = sum(len(ids) for ids, metric in pairs if metric.site == LOGITS)
-        return [torch.full((len(owners),), before + k, device=device) for k in range(len(answers))]
 
     def _metric_positions(self, m: int, read: Tensor, owners: Indices) -> Tensor:
         """Take one metric's positions from those kept for all metrics; these examples have the same number of them."""

@@ -149,34 +149,6 @@ def places_among(prompts: Sequence[Sequence[int]], seen: Iterable[Sequence[int]]
     return [number for number, ids in enumerate(prompts) if tuple(ids) in known]
 
 
-def span_of(
-    where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int, role: str | None = None
-) -> AlignedSpan:
-    """Return the positions of a name, or of a role, in each prompt of a pair.
-
-    A word that is in only one of two prompts of one length has the same positions in the other.
-    """
-    find = positions_of if role is None else partial(role_in, role)
-    if other is None:
-        alone = find(where, base, example, n)
-        return AlignedSpan(alone, alone)
-    found: list[tuple[int, ...]] = []
-    absent: InputError | None = None
-    of_one_length = len(base) == len(other)
-    for prompt, side in ((base, base_side), (other, 1 - base_side)):
-        try:
-            found.append(find(where, prompt, example, n, side))
-        except InputError as error:
-            # Token ids cannot be searched for a text: it counts as absent.
-            if not (isinstance(error, AbsentError) or (prompt.text is None and of_one_length)):
-                raise
-            absent = error
-    if absent is not None and not (found and of_one_length):
-        advice = " If the lengths of a pair differ, name both words: (the clean prompt's, the corrupted one's)."
-        raise InputError(f"{absent}{advice * (not of_one_length)}")
-    return AlignedSpan(found[0], found[-1])
-
-
 def aligned_spans(
     where: Any,
     base: Sequence[Prompt],
@@ -199,13 +171,34 @@ def aligned_spans(
     for number, (first, second) in enumerate(zip(base, other, strict=True)):
         i, lengths = number // draws, (len(first), None if second is None else len(second))
         if not shared or lengths not in by_lengths:
-            spans = by_lengths[lengths] = {
-                role: span_of(place, first, second, i, n, base_side, role if by_role else None)
-                for role, place in roles.items()
-            }
+            of_one_length = second is not None and len(first) == len(second)
+            sides = [(first, base_side)] + ([] if second is None else [(second, 1 - base_side)])
+            spans: dict[str, AlignedSpan] = {}
+            for role, place in roles.items():
+                find = partial(role_in, role, place) if by_role else partial(positions_of, place)
+                found: list[tuple[int, ...]] = []
+                absent: InputError | None = None
+                for prompt, side in sides:
+                    try:
+                        found.append(find(prompt, i, n, None if second is None else side))
+                    except InputError as error:
+                        # Token ids cannot be searched for a text: it counts as absent.
+                        if second is None or not (
+                            isinstance(error, AbsentError) or (prompt.text is None and of_one_length)
+                        ):
+                            raise
+                        absent = error
+                # A word that is in only one of two prompts of one length has the same positions in the other.
+                if absent is not None and not (found and of_one_length):
+                    advice = (
+                        " If the lengths of a pair differ, name both words: (the clean prompt's, the corrupted one's)."
+                    )
+                    raise InputError(f"{absent}{advice * (not of_one_length)}")
+                spans[role] = AlignedSpan(found[0], found[-1])
+            by_lengths[lengths] = spans
             for role, span in spans.items():
                 name, at = f"The role {role!r}" if by_role else shown(where), f"{span.base} and {span.other}"
-                if second is not None and not by_role and lengths[0] == lengths[1] and span.base != span.other:
+                if of_one_length and not by_role and span.base != span.other:
                     raise InputError(
                         f"{name} falls on different tokens in the two prompts of pair {i}: {at}.\n"
                         f"{side_by_side(first, second)}"
@@ -218,20 +211,6 @@ def aligned_spans(
                     )
         resolved.append(by_lengths[lengths])
     return resolved
-
-
-def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan], example: int) -> dict[int, int]:
-    """Return, for each token that a role of the positions or keys covers, the matching token of the other prompt."""
-    by_token: dict[int, tuple[str, int]] = {}
-    for role, span in (*spots.items(), *keys.items()):
-        for in_base, in_other in zip(span.base, span.other, strict=True):
-            first, earlier = by_token.setdefault(in_base, (role, in_other))
-            if earlier != in_other:
-                raise InputError(
-                    f"Token {in_base} of pair {example} is {first!r} and {role!r}, which are two different tokens "
-                    f"({earlier} and {in_other}) of the other prompt."
-                )
-    return {in_base: in_other for in_base, (_, in_other) in by_token.items()}
 
 
 def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tuple[int, ...]:
@@ -338,7 +317,16 @@ class PromptPair:
         for i, (at, to, base, other) in enumerate(zip(spans, of_keys, self.prompts, others, strict=True)):
             of_one_length = other is None or len(base) == len(other)
             if (same := (id(at), id(to), of_one_length)) not in cache:
-                pairs = matched_tokens(at, to, i)
+                by_token: dict[int, tuple[str, int]] = {}
+                for role, span in (*at.items(), *to.items()):
+                    for in_base, in_other in zip(span.base, span.other, strict=True):
+                        first, earlier = by_token.setdefault(in_base, (role, in_other))
+                        if earlier != in_other:
+                            raise InputError(
+                                f"Token {in_base} of pair {i} is {first!r} and {role!r}, which are two different "
+                                f"tokens ({earlier} and {in_other}) of the other prompt."
+                            )
+                pairs = {in_base: in_other for in_base, (_, in_other) in by_token.items()}
                 in_place = of_one_length and all(in_base == in_other for in_base, in_other in pairs.items())
                 cache[same] = None if in_place else pairs
             matched.append(cache[same])

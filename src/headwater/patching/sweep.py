@@ -97,8 +97,13 @@ def run_sweep(
         planned, outcome = list(waves(plan)), NOT_WRITTEN
         # Attribution needs few runs, however many cells there are.
         if run.progress and runner is not AttributionRunner:
+            # A cell runs from its first edit on; of that layer, half counts.
+            first = [min((edit.layers.start for edit in one.edits), default=0) for one in plan.cells.templates]
+            depth = 1 - (np.array(first) + 0.5) / plan.model.shape.n_layers
+            lengths = np.array([len(prompt) for prompt in pair.base])[plan.cells.example]
+            tokens = np.maximum(lengths - plan.cells.first_position, 0) * depth[plan.cells.template]
             what, advice = f"{len(plan.cells):,} cells", "Fewer layers, positions or prompts take less time."
-            say_how_long(plan.model, what, _whole_tokens(plan), advice, progress=run.progress)
+            say_how_long(plan.model, what, tokens.sum(), advice, progress=run.progress)
         with run.bar("cells", "cell", len(plan.cells)) as bar:
             # The tokens are part of a piece's name: another device may cut the same run into other waves.
             stage = f"wave-of-{wave_tokens(plan.model)}"
@@ -139,18 +144,6 @@ def run_sweep(
         return Sweep(tabulate(plan, measured), run.record, strings, measuring.runner.name)
 
     return run_or_resume(Sweep, analysis, plan.model, options, work, out=out, seed=seed, progress=progress)
-
-
-def _whole_tokens(plan: Plan) -> float:
-    """Return how many tokens of whole runs take as much compute as the cells.
-
-    A cell runs from its first edit on; of that layer, half counts.
-    """
-    cells, n_layers = plan.cells, plan.model.shape.n_layers
-    first = [min((edit.layers.start for edit in template.edits), default=0) for template in cells.templates]
-    depth = 1 - (np.array(first) + 0.5) / n_layers
-    lengths = np.array([len(prompt) for prompt in plan.pair.base])[cells.example]
-    return float((np.maximum(lengths - cells.first_position, 0) * depth[cells.template]).sum())
 
 
 # An estimate of how long work takes, reported before anything that takes over a minute:
