@@ -163,7 +163,7 @@ def test_a_model_that_changed_since_is_refused():
         (lambda board: board.change(3), "holds no nodes"),
         (lambda board: board.change([3]), "is not a node"),
         (lambda board: board.change([{"site": "z"}]), "give its site and layer"),
-        (lambda board: board.change([{"site": "z", "layer": 0, "hed": 1}]), "Did you mean 'head'"),
+        (lambda board: board.change([{"site": "z", "layer": 0, "hed": 1}]), "any of position, head, key"),
         (lambda board: board.change([{"site": "z", "layer": "x"}]), "is a whole number"),
         (lambda board: board.change([{"site": "resid_pre", "layer": 0, "head": 1}]), "has no head"),
         (lambda board: board.change([{"site": "z", "layer": 0}, {"site": "z", "layer": 0}]), "named twice"),

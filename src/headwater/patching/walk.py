@@ -20,7 +20,6 @@ attention and MLP the walk holds the tensor itself; within them a hook replaces 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -444,10 +443,8 @@ class Walk:
         self.rows = self.joining[:0]
         self._row = np.full(len(variants), -1)
         """By variant: its row, once it has joined; -1 before, and if it has none."""
-        most, counts = (
-            max((len(one.kept) for one in distinct), default=0),
-            np.array([len(one.kept) for one in distinct]),
-        )
+        counts = np.array([len(one.kept) for one in distinct])
+        most = max(counts, default=0)
         # Padded by repetition, so that indices of padding are valid.
         positions = np.array([(*one.kept, *one.kept[-1:] * (most - len(one.kept))) for one in distinct])
         self._kept = positions, np.arange(most) < counts[:, None]
@@ -510,6 +507,8 @@ class Walk:
 
     def _step(self, layer: int, rows: RowTable) -> None:
         """Pass the rows of one tile through one block; the residual stream is updated only at the end."""
+        # None unless a sublayer is in progress whose hooks edit this tile, also after it ran out of memory.
+        self._tile = None
         tile, recorded = Tile(rows, self.residual.device), self._taken(int(rows[:1].stage_in(layer)[0]))
         residual = self._at(Stage.BLOCK_INPUT, layer, tile, self.residual[tile.places])
         attended = self._at(Stage.ATTENTION_OUTPUT, layer, tile, self._attention(layer, tile, residual, recorded))
@@ -544,8 +543,10 @@ class Walk:
             return tile.packed(folded.unfolded_rows(written))
         places_and_keys = tile.positions, self._masks.mask(layer, tile), tile.prefix(self.recording, layer)
         if self._needs_all(layer, tile, "attention"):
-            with self._inside(layer, tile):
-                return tile.packed(attention(rows, *places_and_keys, recorded=tile.examples))
+            self._tile = layer, tile
+            written = attention(rows, *places_and_keys, recorded=tile.examples)
+            self._tile = None
+            return tile.packed(written)
         # In the last layer only the positions that are read attend. The others hold zeros, which nothing reads.
         columns = self._kept[0][tile.rows.which] - tile.rows.start[:, None]
         # Rows that read fewer positions than others repeat one.
@@ -559,15 +560,6 @@ class Walk:
         alone = self.blocks.has_own_steps or layer in self._hooked["attention"] or layer in self._masks.severed_layers
         return layer < self.last_layer and not alone
 
-    @contextlib.contextmanager
-    def _inside(self, layer: int, tile: Tile) -> Iterator[None]:
-        """Tell the hooks of `_hooks` the layer and tile of the call in progress."""
-        self._tile = layer, tile
-        try:
-            yield
-        finally:
-            self._tile = None
-
     def _feed_forward(
         self, layer: int, tile: Tile, middle: Tensor, recorded: tuple[Stage, ...]
     ) -> Float[Tensor, "token d_model"]:
@@ -575,8 +567,10 @@ class Walk:
         if self.blocks.model.shape.d_mlp and Stage.MLP_OUTPUT in recorded:
             return tile.recorded(self._recorded(Stage.MLP_OUTPUT, layer))
         if self._needs_all(layer, tile, "mlp"):
-            with self._inside(layer, tile):
-                return self.blocks.feed_forward(layer, middle)
+            self._tile = layer, tile
+            mlp_out = self.blocks.feed_forward(layer, middle)
+            self._tile = None
+            return mlp_out
         positions, read = self._kept[0][tile.rows.which], self._kept[1][tile.rows.which]
         # Without the padding of `_kept`: the MLP would be computed twice for a repeated token.
         kept = to_device((positions + (tile.begins - tile.rows.start)[:, None])[read], middle.device)
@@ -617,7 +611,7 @@ class Walk:
 
     def _edit_inside(self, site: Site) -> TrustedHook:
         def edit(activation: Tensor, hook: object) -> Tensor | None:
-            # Rows that start from a recorded z pass W_O's hooks outside `_inside`: their z is already edited.
+            # Rows that start from a recorded z pass W_O's hooks with no tile set: their z is already edited.
             if self._tile is None:
                 return None
             layer, tile = self._tile
@@ -668,25 +662,24 @@ class Walk:
 
     def _read(self, reading: Reading, tile: Tile, activation: Tensor) -> None:
         """Deliver a reading at a site of a layer, from each variant's own row or its parent's row."""
-        # One extra entry at the end: index -1, for variants without a row, finds -1 there.
-        place = np.full(len(self.variants) + 1, -1)
+        place = np.full(len(self.joining), -1)
         place[self._row[tile.rows.variant]] = np.arange(len(tile.rows))
-        index = self._reading(reading)
-        row_of = place[self._rows_of(index)]
-        index, row_of = index[row_of >= 0], row_of[row_of >= 0]
+        index, row = self._rows_reading(reading)
+        index, row_of = index[place[row] >= 0], place[row][place[row] >= 0]
         for with_count, positions in self._by_count(index):
             at = row_of[with_count]
             tokens = positions + (tile.begins - tile.rows.start)[at][:, None]
             self.deliver(reading, index[with_count], activation[to_device(tokens, activation.device)])
 
-    def _reading(self, reading: Reading) -> Indices:
-        """Return the variants that have this reading."""
-        return np.flatnonzero(np.isin(self.variants.which, list(self.readers.get(reading, ()))))
+    def _rows_reading(self, reading: Reading) -> tuple[Indices, Indices]:
+        """Return the variants that have this reading, and the row of each: its own, or until it has one its parent's.
 
-    def _rows_of(self, index: Indices) -> Indices:
-        """Return the rows of variants: their own, or until they have one the parent's; -1 without either."""
+        Variants without either are left out.
+        """
+        index = np.flatnonzero(np.isin(self.variants.which, list(self.readers.get(reading, ()))))
         own, parent = self._row[index], self.variants.parent[index]
-        return np.where(own >= 0, own, np.where(parent >= 0, self._row[parent], -1))
+        rows = np.where(own >= 0, own, np.where(parent >= 0, self._row[parent], -1))
+        return index[rows >= 0], rows[rows >= 0]
 
     def _by_count(self, index: Indices) -> Iterator[tuple[Indices, Indices]]:
         """Group variants by their number of positions read: yield a group's indices, and the positions of each."""
@@ -699,10 +692,12 @@ class Walk:
     def _read_logits(self) -> None:
         """Deliver the logits at the kept positions, a tile of variants at a time."""
         reading = LOGITS, len(self.layers)
+        index, row = self._rows_reading(reading)
+        row_of = dict(zip(index.tolist(), row.tolist(), strict=True))
 
         def deliver(indices: Indices) -> None:
             ((_, positions),) = self._by_count(indices)
-            rows = self.joining[self._rows_of(indices)]
+            rows = self.joining[np.array([row_of[i] for i in indices.tolist()])]
             tokens = to_device(positions + (rows.offset - rows.start)[:, None], self.residual.device)
             residual = self.residual[tokens.flatten()]
             if self.answers is None:
@@ -718,8 +713,6 @@ class Walk:
                 raise NotFiniteError(int(indices[i]), int(positions[i, place]))
             self.deliver(reading, indices, logits)
 
-        index = self._reading(reading)
-        index = index[self._rows_of(index) >= 0]
         for with_count, positions in self._by_count(index):
             rest = index[with_count]
             while len(rest):
