@@ -400,7 +400,6 @@ def test_a_text_that_falls_on_different_tokens_is_shown_side_by_side(models):
         ({"sites": "mlp_out", "heads": [0]}, "heads=.0. was given, but mlp_out has no heads"),
         ({"sites": "z", "positions": lambda strings: {"cat"}}, "does not name positions"),
         ({"sites": "z", "dataset": [" cat"]}, "dataset= was given, but values='other run'"),
-        ({"sites": "z", "values": "mean", "dataset": [[3], [4]]}, "prompts of one token only"),
         ({"sites": "z", "batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"sites": "z", "metric": hw.logit_difference}, "is not a metric"),
         ({"sites": "z", "metric": hw.Metric("m", len, site="mlp_out", layer=9)}, "layer=9 is not a layer"),

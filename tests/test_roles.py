@@ -411,19 +411,19 @@ def test_prompts_are_resampled_from_one_another_by_role_and_by_any_rule_that_hol
         (
             hw.resample([*DONORS, DONORS[0] + " in"]),
             {"subject": [" France", " Paris"]},
-            r"hw.resample\(prompts, positions=",
+            "The role 'subject'",
         ),
         (
             hw.resample(DONORS, positions={"end": "last"}),
             {"subject": [" France", " Paris"]},
-            "names the roles end; the edited",
+            "as many tokens in each role",
         ),
         (hw.resample(DONORS, positions={"end": "last"}), "last", "but the edited positions have none"),
         (hw.resample(DONORS, positions={"all": (0, 3)}), {"all": (0, 2)}, "as many tokens in each role"),
     ],
 )
 def test_roles_of_prompts_to_resample_from_that_cannot_be_are_refused_in_one_line(model, values, positions, message):
-    with pytest.raises(InputError, match=message or "Roles of the prompts to resample from") as refused:
+    with pytest.raises(InputError, match=message or "The role 'subject'") as refused:
         hw.patch(model, CLEAN, values=values, positions=positions, sites="z", metric=METRIC, progress=False)
     assert "\n" not in str(refused.value)
 

@@ -36,7 +36,6 @@ from typing import Any, Literal
 from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
 from headwater.models.dictionaries import Features
-from headwater.models.families import ModelShape
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import part_named, parts_of_kind, read_part, within
 from headwater.models.positions import Prompt, Where
@@ -223,10 +222,7 @@ def _by_kind(members: object, name: object) -> dict[str, Any]:
 
 
 def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, complement: bool) -> ComponentSet:
-    members = {
-        kind: _dictionaries(model, listed) if kind == FEATURES else _members(model, kind, listed)
-        for kind, listed in given.items()
-    }
+    members = {kind: _members(model, kind, listed) for kind, listed in given.items()}
     if not any(members.values()):
         called, kinds = "The set" if name is None else f"The set {shown(name)}", (*KINDS, FEATURES)
         raise InputError(f"{called} is empty: name {', '.join(f'{kind}=' for kind in kinds)}, one or several of them.")
@@ -238,32 +234,21 @@ def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, comple
 
 def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
     """Check the members of one kind, and convert layers counted from the end."""
-    members = _neurons(listed, model.shape) if kind == "neurons" else parts_of_kind(kind, listed, model.shape)
-    if twice := [member for member, count in Counter(members).items() if count > 1]:
-        raise InputError(f"{_called(kind, twice[0])} is named twice.")
-    (site,) = sites_named(KINDS[kind], model)
-    for layer in sorted({layer for layer, *_ in members}):
-        site.among([layer], model, edited=True)
-    return tuple(sorted(layer for layer, *_ in members)) if kind == "mlps" else tuple(sorted(members))
-
-
-def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
-    dictionaries = one_or_several(listed)
-    if wrong := [features for features in dictionaries if not isinstance(features, Features)]:
-        raise InputError(
-            f"features= holds {shown(wrong[0])}: give what hw.features or hw.load_sae returns, .only([...])."
-        )
-    fitted = tuple(features.fitted(model) for features in dictionaries)
-    if len({features.name for features in fitted}) < len(fitted):
-        raise InputError(
-            f"The dictionary {fitted[0].name!r} is named twice: name its features together, or give it a name=."
-        )
-    return fitted
-
-
-def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
-    neurons: list[tuple[int, ...]] = []
-    for member in one_or_several(listed):
+    shape = model.shape
+    if kind == FEATURES:
+        dictionaries = one_or_several(listed)
+        if wrong := [features for features in dictionaries if not isinstance(features, Features)]:
+            raise InputError(
+                f"features= holds {shown(wrong[0])}: give what hw.features or hw.load_sae returns, .only([...])."
+            )
+        fitted = tuple(features.fitted(model) for features in dictionaries)
+        if len({features.name for features in fitted}) < len(fitted):
+            raise InputError(
+                f"Two dictionaries are named {fitted[0].name!r}: give the features of one together, or name= one."
+            )
+        return fitted
+    members: list[tuple[int, ...]] = parts_of_kind(kind, listed, shape) if kind != "neurons" else []
+    for member in one_or_several(listed) if kind == "neurons" else []:
         try:
             layer, neuron = map(whole_number, member)
         except (TypeError, ValueError):
@@ -271,8 +256,13 @@ def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
                 f"neurons= holds {shown(member)}: give a list of pairs (layer, neuron), as [(0, 1), (2, 3)]."
             ) from None
         layer = within(layer, shape.n_layers, "layer")
-        neurons.append((layer, within(neuron, shape.d_mlp, "neuron", f" in layer {layer}")))
-    return neurons
+        members.append((layer, within(neuron, shape.d_mlp, "neuron", f" in layer {layer}")))
+    if twice := [member for member, count in Counter(members).items() if count > 1]:
+        raise InputError(f"{_called(kind, twice[0])} is named twice.")
+    (site,) = sites_named(KINDS[kind], model)
+    for layer in sorted({layer for layer, *_ in members}):
+        site.among([layer], model, edited=True)
+    return tuple(sorted(layer for layer, *_ in members)) if kind == "mlps" else tuple(sorted(members))
 
 
 def _edits(model: HookedModel, kind: str, members: Sequence[Any], complement: bool) -> list[Edit]:

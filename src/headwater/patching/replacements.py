@@ -221,11 +221,10 @@ def checked_tensor(option: str, value: Any) -> Tensor:
     """Return a copy of a tensor, of an array of another library, or of a list of numbers."""
     try:
         tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-        is_usable = tensor.ndim > 0 and tensor.numel() > 0 and not tensor.is_complex()
-        is_usable = is_usable and tensor.layout == torch.strided and not tensor.is_meta
     except (TypeError, ValueError):  # numpy cannot convert it, or torch cannot convert numpy's array
-        is_usable = False
-    if not is_usable:
+        tensor = torch.empty(0)
+    is_plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_complex()
+    if not (is_plain and tensor.ndim and tensor.numel()):
         raise InputError(
             f"{option}={shown(value)} is not a tensor, array or list of numbers, dense, with one axis at least."
         )
@@ -326,10 +325,6 @@ class Mean(_OfDataset):
         one_length = len({len(prompt) for prompt in (*pool, *inputs.pair.base)}) == 1
         if any(site.has_keys for site in inputs.sites) and not one_length:
             raise InputError("A mean of attention patterns needs prompts of one length; these differ.")
-        if not one_length and all(len(prompt) < 2 for prompt in pool):
-            raise InputError(
-                "A mean over tokens leaves out each prompt's first; dataset= has prompts of one token only."
-            )
         if one_length and len({prompt.ids for prompt in pool}) == 1:
             same = f"{len(pool)} prompts with the same tokens is their" if len(pool) > 1 else "one prompt is its"
             raise InputError(
@@ -384,7 +379,10 @@ class Resample(_OfDataset):
         self._by_role = inputs.roles is not None and not any(site.has_keys for site in inputs.sites)
         if inputs.roles is not None and self._by_role:
             self._edited = [{role: s.base for role, s in spans.items()} for spans in pair.spans(inputs.roles)]
-            self._roles = self._roles_of_pool(inputs.roles)
+            where = inputs.arguments.get("positions") or inputs.roles
+            self._roles = self._edited
+            if inputs.dataset is not None or where is not inputs.roles:
+                self._roles = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
         needed, offered = (
             [{role: len(at) for role, at in roles.items()} for roles in some] for some in (self._edited, self._roles)
         )
@@ -394,30 +392,14 @@ class Resample(_OfDataset):
             fits = [size == needed[i // pair.draws] for size in offered]
             fitting = [j for j, donor in enumerate(self.pool) if fits[j] and donor.ids != prompt.ids]
             if not fitting:
-                same = "tokens in each role" if self._by_role else f"tokens as prompt {i} ({len(prompt)})"
+                same = f"tokens as prompt {i} ({len(prompt)})"
+                if self._by_role:
+                    same = f"tokens in each role as prompt {i} ({needed[i // pair.draws]})"
                 raise InputError(
-                    f"No other prompt has as many {same}: the activations of prompt {i} cannot be resampled. Give a "
-                    "dataset= with such prompts."
+                    f"No other prompt has as many {same}: its activations cannot be resampled. Give dataset= with such "
+                    "prompts, or name the roles in them by hw.resample(prompts, positions={...})."
                 )
             self.donors.append(fitting[int(torch.randint(len(fitting), (1,), generator=generator))])
-
-    def _roles_of_pool(self, roles: Mapping[str, Any]) -> Sequence[Mapping[str, Sequence[int]]]:
-        """Return the roles of each prompt of the data set; for the edited prompts they are already resolved."""
-        where = self.inputs.arguments.get("positions") or roles
-        if self.inputs.dataset is None and where is roles:
-            return self._edited
-        try:
-            by_prompt = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
-        except InputError as error:
-            raise InputError(
-                f"Roles of the prompts to resample from: {error} hw.resample(prompts, positions={{...}}) names them."
-            ) from None
-        if set(by_prompt[0]) != set(roles):
-            raise InputError(
-                f"hw.resample(..., positions=) names the roles {', '.join(by_prompt[0])}; the edited roles are "
-                f"{', '.join(roles)}."
-            )
-        return by_prompt
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Run the drawn prompts; with roles, move their tokens to the positions of the edited prompts' tokens."""

@@ -110,6 +110,16 @@ class Runner(ABC):
         """Deliver the readings of variants of the group's runs."""
         raise NotImplementedError
 
+    def _other_run(self) -> tuple[ReplacementValues, Reads | None]:
+        """Run the other prompt of each pair (if any); return the values that edits write, and that run's readings."""
+        group = self.group
+        if self.plan.pair.other is None:
+            return values_written(group, {}), None
+        names = [*group.read_names, *group.value_names.values()]
+        kept, before = columns_of(group.other_kept), group.corrupting("other")
+        activations, logits = capture(self.plan.model, group.batch("other"), names, kept, before)
+        return values_written(group, activations), read_run(group, group.other_kept, activations, logits)
+
 
 class CannotStepError(Exception):
     """A model's blocks cannot be stepped through, or the result cannot be trusted; the message gives the reason."""
@@ -343,7 +353,7 @@ class WholeRuns(Runner):
         longest = self._prompts.take([group.lengths.index(length)])
         severed = {layer for edit in group.edits if not edit.writes for layer in edit.layers}
         visible = visible_keys(model, longest, severed) if severed else {}
-        self.values, other = other_run(group)
+        self.values, other = self._other_run()
         self.readout = Readout(group, base, other, visible)
         self.at_once = plan.batch_size or max(1, tile_tokens(model, length) // length)
         """Rows per forward: as many tokens as a tile of the walk."""
@@ -370,17 +380,6 @@ class WholeRuns(Runner):
             # Neighbouring rows of one length need no padding.
             indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
             self.at_once = in_tiles(np.array(indices), self.at_once, forward)
-
-
-def other_run(group: Group) -> tuple[ReplacementValues, Reads | None]:
-    """Run the other prompt of each pair (if any); return the values that edits write, and the readings of that run."""
-    plan = group.plan
-    if plan.pair.other is None:
-        return values_written(group, {}), None
-    names = [*group.read_names, *group.value_names.values()]
-    kept, before = columns_of(group.other_kept), group.corrupting("other")
-    activations, logits = capture(plan.model, group.batch("other"), names, kept, before)
-    return values_written(group, activations), read_run(group, group.other_kept, activations, logits)
 
 
 def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementValues:
@@ -604,7 +603,7 @@ class AttributionRunner(Runner):
         logits = plan.model.run(group.batch("base"), hooks, keep=columns_of(group.kept), grad=True)
         with torch.enable_grad():
             base = read_run(group, group.kept, recorded, logits)
-        self.values, other = other_run(group)
+        self.values, other = self._other_run()
         self.readout = Readout(group, base, other, {})
         self._products = [self._product(m, recorded) for m in range(len(plan.metrics))]
 
