@@ -151,7 +151,7 @@ def test_the_record_of_a_text_tells_dictionaries_and_features_apart(llama):
 def test_edits_of_features_that_cannot_be_are_refused_in_one_line(llama):
     _, features = of_features(llama, "resid_post")
     narrow = Dictionary(7)
-    with pytest.raises(InputError, match="dictionary of layer 1: give layer=None"):
+    with pytest.raises(InputError, match="layer=2 must be None, the dictionary has its own"):
         hw.edit(features, 2, "zero")
     with pytest.raises(InputError, match="has no heads"):
         hw.edit(features, None, "zero", heads=[0])

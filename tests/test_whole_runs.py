@@ -9,8 +9,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import ModelError
-from headwater.patching import runners
-from headwater.patching.walk import FoldedRows
+from headwater.patching import runners, walk
 from tests.random_models import random_model
 from tests.same_table import assert_same_table
 from tests.tiny import FAMILIES, tiny_hooked, tiny_tokenizer
@@ -124,11 +123,11 @@ def test_rows_side_by_side_in_attention_give_what_each_gives_alone(family, monke
     model, (clean, corrupted) = tiny_hooked(family), pairs([9, 9, 7])
     sites = ("z", "resid_pre", "mlp_out")
     asked = {"sites": sites, "positions": {4, 6}, "metric": hw.logit_difference(5, 9), **QUIET}
-    folded, fold = [], FoldedRows.of
-    monkeypatch.setattr(FoldedRows, "of", lambda tile: folded.append(fold(tile)) or folded[-1])
+    found, groups_of_rows = [], walk.groups_of_rows
+    monkeypatch.setattr(walk, "groups_of_rows", lambda tile: found.append(groups_of_rows(tile)) or found[-1])
     side_by_side = hw.patch(model, clean, corrupted, **asked)
-    assert any(one is not None and len(one.examples) < len(one.tile.rows) for one in folded)
-    monkeypatch.setattr(FoldedRows, "of", lambda tile: None)
+    assert any(groups is not None and len(groups) <= groups.max() for groups in found)
+    monkeypatch.setattr(walk, "groups_of_rows", lambda tile: None)
     assert_same_table(side_by_side.table, hw.patch(model, clean, corrupted, **asked).table, CLOSE)
 
 

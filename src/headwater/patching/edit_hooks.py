@@ -21,7 +21,7 @@ from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all, positions_of
 from headwater.models.sites import SITES, Site, SiteName, kv_site_of
 from headwater.models.tokens import Batch
-from headwater.options import checked_count, checked_layer, resolve_indices, shown, whole_number
+from headwater.options import checked_layer, is_index, resolve_indices, shown
 from headwater.patching.activation_patching import materialize
 from headwater.patching.edits import Edit, ReplacementSpec
 from headwater.patching.prompts import PromptPair, read_prompts, seen_positions
@@ -216,28 +216,22 @@ def edit(
     if not isinstance(site, str | Site):
         raise InputError(f"site={shown(site)} is neither the name of a site nor features of a dictionary.")
     row = site if isinstance(site, Site) else SITES[site]
-    if row.has_heads is False and heads is not None:
-        raise InputError(f"heads={shown(heads)} was given, but {row.name} has no heads.")
-    if not (row.has_keys or is_all(keys)):
-        raise InputError(f"keys={shown(keys)} was given, but {row.name} has no keys.")
+    for option, given, has in (("heads", heads is not None, row.has_heads), ("keys", not is_all(keys), row.has_keys)):
+        if given and not has:
+            raise InputError(f"{option}={shown(heads if option == 'heads' else keys)}: {row.name} has no {option}.")
     spec = replacement_spec(values)
     if spec.kind == "other run":
         raise InputError("hw.edit has no other run; give its cached activation as a tensor.")
     if spec.arguments.get("samples", 1) != 1:
         raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
     # Only a dictionary's site has a layer of its own.
-    edited_layer = getattr(row, "layer", None)
-    if edited_layer is None:
-        if isinstance(layer, list | tuple | range):
-            raise InputError(
-                f"layer={shown(layer)} is more than one layer: give one hw.edit for each, all in the list of hooks."
-            )
-        try:
-            edited_layer = whole_number(layer)
-        except TypeError:
-            raise InputError(f"layer={shown(layer)} must be a whole number, -1 for the last layer.") from None
-    elif layer is not None and checked_count("layer", layer, least=0) != edited_layer:
-        raise InputError(
-            f"layer={layer} was given, but {row.name} is a dictionary of layer {edited_layer}: give layer=None."
-        )
+    own_layer = getattr(row, "layer", None)
+    edited_layer = own_layer if layer is None else layer
+    if (
+        not is_index(edited_layer)
+        or isinstance(layer, bool)
+        or (own_layer is not None and int(edited_layer) != own_layer)
+    ):
+        wanted = "None, the dictionary has its own" if own_layer is not None else "one whole number, -1 for the last"
+        raise InputError(f"layer={shown(layer)} must be {wanted}; several layers are several hooks.")
     return EditHook(row, int(edited_layer), spec, positions, materialize(heads), keys)

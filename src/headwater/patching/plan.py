@@ -348,7 +348,7 @@ class Measured:
     @classmethod
     def empty(cls, n_cells: int, n_metrics: int) -> Measured:
         """Return measurements of NaN for this many cells."""
-        values, unedited, other = (torch.full((n_cells, n_metrics), torch.nan, dtype=torch.float64) for _ in range(3))
+        values, unedited, other = torch.full((3, n_cells, n_metrics), torch.nan, dtype=torch.float64)
         return cls(values, unedited, other, torch.full((n_cells,), torch.nan, dtype=torch.float64))
 
     def tables(self) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError
@@ -187,70 +187,28 @@ class Tile:
         return torch.minimum(self._columns, self.lengths[:, None] - 1)
 
 
-class FoldedRows:
-    """The rows of a tile, with several rows of one example in one row of attention, kept apart by a mask.
+def groups_of_rows(tile: Tile) -> Int[np.ndarray, "group slot"] | None:
+    """Group the rows of each example in a tile, so that attention takes a group as one row; None if that gains nothing.
 
-    A group of rows then shares one copy of the recorded keys and values of its example. Without folding they are
-    copied for every row, and where heads share keys once more for every head: a third of the time of a sweep whose
-    rows have one token.
+    The last row of a group is repeated where other groups hold more. A group shares one copy of the recorded keys and
+    values of its example. Else they are copied for every row, and where heads share keys once more for every head: a
+    third of the time of a sweep whose rows have one token.
     """
-
-    def __init__(self, tile: Tile, index: Int[np.ndarray, "group slot"]):
-        # `index` holds rows of the tile; the last row of a group is repeated where other groups hold more.
-        self.tile, self.n_slots = tile, index.shape[1]
-        place = np.empty(len(tile.rows), dtype=np.int64)
-        # Backwards, since the last write wins: for a repeated row its first slot is kept.
-        place[index[:, ::-1]] = np.arange(index.size).reshape(index.shape)[:, ::-1]
-        self._index, self._place = (to_device(one, tile.starts.device) for one in (index, place))
-        self.examples = tile.examples[self._index[:, 0]]
-
-    @classmethod
-    def of(cls, tile: Tile) -> FoldedRows | None:
-        """Fold a tile; return None where folding gains nothing."""
-        _, which, counts = np.unique(tile.rows.example, return_inverse=True, return_counts=True)
-        # Without a recorded prefix there is nothing to share.
-        most = FOLDED_PLACES // tile.width if tile.prefix_length else 0
-        while most > 1:
-            n_slots = -(-counts.max() // -(-counts.max() // most))  # groups of the largest example have equal sizes
-            n_groups = -(-counts // n_slots)
-            # Examples with few rows leave slots empty: try fewer slots per group before giving up on folding.
-            if n_groups.sum() * n_slots <= FOLDED_PADDING * len(tile.rows):
-                example = np.repeat(np.arange(len(counts)), n_groups)
-                group = np.arange(len(example)) - np.repeat(np.cumsum(n_groups) - n_groups, n_groups)
-                row = np.minimum(group[:, None] * n_slots + np.arange(n_slots), counts[example][:, None] - 1)
-                by_example, first = np.argsort(which, kind="stable"), np.cumsum(counts) - counts
-                return cls(tile, by_example[first[example][:, None] + row])
-            most //= 2
-        return None
-
-    def folded_rows(self, rows: Shaped[Tensor, "row position *d"]) -> Shaped[Tensor, "group place *d"]:
-        """Gather the rows of the tile into groups."""
-        return rows[self._index].flatten(1, 2)
-
-    def unfolded_rows(self, folded: Float[Tensor, "group place d"]) -> Float[Tensor, "row position d"]:
-        """Undo `folded_rows`: return the rows of the tile."""
-        return folded.unflatten(1, (self.n_slots, -1)).flatten(0, 1)[self._place]
-
-    @cached_property
-    def positions(self) -> Int[Tensor, "group place"]:
-        """The position of each token."""
-        return self.folded_rows(self.tile.positions)
-
-    @cached_property
-    def key_positions(self) -> Int[Tensor, "group place key"]:
-        """The position of each key as a place sees it; -1 where the key does not belong to its row."""
-        tile, slot = self.tile, torch.arange(self.n_slots, device=self._index.device).repeat_interleave(self.tile.width)
-        keys = torch.where(tile.is_token, tile.positions, -1)
-        # Keys of the other rows in a group are masked like padding: rows are different runs.
-        keys = torch.where(slot[:, None] == slot, self.folded_rows(keys)[:, None], -1)
-        before = torch.arange(tile.prefix_length, device=keys.device)
-        starts = self.folded_rows(tile.starts[:, None].expand(-1, tile.width))[:, :, None]
-        return torch.cat([torch.where(before < starts, before, -1), keys], -1)
-
-    def prefix(self, recording: Recording, layer: int) -> SharedPrefix:
-        """Return the recorded keys and values of the positions before the rows, with one copy per group."""
-        caches = recording.keys[layer], recording.values[layer]
-        return SharedPrefix(*(cache[:, :, : self.tile.prefix_length][self.examples] for cache in caches))
+    _, which, counts = np.unique(tile.rows.example, return_inverse=True, return_counts=True)
+    # Without a recorded prefix there is nothing to share.
+    most = FOLDED_PLACES // tile.width if tile.prefix_length else 0
+    while most > 1:
+        n_slots = -(-counts.max() // -(-counts.max() // most))  # groups of the largest example have equal sizes
+        n_groups = -(-counts // n_slots)
+        # Examples with few rows leave slots empty: try fewer slots per group before giving up on groups.
+        if n_groups.sum() * n_slots <= FOLDED_PADDING * len(tile.rows):
+            example = np.repeat(np.arange(len(counts)), n_groups)
+            group = np.arange(len(example)) - np.repeat(np.cumsum(n_groups) - n_groups, n_groups)
+            row = np.minimum(group[:, None] * n_slots + np.arange(n_slots), counts[example][:, None] - 1)
+            by_example, first = np.argsort(which, kind="stable"), np.cumsum(counts) - counts
+            return by_example[first[example][:, None] + row]
+        most //= 2
+    return None
 
 
 def rows_of(variants: Variants) -> RowTable:
@@ -535,12 +493,8 @@ class Walk:
             return self.blocks.project_heads(layer, z)
         # Called with the arguments of the model's own call, except rows, positions, mask and cache.
         rows, attention = tile.padded(residual), partial(self.blocks.attention, layer, call=self.recording.calls[layer])
-        if (folded := FoldedRows.of(tile) if self._folds(layer) else None) is not None:
-            # Where rows are folded nothing is severed before the softmax.
-            mask = self._masks.of_layer(layer)[folded.positions[:, :, None], folded.key_positions][:, None]
-            keys_before = folded.prefix(self.recording, layer)
-            written = attention(folded.folded_rows(rows), folded.positions, mask, keys_before, recorded=folded.examples)
-            return tile.packed(folded.unfolded_rows(written))
+        if self._folds(layer) and (groups := groups_of_rows(tile)) is not None:
+            return tile.packed(self._attention_in_groups(layer, tile, rows, groups, attention))
         places_and_keys = tile.positions, self._masks.mask(layer, tile), tile.prefix(self.recording, layer)
         if self._needs_all(layer, tile, "attention"):
             self._tile = layer, tile
@@ -554,6 +508,34 @@ class Walk:
         kept = to_device(columns[:, :most], rows.device)
         written = attention(rows, *places_and_keys, kept, recorded=tile.examples)
         return tile.packed(torch.zeros_like(rows).scatter(1, kept[:, :, None].expand_as(written), written))
+
+    def _attention_in_groups(
+        self,
+        layer: int,
+        tile: Tile,
+        rows: Float[Tensor, "row position d_model"],
+        groups: Int[np.ndarray, "group slot"],
+        attention: Callable[..., Tensor],
+    ) -> Float[Tensor, "row position d_model"]:
+        """Return the attention output of the rows of a tile, with a group of rows in one row of attention."""
+        place = np.empty(len(tile.rows), dtype=np.int64)
+        # Backwards, since the last write wins: for a repeated row its first slot is kept.
+        place[groups[:, ::-1]] = np.arange(groups.size).reshape(groups.shape)[:, ::-1]
+        index, of_row = (to_device(one, rows.device) for one in (groups, place))
+        examples, positions = tile.examples[index[:, 0]], tile.positions[index].flatten(1, 2)
+        slot = torch.arange(groups.shape[1], device=rows.device).repeat_interleave(tile.width)
+        keys = torch.where(tile.is_token, tile.positions, -1)[index].flatten(1, 2)
+        # Keys of the other rows in a group are masked like padding: rows are different runs.
+        keys = torch.where(slot[:, None] == slot, keys[:, None], -1)
+        before = torch.arange(tile.prefix_length, device=rows.device)
+        starts = tile.starts[index].repeat_interleave(tile.width, 1)[:, :, None]
+        keys = torch.cat([torch.where(before < starts, before, -1), keys], -1)
+        # Where rows are grouped nothing is severed before the softmax.
+        mask = self._masks.of_layer(layer)[positions[:, :, None], keys][:, None]
+        caches = self.recording.keys[layer], self.recording.values[layer]
+        prefix = SharedPrefix(*(cache[:, :, : tile.prefix_length][examples] for cache in caches))
+        written = attention(rows[index].flatten(1, 2), positions, mask, prefix, recorded=examples)
+        return written.unflatten(1, (groups.shape[1], -1)).flatten(0, 1)[of_row]
 
     def _folds(self, layer: int) -> bool:
         """Return whether rows may be folded in a layer's attention: no step in it may need a token's row."""
