@@ -391,7 +391,7 @@ def test_a_text_that_falls_on_different_tokens_is_shown_side_by_side(models):
             r"Position -30 is not in prompt 0 of \d+ tokens, whose positions are -\d+ to",
         ),
         ({"sites": "z", "metric": hw.logit_difference(" Paris", " Parisian")}, r"is \d tokens"),
-        ({"sites": "z", "metric": lambda logits: logits.sum()}, "must give one number per row"),
+        ({"sites": "z", "metric": lambda logits: logits.sum()}, "must give one real number per row"),
         (
             {"sites": "z", "metric": hw.logit_difference([5, 6], 9)},
             "2 answers for 1 prompt: give one for all, or a list with one for each",

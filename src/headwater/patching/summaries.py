@@ -25,7 +25,6 @@ from pandas.api.types import is_numeric_dtype
 from headwater.errors import InputError, did_you_mean
 from headwater.foreign_names import hint_for
 from headwater.options import checked_name, checked_number, checked_seed, shown
-from headwater.patching.prompts import places_among
 from headwater.runs.record import RunRecord
 from headwater.runs.result import with_interval
 from headwater.stats.discrimination import pearson, spearman
@@ -414,9 +413,3 @@ def refuse_other_ablation(other: RunRecord, run: RunRecord, measure: str) -> Non
             "other= edited the other run of each pair, so that its effects have the opposite sign: give "
             "value='normalized_effect', or the same direction=."
         )
-
-
-def shared_prompts(first: RunRecord, second: RunRecord) -> list[int]:
-    """Return the indices of a second run's prompts that the first run has too (for pairs, the same clean prompt)."""
-    mine, theirs = (prompts_of(record)[0] or [] for record in (first, second))
-    return places_among(theirs, mine)

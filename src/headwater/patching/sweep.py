@@ -33,7 +33,7 @@ from headwater.options import checked_count, checked_kind, checked_name, checked
 from headwater.patching import summaries
 from headwater.patching.edits import AXES
 from headwater.patching.plan import Measured, Plan, wave_tokens, waves
-from headwater.patching.prompts import DIRECTIONS, prompt_options
+from headwater.patching.prompts import DIRECTIONS, places_among, prompt_options
 from headwater.patching.replacements import CHANGED, LEFT, NOT_WRITTEN
 from headwater.patching.runners import AttributionRunner, CannotStepError, Runner, WalkRunner, WholeRuns
 from headwater.patching.summaries import MATCH, CellEffects, MeasureName, NormalizeName
@@ -417,7 +417,8 @@ class Sweep(Result):
             summaries.refuse_other_run(option, sweep.run, self.run, *alike, prompts=False, answers=option == "other")
             other_scores = CellEffects(sweep.table, sweep.coordinates, measure, scores.metric)
             same[option] = other_scores.of(other_scores.same(scores, chosen))
-            if option == "held_out" and (shared := summaries.shared_prompts(self.run, sweep.run)):
+            mine, theirs = (summaries.prompts_of(record)[0] or [] for record in (self.run, sweep.run))
+            if option == "held_out" and (shared := places_among(theirs, mine)):
                 same[option] = same[option][[example not in shared for example in other_scores.examples]]
                 notes.append(
                     f"{len(shared)} held-out prompt{'s' * (len(shared) > 1)} left out that the sweep has too "

@@ -428,7 +428,8 @@ class Walk:
         self.residual = start.new_empty(size, start.shape[-1])
         # Stages that leave the same parts to compute share tiles: rows that join at them go through the layer alike.
         first: dict[tuple[Stage, ...], int] = {}
-        alike = np.array([first.setdefault(self._taken(stage), int(stage)) for stage in Stage])
+        taken = (taken_as_recorded(stage, self.blocks.parallel) for stage in Stage)
+        alike = np.array([first.setdefault(one, int(stage)) for one, stage in zip(taken, Stage, strict=True)])
         # One set of hooks for the whole walk; they do nothing while no tile is inside a sublayer.
         with self.blocks.model.hooks(self._hooks()), self.blocks.fused():
             for layer in self.layers[: self.last_layer + 1]:
@@ -459,15 +460,12 @@ class Walk:
         self.rows = self.joining[:end]
         self._row[joining.variant] = np.arange(begin, end)
 
-    def _taken(self, stage: int) -> tuple[Stage, ...]:
-        """Return the stages that a row entering a layer at `stage` takes from the recording."""
-        return taken_as_recorded(Stage(stage), self.blocks.parallel)
-
     def _step(self, layer: int, rows: RowTable) -> None:
         """Pass the rows of one tile through one block; the residual stream is updated only at the end."""
         # None unless a sublayer is in progress whose hooks edit this tile, also after it ran out of memory.
         self._tile = None
-        tile, recorded = Tile(rows, self.residual.device), self._taken(int(rows[:1].stage_in(layer)[0]))
+        tile = Tile(rows, self.residual.device)
+        recorded = taken_as_recorded(Stage(int(rows[:1].stage_in(layer)[0])), self.blocks.parallel)
         residual = self._at(Stage.BLOCK_INPUT, layer, tile, self.residual[tile.places])
         attended = self._at(Stage.ATTENTION_OUTPUT, layer, tile, self._attention(layer, tile, residual, recorded))
         before_mlp = residual + attended
@@ -576,7 +574,7 @@ class Walk:
         # The edits of a variant with a parent are made in the parent's row.
         for number in np.unique(self.variants.which[self.variants.parent < 0]):
             variant = self.variants.distinct[number]
-            recorded = self._taken(variant.stage) if variant.can_change_output else ()
+            recorded = taken_as_recorded(variant.stage, self.blocks.parallel) if variant.can_change_output else ()
             for edit in variant.edits if variant.can_change_output else ():
                 # Severing after the softmax sets zeros in the pattern; severing before it changes the mask, not a hook.
                 site = edit.site if edit.writes else main_site(Stage.PATTERN) if edit.after_softmax else None
