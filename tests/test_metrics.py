@@ -36,7 +36,7 @@ def test_logit_differences_log_probabilities_probabilities_and_ranks(logits):
 
 def test_a_token_is_not_compared_with_itself_by_a_sweep_and_what_a_sweep_has_not_is_told_with_what_it_has():
     model, pair = embedded(), (" Paris is in", " Rome is in")
-    with pytest.raises(InputError, match="compares ' France' with itself, which is always 0"):
+    with pytest.raises(InputError, match=r"compares token \d+ with itself for prompt 0, which is always 0"):
         hw.patch(model, *pair, sites="z", layers=0, metric=hw.logit_difference(" France", " France"), progress=False)
     mixed = hw.logit_difference([" France", " Italy"], [7, model.tokenizer(" Italy")["input_ids"][-1]])
     with pytest.raises(InputError, match=r"compares token \d+ with itself for prompt 1, which is always 0"):
@@ -51,7 +51,7 @@ def test_a_token_is_not_compared_with_itself_by_a_sweep_and_what_a_sweep_has_not
 @pytest.mark.parametrize(
     ("correct", "wrong", "said"),
     [
-        (" France", " France", "' France' with itself,"),
+        (" France", " France", r"token \d+ with itself for prompt 0,"),
         ([" Italy", " France"], [" Spain", " France"], r"token \d+ with itself for prompt 1,"),
         (5, [5, 6], "token 5 with itself for prompt 0,"),
         ((4, 6), [1, 6], "token 6 with itself for prompt 1,"),

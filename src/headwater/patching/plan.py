@@ -25,7 +25,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Where, positions_of
 from headwater.models.sites import SITES, Site, sites_named
 from headwater.models.tokens import Batch, pad_id, warn_of_missing_spaces
-from headwater.options import checked_count, checked_layer, shown
+from headwater.options import checked_count, checked_layer
 from headwater.patching.edits import LOGITS, CellTable, CellTemplate, Edit, Indices, Place, Reading, Variant, Variants
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import AlignedSpan, PromptPair, Side, aligned_spans
@@ -120,12 +120,13 @@ class Plan:
             for metric in self.metrics
         ]
         for metric, answers in zip(self.metrics, by_metric, strict=True):
-            if metric.name == "logit_difference" and len(answers) == 2 and (answers[0] == answers[1]).any():
-                same = answers[0] == answers[1]
-                prompt = int(same.nonzero()[0])
-                what = f"token {int(answers[0][prompt])} with itself for prompt {prompt}"
-                what = f"{shown(metric.answers[0])} with itself" if bool(same.all()) else what
-                raise InputError(f"hw.logit_difference compares {what}, which is always 0: give two different answers.")
+            if metric.name != "logit_difference" or len(answers) != 2:
+                continue
+            for prompt in (answers[0] == answers[1]).nonzero().flatten().tolist():
+                raise InputError(
+                    f"hw.logit_difference compares token {int(answers[0][prompt])} with itself for prompt {prompt}, "
+                    "which is always 0: give two different answers."
+                )
         # After " is" an answer "Paris" is another token than " Paris": warn once, from the prompts' last tokens.
         at_the_end = [answer for metric in self.metrics if metric.at == "last" for answer in metric.answers]
         warn_of_missing_spaces(at_the_end, [prompt.strings[-1] for prompt in self.pair.prompts], model.tokenizer)

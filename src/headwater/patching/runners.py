@@ -630,7 +630,7 @@ class AttributionRunner(Runner):
         ends = [recorded[_carrying(sites[site]).hook_name(layer)] for site, layer in places]
         # A site after everything that a metric reads has no gradient: None, taken as 0 below.
         slopes = torch.autograd.grad(total, ends, retain_graph=m + 1 < len(self.plan.metrics), allow_unused=True)
-        products, finite = {}, []
+        products: dict[Drawn, Tensor] = {}
         for (site, layer), slope in zip(places, slopes, strict=True):
             row = sites[site]
             current = recorded[row.hook_name(layer)].detach()
@@ -638,18 +638,15 @@ class AttributionRunner(Runner):
             here = [edit for edit in self.group.writes if edit.site.name == site and layer in edit.layers]
             for source, sample in sorted({(edit.source_layer_of(layer), edit.sample) for edit in here}):
                 value = self._written(row.inner, layer, source, sample, row.read(current))
-                product = row.first_order(current, slope, value)
+                # On the CPU: on a GPU the sum of each cell would take a few launches, for a few numbers.
+                product = row.first_order(current, slope, value).float().cpu()
+                if not bool((finite := product.flatten(1).isfinite().all(1)).all()):
+                    raise NumericsError(
+                        f"The gradient of {metric.name!r} at {site} of layer {layer} is NaN or infinite in example "
+                        f"{self.group.examples[int((~finite).nonzero()[0])]} ({self.plan.model.dtype}). Load the model "
+                        "with dtype='float32'."
+                    )
                 products[site, layer, source, sample] = product
-                finite.append(product.flatten(1).isfinite().all(1))
-        # All products in one copy, since each copy waits for the device.
-        seen = torch.stack([one.to(finite[0].device) for one in finite]).cpu()
-        for (site, layer, _, _), examples in zip(products, seen, strict=True):
-            if not bool(examples.all()):
-                raise NumericsError(
-                    f"The gradient of {metric.name!r} at {site} of layer {layer} is NaN or infinite in example "
-                    f"{self.group.examples[int((~examples).nonzero()[0])]} ({self.plan.model.dtype}). Load the model "
-                    "with dtype='float32'."
-                )
         return products
 
     def _written(self, site: Site, layer: int, source: int, sample: int, standing: Tensor) -> Tensor:
@@ -669,14 +666,12 @@ def _carrying(site: Site) -> Site:
 
 def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Float[Tensor, " cell"]:
     """Sum the products over the places that each cell covers; their first axis begins with the example `first`."""
-    # On the CPU: on a GPU each cell would take a few launches, for a few numbers.
-    arrays = {drawn: product.float().cpu().numpy() for drawn, product in products.items()}
     total = np.zeros(len(cells))
     order = np.argsort(cells.template, kind="stable")
     begins = np.searchsorted(cells.template[order], np.arange(1, len(cells.templates)))
     for template, alike in zip(cells.templates, np.split(order, begins), strict=True):
         for edit, layer in [(one, layer) for one in template.edits if len(alike) for layer in one.layers]:
-            product = arrays[edit.site.name, layer, edit.source_layer_of(layer), edit.sample]
+            product = products[edit.site.name, layer, edit.source_layer_of(layer), edit.sample].numpy()
             covered = zip(_covered(edit), product.shape[1:], strict=True)
             places = [np.arange(length) if at is None else np.array(at) for at, length in covered]
             there = product[np.ix_(cells.example[alike] - first, *places)]
