@@ -298,9 +298,9 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
         while start < len(part):
             over = int(np.searchsorted(filled, before + most, side="right"))
             later = begins[np.searchsorted(begins, max(over, start + 1)) :]
-            stop = int(later[0]) if over < len(part) and len(later) else len(part)
-            yield examples, range(cells.start + start, cells.start + stop)
-            start, before = stop, int(filled[stop - 1])
+            end = int(later[0]) if over < len(part) and len(later) else len(part)
+            yield examples, range(cells.start + start, cells.start + end)
+            start, before = end, int(filled[end - 1])
 
 
 def wave_tokens(model: HookedModel) -> int:

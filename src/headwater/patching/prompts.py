@@ -190,15 +190,13 @@ def aligned_spans(
                         absent = error
                 # A word that is in only one of two prompts of one length has the same positions in the other.
                 if absent is not None and not (found and of_one_length):
-                    advice = (
-                        " If the lengths of a pair differ, name both words: (the clean prompt's, the corrupted one's)."
-                    )
-                    raise InputError(f"{absent}{advice * (not of_one_length)}")
+                    both = "name both words: (the clean prompt's, the corrupted one's)"
+                    raise InputError(f"{absent}{'' if of_one_length else f' If the lengths of a pair differ, {both}.'}")
                 spans[role] = AlignedSpan(found[0], found[-1])
             by_lengths[lengths] = spans
             for role, span in spans.items():
                 name, at = f"The role {role!r}" if by_role else shown(where), f"{span.base} and {span.other}"
-                if of_one_length and not by_role and span.base != span.other:
+                if second is not None and of_one_length and not by_role and span.base != span.other:
                     raise InputError(
                         f"{name} falls on different tokens in the two prompts of pair {i}: {at}.\n"
                         f"{side_by_side(first, second)}"

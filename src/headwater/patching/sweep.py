@@ -241,6 +241,7 @@ class _Measuring:
         if self._current is None or self._current[0] != examples or not isinstance(self._current[1], self.runner):
             # Freed before the next group's runs are made: both at once would need twice the memory.
             self._current = None
+            runner: Runner | None = None
             try:
                 runner = self.runner(self.plan, examples)
             except CannotStepError as error:
@@ -250,8 +251,8 @@ class _Measuring:
                     "are the same; it takes longer.",
                     stacklevel=7,
                 )
-                runner = WholeRuns(self.plan, examples)
-            self._current = examples, runner
+            # Made outside the handler, whose error keeps the recorded runs of the walk alive.
+            self._current = examples, runner or self.runner(self.plan, examples)
         return self._current[1]
 
 
