@@ -183,7 +183,7 @@ def patch(
     refuse_columns_as_answers(clean, metrics)
     measured = partial(run_sweep, "patch", engine=engine, seed=seed, progress=progress, out=out)
     if together is not None:
-        swept = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
+        swept: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
         swept |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
         swept |= {"keys": None if is_all(keys) else keys, "spans": None if spans == SPANS[0] else spans}
         swept |= {"method": None if method == METHODS[0] else method}

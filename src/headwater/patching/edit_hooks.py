@@ -226,7 +226,7 @@ def edit(
         raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
     # Only a dictionary's site has a layer of its own.
     own_layer = getattr(row, "layer", None)
-    edited_layer = own_layer if layer is None else layer
+    edited_layer: Any = own_layer if layer is None else layer
     if (
         not is_index(edited_layer)
         or isinstance(layer, bool)
