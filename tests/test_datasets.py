@@ -106,8 +106,7 @@ def test_every_wording_is_found_again_whatever_the_subject(relation, subject):
 
 
 @pytest.mark.parametrize("domain", ["unfiltered", "Wikipedia"])
-def test_triviaqa_takes_all_aliases_and_streams_the_array_in_its_object(tmp_path, domain, monkeypatch):
-    monkeypatch.setattr(readers, "CHUNK", 7)
+def test_triviaqa_takes_all_aliases_from_the_array_in_its_object(tmp_path, domain):
     rows = [TRIVIAQA | {"QuestionId": f"tc_{i}"} for i in range(5)]
     file = array(tmp_path / "dev.json", *rows, around={"Domain": domain, "Version": 1.25, "Nested": {"a": [1]}})
     questions = load_questions(file)
@@ -316,19 +315,17 @@ def test_a_bad_row_is_named_with_file_row_and_field(tmp_path, good, change, mess
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[{"question": "a", "answers": "b"} {"question"', r"row 2: not JSON \(expected ',', found '\{'\)"),
-        ('[{"question": "a", "answers": "b"}, {"quest', r"row 2 is not JSON"),
-        ('[{"question": "a", "answers": "b"}', r"row 2: not JSON \(expected ',', found 'the end'\)"),
+        ('[{"question": "a", "answers": "b"} {"question"', r"a.json is not JSON \(line 1, column 36"),
+        ('[{"question": "a", "answers": "b"}, {"question": 1, "question": 2}]', "'question' occurs twice"),
         ('[{"question": "a", "answers": "b"}, 7]', r"row 2: expected an object"),
-        ('[{"question": "a", "answers": "b"}] [7]', r"'\[' follows the end of the array"),
-        ('{"Version": 1}', "holds no array"),
-        ('"text"', "expected an array"),
+        ('[{"question": "a", "answers": "b"}] [7]', r"a.json is not JSON"),
+        ('{"Version": 1}', "expected an array of objects"),
+        ('"text"', "expected an array of objects"),
         ("[]", "holds no questions"),
-        ("", "expected an array"),
+        ("", "a.json is not JSON"),
     ],
 )
-def test_damaged_json_is_refused_where_the_damage_is(tmp_path, text, message, monkeypatch):
-    monkeypatch.setattr(readers, "CHUNK", 5)
+def test_damaged_json_is_refused(tmp_path, text, message):
     file = tmp_path / "a.json"
     file.write_text(text)
     with pytest.raises(InputError, match=message):
@@ -341,17 +338,6 @@ def test_a_csv_row_with_too_many_cells_is_refused(tmp_path):
         load_questions(tmp_path / "a.csv")
 
 
-def test_a_file_is_read_piece_by_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "CHUNK", 64)
-    file = array(tmp_path / "a.json", *({"question": f"Q{i}?", "answers": ["x" * 40]} for i in range(1000)))
-    rows = readers.read_rows(file, "questions")
-    assert next(rows)[1]["question"] == "Q0?"
-    with file.open("r+") as opened:
-        opened.truncate(20_000)
-    with pytest.raises(InputError, match=r"row \d+ is not JSON"):
-        list(rows)
-
-
 def test_a_column_of_numbers_too_large_for_any_table_becomes_text(tmp_path):
     rows = [{"question": "Q?", "answers": ["x"], "id": "1", "votes": 10**400}]
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
@@ -361,7 +347,7 @@ def test_a_column_of_numbers_too_large_for_any_table_becomes_text(tmp_path):
 
 
 def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"is a folder; give a file of questions"):
+    with pytest.raises(InputError, match=r"file of questions .* cannot be read: Is a directory"):
         load_questions(tmp_path)
     with pytest.raises(InputError, match=r"cannot be used as a path: File name too long"):
         load_questions(tmp_path / ("a" * 300 + ".csv"))

@@ -1,8 +1,7 @@
 """Rows of a file of any shape: JSON lines, a JSON array (bare, or under a key of an object), CSV, TSV, parquet.
 
-- `read_rows` yields (number, row) one row at a time, so that a file of gigabytes is never completely in memory. The
-  number is the one a person would look for: the line of JSON lines, CSV and TSV, the item of a JSON array, the row of
-  parquet.
+- `read_rows` yields (number, row), one row at a time (a JSON array is read as a whole). The number is the one a person
+  would look for: the line of JSON lines, CSV and TSV, the item of a JSON array, the row of parquet.
 - `read_texts` yields one text per row, or per line, in the same way; an unreadable row counts as a row without a text.
 """
 
@@ -17,14 +16,13 @@ import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
 from headwater.calls import checked_call
-from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json, unique_keys
+from headwater.data.strict_json import parse_json, unique_keys
 from headwater.errors import InputError
 
 Row = Mapping[str, object]
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 NOT_TEXTS = (".json", ".parquet", ".arrow", ".xlsx", ".gz", ".zst", ".bz2", ".xz", ".zip")
-CHUNK = 2**20
 ROWS_AT_A_TIME = 1024
 """Rows of a parquet file in memory at a time."""
 
@@ -93,17 +91,14 @@ def _text_in(line: str, field: str) -> str | None:
 
 
 def check_readable(path: Path, what: str) -> None:
-    """Refuse a file that does not exist, is a folder, or may not be read."""
+    """Refuse a file that does not exist or cannot be read."""
     try:
         path.open("rb").close()
     except FileNotFoundError:
         raise InputError(f"The file of {what} {path} does not exist; check the path.") from None
-    except IsADirectoryError:
-        raise InputError(f"{path} is a folder; give a file of {what}.") from None
-    except OSError as error:
-        raise InputError(f"The file of {what} {path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:  # NUL, half a character
-        raise InputError(f"{str(path)!r} is not a path of a file of {what}: {error}.") from None
+    except (OSError, ValueError) as error:  # ValueError: NUL, half a character
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"The file of {what} {str(path)!r} cannot be read: {reason}.") from None
 
 
 def refuse_repeated(where: object, names: Iterable[object]) -> None:
@@ -169,93 +164,13 @@ def _table(path: Path, file: TextIO, advice: str = "") -> tuple[Sequence[str], I
 
 
 def _json_items(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
-    """Yield the items of the array that the file consists of, or of the first array under a key."""
-    stream = _JsonStream(path, file)
-    if stream.take("["):
-        yield from stream.items()
-        stream.refuse_more()
-        return
-    if not stream.take("{"):
-        raise InputError(f"{path} is not a table: expected an array of objects.")
-    keys: set[object] = set()
-    while not stream.take("}"):
-        key = stream.value("a key")
-        if not isinstance(key, str) or key in keys:
-            what = f"the key {key!r} occurs twice" if isinstance(key, str) else "a key is not a text"
-            raise InputError(f"{path} is not a table: {what}.")
-        keys.add(key)
-        stream.expect(":")
-        if stream.take("["):
-            yield from stream.items()
-            return
-        stream.value("a value")
-        stream.take(",")
-    raise InputError(f"{path} is not a table: the object in it holds no array of objects.")
-
-
-class _JsonStream:
-    """A JSON text read piece by piece: only one value and a chunk of the file are in memory at a time."""
-
-    def __init__(self, path: Path, file: TextIO):
-        self._path, self._file = path, file
-        self._text, self._place, self._ended = "", 0, False
-        self._decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
-
-    def items(self) -> Iterator[tuple[int, object]]:
-        """Yield the values up to the end of the current array, numbered from 1."""
-        number = 1
-        while not self.take("]"):
-            if number > 1:
-                self.expect(",", f"row {number}: ")
-            yield number, self.value(f"row {number}")
-            number += 1
-
-    def take(self, sign: str) -> bool:
-        """Skip `sign` if it comes next; return whether it did."""
-        self._skip_blanks()
-        found = self._text.startswith(sign, self._place)
-        self._place += found
-        return found
-
-    def expect(self, sign: str, where: str = "") -> None:
-        """Skip `sign`, which must come next."""
-        if not self.take(sign):
-            found = self._text[self._place : self._place + 1]
-            raise InputError(f"{self._path}: {where}not JSON (expected {sign!r}, found {found or 'the end'!r}).")
-
-    def refuse_more(self) -> None:
-        """Refuse text after the value that the file consists of."""
-        self._skip_blanks()
-        if more := self._text[self._place : self._place + 1]:
-            raise InputError(f"{self._path}: not JSON ({more!r} follows the end of the array).")
-
-    def value(self, what: str) -> Any:
-        """Return the next value, reading on until it is complete."""
-        self._skip_blanks()
-        while True:
-            try:
-                value, end = self._decoder.raw_decode(self._text, self._place)
-            except json.JSONDecodeError as error:
-                if self._ended:
-                    raise InputError(f"{self._path}, {what} is not JSON ({error.msg}).") from None
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{self._path}, {what} cannot be read ({error}).") from None
-            else:
-                if end < len(self._text) or self._ended:
-                    self._place = end
-                    if not is_unicode(value):
-                        raise InputError(f"{self._path}, {what} is not Unicode: {HALF_A_CHARACTER}.")
-                    return value
-            self._read()
-
-    def _skip_blanks(self) -> None:
-        while True:
-            while self._place < len(self._text) and self._text[self._place] in " \t\r\n":
-                self._place += 1
-            if self._place < len(self._text) or self._ended:
-                return
-            self._read()
-
-    def _read(self) -> None:
-        chunk = self._file.read(max(CHUNK, len(self._text) - self._place))
-        self._text, self._place, self._ended = self._text[self._place :] + chunk, 0, not chunk
+    """Yield the items of the array that the file consists of, or of the first array under a key of its object."""
+    try:
+        value = parse_json(file.read())
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error}).") from None
+    if isinstance(value, dict):
+        value = next((part for part in value.values() if isinstance(part, list)), None)
+    if not isinstance(value, list):
+        raise InputError(f"{path} is not a table: expected an array of objects, alone or under a key of an object.")
+    yield from enumerate(value, start=1)
