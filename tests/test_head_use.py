@@ -108,11 +108,12 @@ def test_a_relation_that_the_model_does_not_answer_is_said_and_its_heads_are_not
         implemented=heads.table["relation"].isin(["capital", "past"]) & (heads.table["head"] < 1)
     )
     tokens = {name: one for name, (one, _) in relations_of(model, heads, SUITE).items()}
+    words = tokens["capital"].words
     tokens["capital"] = dataclasses.replace(
         tokens["capital"],
         relation=silent,
         targets=tuple((int(one),) for one in tokens["capital"].source.roll(1)),
-        words=(),
+        words=tuple((source, (before,)) for (source, _), (before, _) in zip(words, (words[-1], *words), strict=False)),
     )
     found = called.join(head_use(model, called, tokens, asked, shots=0, draws=2, seed=0, progress=False))
     of_capital = found[found["implemented"] & (found["relation"] == "capital")]

@@ -91,8 +91,8 @@ def test_a_caller_without_a_type_checker_is_told_too():
             use(given)
         lines.append(str(told.value))
     starts = (
-        "relations=3 is no",
-        "relations=3.5 is no",
+        "relations=3 must be",
+        "relations=3.5 must be",
         "folder=3 must be",
         "source=3 must be",
         "k=True must be a whole number, at least 1",

@@ -15,9 +15,8 @@ a relation has the category of its column `category` (the same in all rows), els
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -31,33 +30,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwater.calls import checked_call, checked_calls
-from headwater.data.rows import SEPARATORS, read_rows, refuse_repeated
-from headwater.data.strict_json import JsonDocument, is_unicode
+from headwater.data.rows import SEPARATORS, check_readable, read_rows, refuse_repeated
+from headwater.data.strict_json import is_unicode, parse_json
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.heads.categories import CATEGORIES, PUBLISHED_CATEGORIES
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Batch, Bos, make_batch, token_span
 from headwater.options import checked_path, has_no_order, is_one, one_or_several, refuse_half_characters, shown
 from headwater.runs.result import records_of
-
-NumberedRows: TypeAlias = Iterable[tuple[int, Mapping[str, object]]]
-"""Rows, each with the number under which a person finds it."""
-
-
-def rows_of(table: pd.DataFrame) -> NumberedRows:
-    """Return the rows of a data frame, counted from 1."""
-    refuse_repeated("The data frame", table.columns)
-    return enumerate(records_of(table), start=1)
-
-
-def _word(row: Mapping[str, object], field: str, where: str) -> str:
-    word = row.get(field)
-    if not isinstance(word, str) or not word.strip():
-        raise InputError(
-            f"{where}: its {field} is {shown(word)}; a relation has columns source and target, with a word in each row."
-        )
-    return word.strip()
-
 
 SUITE = Path(str(files("headwater.heads") / "suite"))
 Pair = tuple[str, tuple[str, ...]]
@@ -100,17 +80,15 @@ def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
     """Return the pairs of a relation, each with a tuple of targets; a single target may be passed as a word."""
     if is_one(pairs) or has_no_order(pairs):
         raise InputError(
-            f"Relation {name!r}: pairs={shown(pairs)} is not a list of pairs (source, target); the pairs of one "
-            "relation are a list, [('France', 'Paris'), ...], of several a mapping {name: list}."
+            f"Relation {name!r}: pairs={shown(pairs)} is not a list of pairs (source, target), such as "
+            "[('France', 'Paris'), ...]; the pairs of several relations are a mapping {name: list}."
         )
     checked = []
     for pair in pairs:
         try:
             source, targets = one_or_several(pair)
             accepted = (targets,) if isinstance(targets, str) else tuple(targets)
-            are_words = bool(accepted) and all(
-                isinstance(word, str) and word and word == word.strip() for word in (source, *accepted)
-            )
+            are_words = accepted and all(word and word == word.strip() for word in (source, *accepted))
         except (TypeError, ValueError, AttributeError):
             are_words = False
         if not are_words:
@@ -148,35 +126,25 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
             pairs, or data frame}; or several of these. None is the whole suite.
 
     Raises:
-        InputError: no relation, a name that occurs twice, or a wrong format; the message names file, line and field.
+        InputError: no relation, a name that occurs twice, or a wrong format; the message names the file and the pair.
     """
     if relations is None:
         return _suite_relations()
     if isinstance(relations, Relation):
         return (relations,)
     if isinstance(relations, pd.DataFrame):
-        return (_of_table("own", rows_of(relations), "the data frame"),)
-    if isinstance(relations, np.ndarray):
-        relations = relations.tolist()
+        return (_named("own", relations),)
     if isinstance(relations, Mapping):
         return tuple(_named(str(name), pairs) for name, pairs in relations.items())
-    if isinstance(relations, str | Path):
-        loaded, where = _read_relations(checked_path("relations", relations)), relations
-    elif is_one(relations):
-        raise InputError(
-            f"relations={shown(relations)} is not a folder, file or name of a relation, nor a list of these."
-        )
+    if is_one(relations) or isinstance(relations, Path):
+        loaded = _read_relations(checked_path("relations", relations))
     elif is_pairs(parts := list(relations)):
         return (_named("own", parts),)
     else:
-        try:
-            loaded, where = tuple(one for part in parts for one in load_relations(part)), None
-        except RecursionError:
-            raise InputError(f"relations={shown(parts)} holds itself, or is nested too deep.") from None
+        loaded = tuple(one for part in parts for one in load_relations(part))
     for name, times in Counter(relation.name for relation in loaded).items():
         if times > 1:
-            counted = f"{where} holds {times} relations" if where else f"{times} relations are"
-            raise InputError(f"{counted} named {name!r}: names must be unique. Rename or remove one.")
+            raise InputError(f"{times} relations are named {name!r}: names must be unique. Rename or remove one.")
     return loaded
 
 
@@ -199,14 +167,48 @@ def _read_relations(path: Path) -> tuple[Relation, ...]:
             raise InputError(f"There is no relation or folder {path}.{hint}")
         path = suite_files[str(path)]
     if path.is_file():
-        if path.suffix in SEPARATORS:
-            return (_of_table(path.stem, read_rows(path, "pairs"), str(path)),)
-        return (_read_relation(path, {}),)
-    categories = _read_categories(path / "categories.json")
-    paths = sorted(_relation_files(path), key=lambda file: file.stem)
+        is_table = path.suffix in SEPARATORS
+        return (_of_table(path.stem, read_rows(path, "pairs"), str(path)) if is_table else _read_relation(path, {}),)
+    listed = path / "categories.json"
+    if not isinstance(categories := _read_json(listed) if listed.exists() else {}, dict):
+        raise InputError(f"{listed}: expected an object {{relation name: category}}.")
+    # A folder in it with JSON files has one of its own name; if not, reading that one fails.
+    paths = [file for file in path.glob("*.json") if file != listed]
+    paths += [folder / f"{folder.name}.json" for folder in path.iterdir() if any(folder.glob("*.json"))]
     if not paths:
         raise InputError(f"{path} holds no relation: expected NAME/NAME.json or NAME.json files there.")
-    return tuple(_read_relation(file, categories) for file in paths)
+    return tuple(_read_relation(file, categories) for file in sorted(paths, key=lambda file: file.stem))
+
+
+def _read_json(file: Path) -> Any:
+    check_readable(file, "relations")
+    try:
+        return parse_json(file.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{file} is not a relation file in JSON ({error}).") from None
+
+
+def _read_relation(file: Path, categories: Mapping[str, str]) -> Relation:
+    """Read a file in one of the two layouts; a list of rows has the name of the file."""
+    value, name = _read_json(file), file.stem
+    is_list = isinstance(value, list)
+    if is_list:
+        value = {"name": name, "category": categories.get(name, PUBLISHED_CATEGORIES.get(name)), "pairs": value}
+    if not isinstance(value, dict) or not {"name", "category", "pairs"} <= value.keys():
+        raise InputError(f"{file}: expected rows [source, target], or an object with name, category and pairs.")
+    try:
+        relation = Relation(value["name"], value["category"], value["pairs"], str(value.get("provenance", "")))
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    times = Counter(source for source, _ in relation.pairs).most_common(1)
+    if not times or (times[0][1] > 1 and not is_list):
+        found = f"source {times[0][0]!r} is repeated: put its targets in one row" if times else "there are no pairs"
+        raise InputError(f"{file}: {found}.")
+    return relation
+
+
+NumberedRows: TypeAlias = Iterable[tuple[int, Mapping[str, object]]]
+"""Rows, each with the number under which a person finds it."""
 
 
 def _of_table(name: str, rows: NumberedRows, where: str) -> Relation:
@@ -214,24 +216,26 @@ def _of_table(name: str, rows: NumberedRows, where: str) -> Relation:
     pairs: list[Pair] = []
     categories: dict[str | None, None] = {}
     for number, row in rows:
-        source, target = (_word(row, field, f"{where}, row {number}") for field in ("source", "target"))
-        pairs.append((source, (target,)))
+        source, target = row.get("source"), row.get("target")
+        if not (isinstance(source, str) and source.strip() and isinstance(target, str) and target.strip()):
+            raise InputError(
+                f"{where}, row {number}: found {shown(source)} and {shown(target)}; a relation has columns source and "
+                "target, with a word in each row."
+            )
+        pairs.append((source.strip(), (target.strip(),)))
         category = row.get("category")
         categories[None if category is None else str(category)] = None
-    if not pairs:
-        raise InputError(f"{where} holds no pairs: a relation has columns source and target, with a row per pair.")
     if len(categories) > 1:
         named = ", ".join(map(str, categories))
         raise InputError(f"{where} has several categories ({named}): a relation has one. Make a relation for each.")
-    return _merged(name, pairs, next(iter(categories)))
+    return _merged(name, pairs, next(iter(categories), None))
 
 
 def _named(name: str, pairs: Pairs) -> Relation:
     if isinstance(pairs, pd.DataFrame):
-        return _of_table(name, rows_of(pairs), f"the data frame of {name!r}")
-    if not (checked := checked_pairs(name, pairs)):
-        raise InputError(f"Relation {name!r} holds no pairs: give a list of (source, target).")
-    return _merged(name, checked)
+        refuse_repeated("The data frame", pairs.columns)
+        return _of_table(name, enumerate(records_of(pairs), start=1), f"the data frame of {name!r}")
+    return _merged(name, checked_pairs(name, pairs))
 
 
 def _merged(name: str, pairs: Iterable[Pair], category: str | None = None) -> Relation:
@@ -239,95 +243,10 @@ def _merged(name: str, pairs: Iterable[Pair], category: str | None = None) -> Re
     accepted: dict[str, dict[str, None]] = {}
     for source, targets in pairs:
         accepted.setdefault(source, {}).update(dict.fromkeys(targets))
+    if not accepted:
+        raise InputError(f"Relation {name!r} holds no pairs: give (source, target) for each.")
     merged = tuple((source, tuple(targets)) for source, targets in accepted.items())
     return Relation(name, category or PUBLISHED_CATEGORIES.get(name), merged)
-
-
-def _relation_files(folder: Path) -> Iterator[Path]:
-    for entry in sorted(folder.iterdir()):
-        if entry.is_file() and entry.suffix == ".json" and entry.name != "categories.json":
-            yield entry
-        elif entry.is_dir() and (entry / f"{entry.name}.json").is_file():
-            yield entry / f"{entry.name}.json"
-        elif entry.is_dir() and (strays := sorted(entry.glob("*.json"))):
-            raise InputError(
-                f"{entry} holds {strays[0].name} but no {entry.name}.json: a relation's file has its folder's name."
-            )
-
-
-def _read_categories(file: Path) -> dict[str, str]:
-    if not file.exists():
-        return {}
-    document = JsonDocument(file, "relation file")
-    if not isinstance(document.value, dict):
-        raise document.error(0, "expected an object {relation name: category}")
-    for name, (position, category) in document.members().items():
-        _check_category(document, position, f"field {name!r}", category)
-    return document.value
-
-
-def _read_relation(file: Path, categories: Mapping[str, str]) -> Relation:
-    document = JsonDocument(file, "relation file")
-    if isinstance(document.value, list):
-        name = file.stem
-        category = categories.get(name, PUBLISHED_CATEGORIES.get(name))
-        return Relation(name, category, tuple(_read_pairs(document, 0, document.value, unique_sources=False)))
-    if not isinstance(document.value, dict):
-        raise document.error(0, "expected a list of [source, target] rows, or an object with name, category and pairs")
-    members = document.members()
-    for field in ("name", "category", "pairs"):
-        if field not in members:
-            raise document.error(0, f"field {field!r} is missing")
-    position, name = members["name"]
-    if not isinstance(name, str) or not name:
-        raise document.error(position, f"field 'name': expected a name, found {name!r}")
-    position, category = members["category"]
-    if category is not None:
-        _check_category(document, position, "field 'category'", category)
-    pairs = tuple(_read_pairs(document, *members["pairs"], unique_sources=True))
-    return Relation(name, category, pairs, str(document.value.get("provenance", "")))
-
-
-def _check_category(document: JsonDocument, position: int, where: str, category: object) -> None:
-    if category not in CATEGORIES:
-        hint = did_you_mean(category, CATEGORIES)
-        raise document.error(position, f"{where}: {category!r} is not a category.{hint}")
-
-
-def _read_pairs(document: JsonDocument, start: int, rows: object, *, unique_sources: bool) -> Iterator[Pair]:
-    if not isinstance(rows, list):
-        raise document.error(start, "expected a list of [source, target] rows")
-    if not rows:
-        raise document.error(start, "no pairs: the list is empty")
-    first: dict[str, int] = {}
-    for index, row in enumerate(rows):
-        if what := _wrong_with(row):
-            raise document.error(document.element(start, index), what)
-        source, targets = row
-        if first.setdefault(source, index) < index and unique_sources:
-            line = document.line(document.element(start, first[source]))
-            what = f"source {source!r} is repeated (first in line {line}): put its targets in one row"
-            raise document.error(document.element(start, index), what)
-        yield source, tuple(targets) if isinstance(targets, list) else (targets,)
-
-
-def _wrong_with(row: object) -> str:
-    if not isinstance(row, list) or len(row) != 2:
-        return f"expected a row [source, target], found {_shown(row)}"
-    source, targets = row[0], row[1] if isinstance(row[1], list) else [row[1]]
-    for field, word in [("source", source), *(("target", target) for target in targets)]:
-        if not isinstance(word, str):
-            return f"{field}: expected a word, found {_shown(word)}"
-        if not word or word != word.strip():
-            return f"{field}: {word!r} is empty, or begins or ends with a space"
-    if not targets:
-        return f"target of {source!r}: the list is empty"
-    return f"target of {source!r}: the same word twice in {targets}" if len(set(targets)) < len(targets) else ""
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # Relations as the token ids of one model, and which of their pairs are dropped.
@@ -369,7 +288,7 @@ class TokenRelation:
     dropped: pd.DataFrame
     """`source, target, reason`: a row per dropped pair."""
     words: tuple[Pair, ...] = ()
-    """The source of each item and its remaining accepted targets, as words."""
+    """The source of each item and its remaining accepted targets, as words; prompts are made of them."""
 
     @property
     def usable(self) -> bool:
@@ -403,9 +322,7 @@ def tokenize_relations(
 ) -> tuple[TokenRelation, ...]:
     """Tokenize relations and record the dropped pairs; every relation is returned, even with few pairs left.
 
-    `multi_token=None` drops words of several tokens. "first" keeps their first token other than the bare space;
-    "distinguishing" keeps, for targets, the first token that no other target has (see the comment above `MIN_PAIRS`).
-    `same_words` keeps pairs of a word with itself also outside copying relations, as the published rule does.
+    For the options see the comment above `MIN_PAIRS`.
     """
     if not isinstance(multi_token, str | None) or multi_token not in MULTI_TOKEN:
         raise InputError(f'multi_token={shown(multi_token)} is not known: give None, "first" or "distinguishing".')
@@ -454,66 +371,47 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]
 
 
-def _holders(relation: Relation, tokens: Mapping[str, Sequence[int]]) -> dict[int, set[str]]:
-    """Return, for each token, the targets of the relation that contain it."""
-    holders: dict[int, set[str]] = {}
-    for target in {target for _, accepted in relation.pairs for target in accepted}:
-        for token in tokens[target]:
-            holders.setdefault(token, set()).add(target)
-    return holders
-
-
 def _tokenize(
     relation: Relation, tokens: Mapping[str, Sequence[int]], telling: bool, same_words: bool
 ) -> TokenRelation:
     """Tokenize one relation; with `telling` a distinguishing token represents a target of several tokens."""
-    holders = _holders(relation, tokens) if telling else None
+    holders: dict[int, set[str]] = {}  # of each token, the targets that contain it
+    for target in {target for _, accepted in relation.pairs for target in accepted}:
+        for token in tokens[target]:
+            holders.setdefault(token, set()).add(target)
     items: dict[tuple[int, frozenset[int]], dict[int, str]] = {}
     words: list[Pair] = []
     dropped = []
     for source, accepted in relation.pairs:
-        targets, reason = _targets(relation, source, accepted, tokens, holders, same_words)
-        item = (tokens[source][0], frozenset(targets)) if targets else None
-        if item is None or item in items:
-            dropped.append((source, " | ".join(accepted), reason or REPEATED))
+        source_ids, represented = tokens[source], dict[str, int]()
+        for target in accepted:
+            ids = tokens[target]
+            if telling and len(ids) > 1:
+                distinct = [token for token in ids if holders[token] <= set(accepted)]
+                # Outside copying relations the source's tokens cannot represent a target.
+                ids = [token for token in distinct if relation.is_copying or token not in source_ids][:1]
+            if len(ids) == 1:
+                represented[target] = ids[0]
+        if len(source_ids) != 1 or not represented:
+            word = source if len(source_ids) != 1 else accepted[0]
+            reason = f"{word!r} is {len(tokens[word])} tokens" if tokens[word] else f"{word!r} is not in the vocabulary"
+            if tokens[word] and telling and len(source_ids) == 1:
+                reason = f"no token of {word!r} distinguishes it from the other targets"
+            dropped.append((source, " | ".join(accepted), reason))
+            continue
+        by_token: dict[int, str] = {}
+        for target, token in represented.items():
+            if token != source_ids[0] or relation.is_copying or (same_words and target == source):
+                by_token.setdefault(token, target)
+        item = source_ids[0], frozenset(by_token)
+        if not by_token or item in items:
+            dropped.append((source, " | ".join(accepted), REPEATED if by_token else OWN_TARGET))
         else:
-            items[item] = targets
-            words.append((source, tuple(targets.values())))
+            items[item] = by_token
+            words.append((source, tuple(by_token.values())))
     table = pd.DataFrame(dropped, columns=["source", "target", "reason"])
     sources = torch.tensor([source for source, _ in items], dtype=torch.int64)
     return TokenRelation(relation, sources, tuple(map(tuple, items.values())), table, tuple(words))
-
-
-def _targets(
-    relation: Relation,
-    source: str,
-    accepted: Sequence[str],
-    tokens: Mapping[str, Sequence[int]],
-    holders: Mapping[int, set[str]] | None,
-    same_words: bool,
-) -> tuple[dict[int, str], str]:
-    """Return the distinct target tokens of a pair with their words, or none and the reason."""
-    source_ids, one_token = tokens[source], dict[str, int]()
-    for target in accepted:
-        ids = tokens[target]
-        if holders is not None and len(ids) > 1:
-            telling = [token for token in ids if holders[token] <= set(accepted)]
-            # Outside copying relations the source's tokens cannot represent a target.
-            ids = [token for token in telling if relation.is_copying or token not in source_ids][:1]
-        if len(ids) == 1:
-            one_token[target] = ids[0]
-    if len(source_ids) != 1 or not one_token:
-        word = source if len(source_ids) != 1 else accepted[0]
-        if not tokens[word]:
-            return {}, f"{word!r} is not in the vocabulary"
-        if len(source_ids) == 1 and holders is not None:
-            return {}, f"no token of {word!r} distinguishes it from the other targets"
-        return {}, f"{word!r} is {len(tokens[word])} tokens"
-    by_token: dict[int, str] = {}
-    for target, token in one_token.items():
-        if token != source_ids[0] or relation.is_copying or (same_words and target == source):
-            by_token.setdefault(token, target)
-    return by_token, "" if by_token else OWN_TARGET
 
 
 @checked_call
@@ -576,7 +474,7 @@ def source_prompts(
 ) -> SourcePrompts:
     """Put each source into each template; drop rows where the tokenizer splits the source or merges it with more."""
     templates = checked_templates(templates)
-    words = _words(model, tokens.source.tolist())
+    words = [text.strip() for text in model.token_strings(tokens.source.tolist())]
     shape = model.shape
     filled = [template.replace("{source}", word) for template in templates for word in words]
     begun = model.bos if bos is None else model.resolve_bos(bos)
@@ -618,15 +516,18 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
     """
     checked_templates([template])
     generator = np.random.default_rng(seed)
-    if tokens.words:
-        words = [(source, accepted[0]) for source, accepted in tokens.words]
-    else:
-        first = [accepted[0] for accepted in tokens.targets]
-        words = list(zip(_words(model, tokens.source.tolist()), _words(model, first), strict=True))
-    begun, accepted = zip(*_answers(model, tokens), strict=True)
-    every = {t for standing in tokens.targets for t in standing}
+    words = [(source, accepted[0]) for source, accepted in tokens.words]
+    targets = sorted({target for _, accepted in tokens.words for target in accepted})
+    spelled = dict(zip(targets, word_tokens(model.tokenizer, targets), strict=True))
+    every = {token for accepted in tokens.targets for token in accepted}
+    begun: list[list[int]] = []  # of each item, the tokens before the one that represents its first target
+    answers: list[tuple[int, ...]] = []
     texts, foils = [], []
-    for item, (source, _) in enumerate(words):
+    for item, (source, accepted) in enumerate(tokens.words):
+        by_token = dict(zip(tokens.targets[item], (spelled[word] for word in accepted), strict=True))
+        before = [ids[: ids.index(token)] for token, ids in by_token.items()]
+        begun.append(before[0])
+        answers.append(tuple(token for token, own in zip(by_token, before, strict=True) if own == before[0]))
         wrong = sorted(every - set(tokens.targets[item]))
         if not wrong:
             raise InputError(f"Every item of {tokens.relation.name} accepts the same targets: none is wrong.")
@@ -639,22 +540,5 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
     batch = model.tokenize(texts)
     if any(begun):
         rows = zip(batch.tokens, batch.lengths.tolist(), begun, strict=True)
-        batch = model.tokenize([[*row[:length].tolist(), *before] for row, length, before in rows])
-    return TaskPrompts(batch, accepted, torch.tensor(foils))
-
-
-def _answers(model: HookedModel, tokens: TokenRelation) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield, per item, the tokens before the one that represents its first target, and the tokens accepted next."""
-    if not tokens.words:
-        yield from (((), standing) for standing in tokens.targets)
-        return
-    words = sorted({target for _, accepted in tokens.words for target in accepted})
-    spelled = dict(zip(words, word_tokens(model.tokenizer, words), strict=True))
-    for (_, accepted), standing in zip(tokens.words, tokens.targets, strict=True):
-        ids = [spelled[word] for word in accepted]
-        begun = [tuple(one[: one.index(token)]) for one, token in zip(ids, standing, strict=True)]
-        yield begun[0], tuple(token for token, before in zip(standing, begun, strict=True) if before == begun[0])
-
-
-def _words(model: HookedModel, tokens: Sequence[int]) -> list[str]:
-    return [text.strip() for text in model.token_strings(tokens)]
+        batch = model.tokenize([[*row[:length].tolist(), *own] for row, length, own in rows])
+    return TaskPrompts(batch, tuple(answers), torch.tensor(foils))
