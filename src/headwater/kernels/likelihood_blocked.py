@@ -53,66 +53,39 @@ def token_statistics(
 
         return likelihood_triton.token_statistics(hidden, head, target, precision)
     rows, (d_model, d_vocab) = min(len(hidden), _TOKENS_AT_ONCE), head.W_U.shape
-    tiles = _tiles(d_vocab, rows, d_model)
-    # No tile is wider than the first.
-    workspace = _Workspace(rows, tiles[0].stop, head, hidden.device)
+    width = min(d_vocab, _tile_width(rows, d_model))
+    # Allocated once: allocating and freeing arrays of a tile's size each time would fragment the heap. A float32 W_U is
+    # multiplied without a copy; only other dtypes need a tile to convert into.
+    converted = None if head.W_U.dtype == torch.float32 else torch.empty_like(head.W_U[:, :width], dtype=torch.float32)
+    logits_at, scratch_at = torch.empty(2, rows * width, device=hidden.device)
+    chunks = []
     with full_float32():
-        chunks = [
-            _statistics_of_chunk(h.float(), head, t, tiles, workspace)
-            for h, t in zip(hidden.split(_TOKENS_AT_ONCE), target.split(_TOKENS_AT_ONCE), strict=True)
-        ]
+        for h, t in zip(hidden.split(_TOKENS_AT_ONCE), target.split(_TOKENS_AT_ONCE), strict=True):
+            h = h.float()
+            # From W_U in the model's dtype: tiles are converted one by one, and a target may lie in any of them.
+            target_logits, rank = head.target_logit(h, t), torch.zeros_like(t)
+            total: Moments | None = None
+            for start in range(0, d_vocab, width):
+                weights = head.W_U[:, start : start + width]
+                n = weights.shape[1]
+                if converted is not None:
+                    # copy_ converts into existing memory; .float() would allocate a tile of weights each time.
+                    weights = converted[:, :n].copy_(weights)
+                bias = None if head.bias is None else head.bias[start : start + width]
+                logits, scratch = (array[: len(h) * n].view(len(h), n) for array in (logits_at, scratch_at))
+                head._replace(W_U=weights, bias=bias).logits(h, slice(None), out=logits)
+                # Before the moments, because they overwrite the logits.
+                rank += _count_above(logits, target_logits, t - start, scratch)
+                of_tile = _moments(logits, scratch)
+                total = of_tile if total is None else _merge(total, of_tile)
+            assert total is not None
+            chunks.append(statistics_of(target_logits, total, rank))
     return TokenStatistics(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
-class _Workspace:
-    """The arrays of a tile's size, allocated once: allocating and freeing them each time would fragment the heap."""
-
-    def __init__(self, rows: int, width: int, head: UnembeddingHead, device: torch.device):
-        # A float32 W_U is multiplied without a copy; only other dtypes need a tile to convert into.
-        convert = head.W_U.dtype != torch.float32
-        self.weights = torch.empty_like(head.W_U[:, :width], dtype=torch.float32) if convert else None
-        self.logits, self.weighted = torch.empty(2, rows * width, device=device)
-
-    def head_of(self, head: UnembeddingHead, tile: slice) -> UnembeddingHead:
-        """Return the head for one tile, with weights in float32."""
-        weights = head.W_U[:, tile]
-        if self.weights is not None:
-            # copy_ converts into existing memory; .float() would allocate a tile of weights each time.
-            weights = self.weights[:, : weights.shape[1]].copy_(weights)
-        return head._replace(W_U=weights, bias=None if head.bias is None else head.bias[tile])
-
-    def arrays(self, rows: int, tile: slice) -> list[Tensor]:
-        """Return the array for the logits and a scratch array, as `rows` × tile."""
-        size = rows * (tile.stop - tile.start)
-        return [array[:size].view(rows, -1) for array in (self.logits, self.weighted)]
-
-
-def _statistics_of_chunk(
-    hidden: Float[Tensor, "token d_model"],
-    head: UnembeddingHead,
-    target: Int[Tensor, " token"],
-    tiles: list[slice],
-    workspace: _Workspace,
-) -> TokenStatistics:
-    # From W_U in the model's dtype: tiles are converted one by one, and a target may lie in any of them.
-    target_logits = head.target_logit(hidden, target)
-    rank = torch.zeros_like(target)
-    total: Moments | None = None
-    for tile in tiles:
-        logits, scratch = workspace.arrays(len(hidden), tile)
-        workspace.head_of(head, tile).logits(hidden, slice(None), out=logits)
-        # Before the moments, because they overwrite the logits.
-        rank += _count_above(logits, target_logits, target - tile.start, scratch)
-        of_tile = _moments(logits, scratch)
-        total = of_tile if total is None else _merge(total, of_tile)
-    assert total is not None
-    return statistics_of(target_logits, total, rank)
-
-
-def _tiles(d_vocab: int, rows: int, d_model: int) -> list[slice]:
-    """Cut the vocabulary so that a tile's float32 weights and three arrays the size of its logits fit the workspace."""
-    width = min(_WIDEST, max(128, WORKSPACE_BYTES // (4 * (d_model + 3 * rows))))
-    return [slice(start, min(start + width, d_vocab)) for start in range(0, d_vocab, width)]
+def _tile_width(rows: int, d_model: int) -> int:
+    """Return a width with which a tile's float32 weights and three arrays the size of its logits fit the workspace."""
+    return min(_WIDEST, max(128, WORKSPACE_BYTES // (4 * (d_model + 3 * rows))))
 
 
 def _count_above(
@@ -232,71 +205,50 @@ def layer_predictions(
     return Predicted(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
 
 
-class _Running:
-    """The sums of each row over the tiles so far."""
-
-    def __init__(self, states: Tensor, head: UnembeddingHead, target: Tensor):
-        # Before the tiles: each tile is compared with the target's logit, and the target's own tile may come last.
-        self.target, self.own = target, head.target_logit(states, target)
-        self.rank = torch.zeros_like(target)
-        # With -inf the first tile is merged like the others: exp(-inf) · 0 is 0.
-        self.peak = torch.full(target.shape, -torch.inf, dtype=torch.float64, device=states.device)
-        self.total = torch.zeros_like(self.peak)
-        self.values = torch.empty(len(target), 0, device=states.device)
-        self.top = torch.empty(len(target), 0, dtype=torch.long, device=states.device)
-
-    def add(self, logits: Float[Tensor, "row vocabulary_tile"], start: int, k: int) -> None:
-        """Add a tile whose first column is `start`."""
-        above = logits > self.own[:, None]
-        column = self.target - start
-        inside = (column >= 0) & (column < logits.shape[1])
-        own = column.clamp(0, logits.shape[1] - 1)[:, None]
-        # By index: the target's logit in the tile may differ in the last bit from the separately computed one.
-        self.rank += above.sum(-1) - (above.gather(1, own)[:, 0] & inside).long()
-        # topk of the tile first: concatenating it with the earlier values would copy a whole tile.
-        values, places = logits.topk(min(k, logits.shape[1]))
-        values, top = torch.cat([self.values, values], -1), torch.cat([self.top, places + start], -1)
-        self.values, order = values.topk(min(k, values.shape[1]))
-        self.top = top.gather(-1, order)
-        peak = torch.maximum(self.peak, logits.amax(-1).double())
-        # peak is a float32 number kept in float64, so that it is subtracted from float32 logits without rounding.
-        self.total = self.total * (self.peak - peak).exp() + (logits - peak[:, None].float()).exp().sum(-1).double()
-        self.peak = peak
-
-    @property
-    def lse(self) -> Tensor:
-        return self.peak + self.total.log()
-
-
 def _of_chunk(states: Tensor, target: Tensor, head: UnembeddingHead, k: int) -> Predicted:
     """Return the predictions of all layers except the last, for `states`, `layer token d_model`."""
-    by_layer, rows = states.shape[:2], states.flatten(0, 1)
+    by_layer, rows, target = states.shape[:2], states.flatten(0, 1), target.repeat(len(states))
     d_model, d_vocab = head.W_U.shape
     # Four arrays of a tile's size: logits, and intermediate results of the sums.
     width = max(128, TILE_BYTES // (4 * (d_model + 4 * len(rows))))
-    running = _Running(rows, head, target.repeat(by_layer[0]))
-    difference = torch.zeros(by_layer, dtype=torch.float64, device=states.device)
+    # Before the tiles: each tile is compared with the target's logit, and the target's own tile may come last.
+    target_logits, rank = head.target_logit(rows, target), torch.zeros_like(target)
+    # With -inf the first tile is merged like the others: exp(-inf) · 0 is 0.
+    peak = torch.full(target.shape, -torch.inf, dtype=torch.float64, device=states.device)
+    total, difference = torch.zeros_like(peak), torch.zeros_like(peak).view(by_layer)
+    values = torch.empty(len(target), 0, device=states.device)
+    top = torch.empty(len(target), 0, dtype=torch.long, device=states.device)
     for start in range(0, d_vocab, width):
         tile = head._replace(
             W_U=head.W_U[:, start : start + width].float(),
             bias=None if head.bias is None else head.bias[start : start + width],
         )
         logits = tile.logits(rows, slice(None))
-        # The weights below are relative to the new peak, the sums of earlier tiles to this old one.
-        before = running.peak.view(by_layer)[-1]
-        running.add(logits, start, k)
-        peak, logits = running.peak.view(by_layer)[-1], logits.view(*by_layer, -1)
-        weight = (logits[-1] - peak[:, None].float()).exp()
+        above, column = logits > target_logits[:, None], target - start
+        inside = (column >= 0) & (column < logits.shape[1])
+        own = column.clamp(0, logits.shape[1] - 1)[:, None]
+        # By index: the target's logit in the tile may differ in the last bit from the separately computed one.
+        rank += above.sum(-1) - (above.gather(1, own)[:, 0] & inside).long()
+        del above
+        # topk of the tile first: concatenating it with the earlier values would copy a whole tile.
+        largest, places = logits.topk(min(k, logits.shape[1]))
+        values, order = torch.cat([values, largest], -1).topk(min(k, values.shape[1] + largest.shape[1]))
+        top = torch.cat([top, places + start], -1).gather(-1, order)
+        before, peak = peak, torch.maximum(peak, logits.amax(-1).double())
+        shrink = (before - peak).exp()
+        # peak is a float32 number kept in float64, so that it is subtracted from float32 logits without rounding.
+        total = total * shrink + (logits - peak[:, None].float()).exp().sum(-1).double()
+        logits = logits.view(*by_layer, -1)
+        weight = (logits[-1] - peak.view(by_layer)[-1][:, None].float()).exp()
         # The difference of logits, not of log-probabilities: neither normalizer is known before the last tile.
         gap = (logits[-1] - logits).mul_(weight).sum(-1).double()
-        difference = difference * (before - peak).exp() + gap
-    lse, total = running.lse.view(by_layer), running.total.view(by_layer)[-1]
+        difference = difference * shrink.view(by_layer)[-1] + gap
+    lse = (peak + total.log()).view(by_layer)
     # For equal distributions the result is rounding of either sign.
-    kl = (difference / total - lse[-1] + lse).clamp(min=0)
-    log_probability = (running.values - running.lse[:, None]).float()
+    kl = (difference / total.view(by_layer)[-1] - lse[-1] + lse).clamp(min=0)
     return Predicted(
-        log_probability=log_probability.view(*by_layer, -1)[:-1],
-        top=running.top.view(*by_layer, -1)[:-1],
-        rank=running.rank.view(by_layer)[:-1],
+        log_probability=(values.view(*by_layer, -1) - lse[..., None]).float()[:-1],
+        top=top.view(*by_layer, -1)[:-1],
+        rank=rank.view(by_layer)[:-1],
         kl=kl[:-1].float(),
     )
