@@ -28,7 +28,7 @@ from benchmarks import outliers
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.peers import maps as peer
 from benchmarks.report import Row
-from headwater.heads.scores import LayerScores, SuitePairs, score_layer
+from headwater.heads.scores import SuitePairs, score_layer
 from headwater.heads.scoring import THRESHOLDS
 from headwater.kernels import ov_blocked
 from headwater.kernels.ov import OVMaps, first_tokens, longest_column
@@ -237,12 +237,12 @@ def our_ranks(inputs: Inputs, maps: OVMaps) -> Found:
     return ov_blocked.count_ranks(maps, inputs.source, inputs.target)
 
 
-def our_scores(inputs: Inputs, maps: OVMaps) -> LayerScores:
+def our_scores(inputs: Inputs, maps: OVMaps) -> dict[str, Tensor]:
     """Headwater: every head of a layer on every relation, as the published rule wants it."""
     return score_layer(maps, _suite(inputs), null_from=None)
 
 
-def our_controlled_scores(inputs: Inputs, maps: OVMaps) -> LayerScores:
+def our_controlled_scores(inputs: Inputs, maps: OVMaps) -> dict[str, Tensor]:
     """Headwater: the same with the null model of the default rule."""
     return score_layer(maps, _suite(inputs), null_from=NULL_FROM)
 
@@ -257,11 +257,9 @@ def _suite(inputs: Inputs) -> SuitePairs:
 def _same_scores(inputs: Inputs, maps: OVMaps) -> bool:
     """Whether the scores are the same with the null model, which has a number wherever one could be called."""
     plain, controlled = our_scores(inputs, maps), our_controlled_scores(inputs, maps)
-    moments = controlled.moments
-    if moments is None:
-        return False
-    called = plain.score >= NULL_FROM
-    return torch.equal(plain.score, controlled.score) and torch.equal(~moments.isnan().any(-1), called)
+    called = plain["score"] >= NULL_FROM
+    has_moments = ~controlled["moments"].isnan().any(-1)
+    return torch.equal(plain["score"], controlled["score"]) and torch.equal(has_moments, called)
 
 
 def peer_membership(inputs: Inputs, maps: OVMaps, head: int) -> Found:

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,7 @@ from headwater.heads import scores
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import classify_heads
 from headwater.heads.relations import Relation, tokenize_relations
-from headwater.heads.scoring import LEVEL, published_k
+from headwater.heads.scoring import LEVEL, hits_of
 from headwater.models.effective_embedding import bos_token, published_embedding
 from headwater.models.families import ModelShape
 from headwater.models.weights import open_weights
@@ -289,8 +290,9 @@ def test_published_choices_follow_vocabulary_and_shape():
         return ModelShape(**plain | rest | sizes)
 
     copying, other = Relation("name_copying", None, ()), Relation("capital", None, ())
-    assert [published_k(relation, shape()) for relation in (copying, other)] == [3, 25]
-    assert [published_k(relation, shape(d_vocab=50257)) for relation in (copying, other)] == [1, 10]
+    llama, gpt2 = (SimpleNamespace(name="a model", shape=one) for one in (shape(), shape(d_vocab=50257)))
+    assert [hits_of(relation, llama, None) for relation in (copying, other)] == [3, 25]
+    assert [hits_of(relation, gpt2, None) for relation in (copying, other)] == [1, 10]
     assert published_embedding(shape()) == "mlp0"
     assert published_embedding(shape(n_layers=80, d_model=8192)) == "raw"
 

@@ -120,7 +120,7 @@ def planted_in_noise(shares: Sequence[float], items: int, habit: float, seed: in
     ov = OVMaps(x, x.T[None], maps, every_token, longest_column(every_token))
     accepted = tuple((one,) for one in target.tolist())
     tokens = TokenRelation(Relation("known", "knowledge", ()), torch.arange(500, d_vocab), accepted, pd.DataFrame())
-    return score_table([vars(score_layer(ov, suite_pairs([tokens], [10]), null_from=0.0))], [tokens])
+    return score_table([score_layer(ov, suite_pairs([tokens], [10]), null_from=0.0)], [tokens])
 
 
 @pytest.mark.parametrize("habit", [0.0, 0.5])

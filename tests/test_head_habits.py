@@ -55,7 +55,7 @@ def classified(heads: Sequence[Writes], answers: Sequence[int]) -> pd.DataFrame:
     sources = torch.arange(ANSWERS, d_vocab)
     tokens = TokenRelation(asked, sources, tuple((answer,) for answer in answers), pd.DataFrame())
     ov = OVMaps(every_token[sources], every_token[None], torch.cat([maps, -maps]), every_token, 1.0)
-    table = score_table([vars(score_layer(ov, suite_pairs([tokens], [1]), null_from=0.0))], [tokens])
+    table = score_table([score_layer(ov, suite_pairs([tokens], [1]), null_from=0.0)], [tokens])
     flags = {rule: apply_rule(table, rule, 0.15) for rule in ("published", "controlled")}
     return table.assign(**{rule: found["implemented"] | found["suppressed"] for rule, found in flags.items()})
 
@@ -195,7 +195,7 @@ def by_source(written: Sequence[Sequence[int]], items: int, n_noise: int = 30) -
     sources = torch.arange(n_sources).repeat_interleave(items)
     asked = Relation("several", "knowledge", ())
     tokens = TokenRelation(asked, sources, tuple((one,) for one in range(n_targets)), pd.DataFrame())
-    return score_table([vars(score_layer(ov, suite_pairs([tokens], [items]), null_from=0.0))], [tokens])
+    return score_table([score_layer(ov, suite_pairs([tokens], [items]), null_from=0.0)], [tokens])
 
 
 def shuffled_by_pair(table: pd.DataFrame, written: Sequence[Sequence[int]], items: int) -> np.ndarray:

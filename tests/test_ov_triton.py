@@ -97,7 +97,7 @@ def test_hits_do_not_depend_on_how_many_heads_go_together(layer, k, numbers):
     grid = ov_sweep.Grid(source, target, k)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ov_blocked, "TILE_NUMBERS", numbers)
-        patch.setattr(ov_sweep, "FIRST_TILE", 32)
+        patch.setattr(ov_blocked, "FIRST_TILE", 32)
         [found] = ov_sweep.topk_hits(maps, [grid])
     for sign, hits, wanted in zip(SIGNS, found, ov.topk_hits(maps, source, target, k), strict=True):
         assert torch.equal(hits, wanted), sign

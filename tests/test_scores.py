@@ -67,7 +67,7 @@ def test_scores_are_the_shares_of_items_whose_target_is_in_the_top_or_bottom_k(s
                 hits[name or "score"] += bool(wanted)
                 hits[f"{name}_beyond_copying".strip("_")] += bool(beating)
         for name, count in hits.items():
-            assert getattr(scores, name)[head, index] == count / len(one.targets), name
+            assert scores[name][head, index] == count / len(one.targets), name
 
 
 @pytest.mark.oracle
@@ -82,7 +82,7 @@ def test_null_moments_are_those_of_every_shuffle_of_the_targets_source_by_source
             continue
         rows = logits[head, [suite.source_tokens.tolist().index(token) for token in sources]]
         of = [[i for i, token in enumerate(one.source.tolist()) if token == source] for source in sources]
-        for sign, moments in ((1, scores.moments), (-1, scores.suppression_moments)):
+        for sign, moments in ((1, scores["moments"]), (-1, scores["suppression_moments"])):
             top = [set(row.topk(min(int(suite.k[index]), len(row))).indices.tolist()) for row in sign * rows]
             counts = [
                 sum(
@@ -117,6 +117,6 @@ def test_no_p_value_is_below_what_the_orders_of_the_distinct_sources_allow(n_sou
     x[source, target] = 1.0
     maps = OVMaps(x, every_token[None], every_token[None], every_token, longest_column(every_token))
     scores = score_layer(maps, suite_pairs([tokens], [items // n_sources]), null_from=0.0)
-    (row,) = score_table([vars(scores)], [tokens]).to_dict("records")
+    (row,) = score_table([scores], [tokens]).to_dict("records")
     assert row["score"] == 1
     assert row["p_value"] == pytest.approx(least, abs=1e-6)

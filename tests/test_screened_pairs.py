@@ -32,7 +32,7 @@ def head_of(d_model, d_head, with_outliers):
 
 
 def left_after_a_glance(maps, source, target, k=25):
-    left = ov_blocked.screen_pairs(maps, source, target, torch.full_like(source, k)).left
+    left = ov_blocked.screen_pairs(maps, source, target, torch.full_like(source, k))[0]
     return float(left.any(0).float().mean())
 
 

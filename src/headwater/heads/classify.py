@@ -28,18 +28,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.calls import checked_call
+from headwater.heads import scoring
 from headwater.heads.categories import RULES, apply_rule, head_categories
 from headwater.heads.head_map import HeadMap
 from headwater.heads.relations import MultiTokenName, Relations, TokenRelation, load_relations
 from headwater.heads.scores import LayerScorer, margins, relation_table, score_table, suite_pairs
-from headwater.heads.scoring import (
-    callable_from,
-    checked_scoring,
-    chosen_embedding,
-    relations_digest,
-    scored_layers,
-    scored_relations,
-)
 from headwater.kernels import ov_blocked
 from headwater.kernels.devices import full_float32, to_device
 from headwater.kernels.ov import OVMaps
@@ -107,31 +100,23 @@ def classify_heads(
         RunFolderError: `out` holds another run.
     """
     checked_name("rule", rule, RULES)
-    k, threshold = checked_scoring(k, threshold, embedding)
+    k, threshold = scoring.checked_scoring(k, threshold, embedding)
     norm_gain, every_excess = checked_flag("norm_gain", norm_gain), checked_flag("every_excess", every_excess)
     loaded = load_relations(relations)
     weights = weights_of(model, device)
     # The publication keeps items whose target is their source.
     same_words = rule == "published"
-    tokenized, ks, usable = scored_relations(loaded, weights, k, multi_token=multi_token, same_words=same_words)
+    tokenized, ks, usable = scoring.scored_relations(loaded, weights, k, multi_token=multi_token, same_words=same_words)
     kind = embedding or ("auto" if rule == "controlled" else None)
-    chosen, embeddings = chosen_embedding(weights, usable, kind)
-    options = {
-        "relations": relations_digest(loaded),
-        "rule": rule,
-        "k": k,
-        "threshold": threshold,
-        "embedding": chosen,
-        "multi_token": multi_token,
-        "norm_gain": norm_gain,
-        "every_excess": every_excess,
-    }
+    chosen, embeddings = scoring.chosen_embedding(weights, usable, kind)
+    options = {"relations": scoring.relations_digest(loaded), "rule": rule, "k": k, "threshold": threshold}
+    options |= {"embedding": chosen, "multi_token": multi_token, "norm_gain": norm_gain, "every_excess": every_excess}
 
     def work(run: Run) -> HeadMap:
         # Below this score no relation counts, whatever its p; the null model there is most of the cost for nothing.
-        called_from = callable_from(threshold) if rule == "controlled" else None
+        called_from = scoring.callable_from(threshold) if rule == "controlled" else None
         null_from = 0.0 if every_excess else called_from
-        layers = scored_layers(weights, usable, options, run, null_from=null_from)
+        layers = scoring.scored_layers(weights, usable, options, run, null_from=null_from)
         table = score_table(layers, [relation for relation, _ in usable])
         table = table.assign(**apply_rule(table, rule, threshold))
         return HeadMap(table, head_categories(table), relation_table(tokenized, ks), embeddings, run.record)
@@ -171,10 +156,10 @@ def head_margins(
         ModelError: the model cannot be read.
         InputError: no relation keeps 30 pairs, or an option does not exist.
     """
-    checked_scoring(None, 0.15, embedding)
+    scoring.checked_scoring(None, 0.15, embedding)
     weights = weights_of(model, device)
-    *_, usable = scored_relations(load_relations(relations), weights, 1)
-    chosen, _ = chosen_embedding(weights, usable, embedding)
+    *_, usable = scoring.scored_relations(load_relations(relations), weights, 1)
+    chosen, _ = scoring.chosen_embedding(weights, usable, embedding)
     scored = [tokens for tokens, _ in usable]
     options = {"embedding": chosen, "norm_gain": checked_flag("norm_gain", norm_gain)}
     all_margins = torch.cat(list(layer_margins(weights, scored, options)))

@@ -30,7 +30,6 @@
                            over the whole map: heads, relations and both signs
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,7 +50,6 @@ from headwater.kernels.devices import full_float32, to_device, to_device_many
 from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 from headwater.models.weights import LayersAhead, WeightSource
 from headwater.stats.significance import (
-    Numbers,
     count_moments,
     permutation_moments,
     permutation_p_values,
@@ -95,54 +93,25 @@ class SuitePairs:
         return self.item_relation.bincount(minlength=len(self.k))
 
     @cached_property
-    def grids(self) -> list[ov_sweep.Grid]:
-        """For each relation, the grid of its distinct sources with all its targets."""
-        sources = [sources for sources, _ in self.distinct]
-        parts = sources, self.pair_target.split(self._lengths[1]), self.k.tolist()
-        return [ov_sweep.Grid(*one) for one in zip(*parts, strict=True)]
+    def by_relation(self) -> list[tuple[ov_sweep.Grid, Int[Tensor, " item"], Int[Tensor, " pair"], slice]]:
+        """For each relation its grid, source of each item, item of each pair, and slice of its pairs.
 
-    @cached_property
-    def distinct(self) -> Sequence[tuple[Int[Tensor, " source"], Int[Tensor, " item"]]]:
-        """For each relation, its distinct sources, and the index of each item's source among them."""
-        return [sources.unique(return_inverse=True) for sources in self.item_source.split(self._lengths[0])]
-
-    @cached_property
-    def item_of_pair(self) -> Sequence[Int[Tensor, " pair"]]:
-        """For each relation, the index of each pair's item within the relation."""
-        return [items - items[0] for items in self.pair_item.split(self._lengths[1])]
-
-    @property
-    def pairs_of(self) -> list[slice]:
-        """The slice of each relation's pairs."""
-        ends = list(itertools.accumulate(self._lengths[1], initial=0))
-        return [slice(*both) for both in itertools.pairwise(ends)]
+        The grid has the relation's distinct sources, among which items are indexed, with all its targets.
+        """
+        n_pairs = self.pair_relation.bincount(minlength=len(self.k)).tolist()
+        parts, start = [], 0
+        by_item = self.item_source.split(self.items.tolist())
+        by_pair = zip(self.pair_target.split(n_pairs), self.pair_item.split(n_pairs), strict=True)
+        for sources, (targets, items), k in zip(by_item, by_pair, self.k.tolist(), strict=True):
+            distinct, source = sources.unique(return_inverse=True)
+            pairs = slice(start, start + len(targets))
+            parts.append((ov_sweep.Grid(distinct, targets, k), source, items - items[0], pairs))
+            start = pairs.stop
+        return parts
 
     def accepted(self, hits: Bool[Tensor, "*row pair"]) -> Bool[Tensor, "*row item"]:
         """Return whether any of each item's pairs hits."""
         return any_accepted(hits, self.pair_item, len(self.item_source))
-
-    @cached_property
-    def _lengths(self) -> list[list[int]]:
-        """Numbers of items and of pairs of each relation."""
-        pairs = self.pair_relation.bincount(minlength=len(self.k))
-        return torch.stack([self.items, pairs]).tolist()
-
-
-@dataclass(frozen=True)
-class LayerScores:
-    """The scores of one layer's heads on every relation, on the CPU; shares of items in float64."""
-
-    score: Float[Tensor, "head relation"]
-    suppression: Float[Tensor, "head relation"]
-    beyond_copying: Float[Tensor, "head relation"]
-    suppression_beyond_copying: Float[Tensor, "head relation"]
-    margin: Float[Tensor, "head relation"]
-    """Mean lead of a target over the other items' targets, in logits; NaN for a relation of one item."""
-    moments: Float[Tensor, "head relation moment"] | None = None
-    """`permutation_moments` of the hits, NaN if the score is below `null_from`; None without a null model."""
-    suppression_moments: Float[Tensor, "head relation moment"] | None = None
-    hits: Bool[Tensor, "sign head item"] | None = None
-    """Whether each item hits, and whether it is suppressed; None if single items were not requested."""
 
 
 def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePairs:
@@ -174,19 +143,28 @@ def score_layer(
     null_from: float | None,
     items: bool = False,
     mean_target: Float[Tensor, "relation d_model"] | None = None,
-) -> LayerScores:
+) -> dict[str, Tensor]:
     """Score one layer's heads; `maps.x` holds the embeddings of `suite.source_tokens`.
 
-    Scores of at least `null_from` also get the moments under shuffled targets: 0 for all heads and relations (many
-    times the cost of the scores), None for none. With `items` the hits of single items are returned too. `mean_target`
-    is the result of `mean_targets`, which all layers share.
+    Args:
+        maps: the heads.
+        suite: the relations.
+        null_from: the least score that also gets moments under shuffled targets: 0 for all heads and relations (many
+            times the cost of the scores), None for none.
+        items: also return the hits of single items.
+        mean_target: the result of `mean_targets`, which all layers share.
+
+    Returns:
+        On the CPU, by head and relation: `score, suppression, beyond_copying, suppression_beyond_copying`, shares of
+        items in float64; `margin`, NaN for a relation of one item; with a null model `moments, suppression_moments`,
+        the `permutation_moments` of the hits, NaN below `null_from`; with `items` also `hits`, by sign, head and item.
     """
     pairs = suite.pair_source, suite.pair_target, suite.k[suite.pair_relation]
     with torch.inference_mode(), full_float32():
         mean_target = mean_targets(maps.W_U, suite) if mean_target is None else mean_target
-        screened = ov_blocked.screen_pairs(maps, *pairs)
+        left, own_logits = ov_blocked.screen_pairs(maps, *pairs)
         # The host waits here, because the undecided pairs determine what is computed.
-        undecided = screened.left.cpu()
+        undecided = left.cpu()
         mask = torch.zeros(2, maps.n_heads, len(suite.k), dtype=torch.bool)
         if null_from is not None:
             # If half of the items are undecided, most are hits, and each would cost a pass over the vocabulary
@@ -204,23 +182,18 @@ def score_layer(
         shares = _shares(suite, accepted)
         # The sweep also ran where the first pass could not rule the score out; lower scores keep no moments.
         moments = moments.masked_fill(shares[:2, ..., None] < (null_from or 0.0), torch.nan)
-        return LayerScores(
-            score=shares[0],
-            suppression=shares[1],
-            beyond_copying=shares[2],
-            suppression_beyond_copying=shares[3],
-            margin=margins(maps, suite, _own_means(maps, suite, screened.own), mean_target),
-            moments=None if null_from is None else moments[0],
-            suppression_moments=None if null_from is None else moments[1],
-            hits=accepted[:2] if items else None,
-        )
+        names = ("score", "suppression", "beyond_copying", "suppression_beyond_copying")
+        scores = dict(zip(names, shares, strict=True))
+        scores["margin"] = margins(maps, suite, _own_means(maps, suite, own_logits), mean_target)
+        scores |= {} if null_from is None else dict(zip(MOMENTS, moments, strict=True))
+        return scores | ({"hits": accepted[:2]} if items else {})
 
 
 def mean_targets(W_U: Float[Tensor, "d_model d_vocab"], suite: SuitePairs) -> Float[Tensor, "relation d_model"]:
     """Return each relation's mean target column of W_U, in float64, with the weights of `SuitePairs.pair_weight`."""
     targets, weights = (to_device(one, W_U.device) for one in (suite.pair_target, suite.pair_weight))
     # Relation by relation, because with small vocabularies all target columns at once would be larger than W_U.
-    means = [weights[pairs] @ W_U.T.index_select(0, targets[pairs]).double() for pairs in suite.pairs_of]
+    means = [weights[pairs] @ W_U.T.index_select(0, targets[pairs]).double() for *_, pairs in suite.by_relation]
     return torch.stack(means)
 
 
@@ -269,10 +242,10 @@ def _sweep(
     device = maps.x.device
     heads_in_mask = [mask[sign, :, relation].nonzero()[:, 0] for relation in range(len(suite.k)) for sign in range(2)]
     on_device = to_device_many(heads_in_mask, device)
-    items = to_device_many(suite.item_of_pair, device)
-    sources = to_device_many([source for _, source in suite.distinct], device)
+    grids, sources, items, slices = zip(*suite.by_relation, strict=True)
+    items, sources = to_device_many(items, device), to_device_many(sources, device)
     cells, met, expected = [], [], []
-    for relation, signs in enumerate(ov_sweep.topk_hits(maps, suite.grids, mask)):
+    for relation, signs in enumerate(ov_sweep.topk_hits(maps, grids, mask)):
         item, source = items[relation], sources[relation]
         for sign, met_in_grid in enumerate(signs):
             if len(heads := heads_in_mask[2 * relation + sign]):
@@ -284,7 +257,7 @@ def _sweep(
     # Two copies for all relations, not two for each relation.
     met_here, expected_here = (torch.cat(one).cpu().split([len(part) for part in one]) for one in (met, expected))
     for (sign, heads, relation), hits_of_pairs, moment in zip(cells, met_here, expected_here, strict=True):
-        hits[sign, heads, suite.pairs_of[relation]] = hits_of_pairs.view(len(heads), -1)
+        hits[sign, heads, slices[relation]] = hits_of_pairs.view(len(heads), -1)
         moments[sign, heads, relation] = moment
 
 
@@ -347,11 +320,10 @@ class LayerScorer:
     items: bool = False
 
     def __call__(self, layer: int) -> dict[str, Tensor]:
-        """Return the fields of one layer's `LayerScores`, by name."""
+        """Return the result of `score_layer` for one layer."""
         with torch.inference_mode():
             maps, shared = self.maps(layer), self.mean_target
-            scores = score_layer(maps, self.suite, null_from=self.null_from, items=self.items, mean_target=shared)
-        return {name: value for name, value in vars(scores).items() if value is not None}
+            return score_layer(maps, self.suite, null_from=self.null_from, items=self.items, mean_target=shared)
 
     def moments(self, layer: int, mask: Bool[Tensor, "sign head relation"]) -> dict[str, Tensor]:
         """Return the moments under shuffled targets of some heads and relations of one layer, for any scores."""
@@ -365,7 +337,7 @@ class LayerScorer:
         """Return a layer's heads with their inputs for the sources."""
         factors = self.read_layer(layer)
         # Layer 0 reads the token embedding, because nothing is computed before it.
-        x = self._later_embeddings if layer > 0 else self._raw_embeddings
+        x = self._later_embeddings if layer else self.weights.effective_embedding(self.suite.source_tokens, "raw")
         if self.options["norm_gain"]:
             x = x * factors.norm_gain
         W_V, W_O = self._as_stored(factors.W_V), self._as_stored(factors.W_O)
@@ -390,10 +362,6 @@ class LayerScorer:
         return mean_targets(self._unembedding[0], self.suite)
 
     @cached_property
-    def _raw_embeddings(self) -> Tensor:
-        return self.weights.effective_embedding(self.suite.source_tokens, "raw")
-
-    @cached_property
     def _later_embeddings(self) -> Tensor:
         kind = str(self.options["embedding"])
         x = self.weights.effective_embedding(self.suite.source_tokens, kind)
@@ -407,56 +375,37 @@ class LayerScorer:
 
 
 def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[TokenRelation]) -> pd.DataFrame:
-    """Put the `LayerScores` of all layers into one table, with intervals, p-values and q-values."""
-    names = [name for name, value in layers[0].items() if value is not None and name != "hits"]
+    """Put the scores of all layers into one table, with intervals, p-values and q-values."""
+    names = [name for name in layers[0] if name != "hits"]
     scores = {name: torch.stack([layer[name] for layer in layers]).numpy() for name in names}
     shape = scores["score"].shape
     layer, head, relation = (index.ravel() for index in np.indices(shape))
     pairs = np.array([len(tokens.targets) for tokens in relations], dtype=float)
     sources = np.array([tokens.distinct_sources for tokens in relations], dtype=float)
-    expected, p, q = _null(scores, pairs, sources)
+    observed = np.stack([scores["score"], scores["suppression"]])
+    expected = p = q = np.full_like(observed, np.nan)
+    if "moments" in scores:
+        moments = np.stack([scores["moments"], scores["suppression_moments"]])
+        expected = moments[..., 0] / pairs
+        # Shuffling has no more outcomes than permutations of the distinct sources, so no p is below one over their
+        # number; with few sources the tail of the fitted law is.
+        p = np.maximum(permutation_p_values(np.rint(observed * pairs), moments), 1 / factorial(sources))
+        left_out = np.isnan(expected) & (observed > 0)
+        # p = 1 for everything not computed, so that the number of tests is that of the whole map.
+        p, q = (np.where(left_out, np.nan, numbers) for numbers in (p, q_values(p)))
     # The number of trials is that of distinct sources, because items of one source hit together.
     low, high = wilson_interval(np.rint(scores["score"] * pairs) * (sources / pairs), sources)
+    names_and_categories = [(tokens.relation.name, tokens.relation.category) for tokens in relations]
+    names_of, categories = (np.array(column, dtype=object) for column in zip(*names_and_categories, strict=True))
     columns = {
-        "layer": layer,
-        "head": head,
-        "relation": np.array([tokens.relation.name for tokens in relations], dtype=object)[relation],
-        "category": np.array([tokens.relation.category for tokens in relations], dtype=object)[relation],
-        "score": scores["score"],
-        "suppression": scores["suppression"],
-        "expected": expected[0],
-        "p_value": p[0],
-        "q_value": q[0],
-        "pairs": pairs.astype(int)[relation],
-        "low": low,
-        "high": high,
-        "beyond_copying": scores["beyond_copying"],
-        "margin": scores["margin"],
-        "suppression_expected": expected[1],
-        "suppression_p_value": p[1],
-        "suppression_q_value": q[1],
+        "layer": layer, "head": head, "relation": names_of[relation], "category": categories[relation],
+        "score": scores["score"], "suppression": scores["suppression"],
+        "expected": expected[0], "p_value": p[0], "q_value": q[0], "pairs": pairs.astype(int)[relation],
+        "low": low, "high": high, "beyond_copying": scores["beyond_copying"], "margin": scores["margin"],
+        "suppression_expected": expected[1], "suppression_p_value": p[1], "suppression_q_value": q[1],
         "suppression_beyond_copying": scores["suppression_beyond_copying"],
-    }
+    }  # fmt: skip
     return add_excess(pd.DataFrame({name: np.ravel(column) for name, column in columns.items()}))
-
-
-def _null(scores: Mapping[str, Numbers], pairs: Numbers, sources: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the expected scores, p-values and q-values of both signs, [sign, layer, head, relation].
-
-    No p is below one over the number of permutations of the distinct sources, since shuffling has no more outcomes. A
-    score above 0 without moments has NaN for all three, and counts as p = 1 in the q-values of the others.
-    """
-    observed = np.stack([scores["score"], scores["suppression"]])
-    if "moments" not in scores:
-        unknown = np.full_like(observed, np.nan)
-        return unknown, unknown, unknown
-    moments = np.stack([scores["moments"], scores["suppression_moments"]])
-    # With few sources the tail of the fitted law is below the smallest p that permutations allow.
-    p = np.maximum(permutation_p_values(np.rint(observed * pairs), moments), 1 / factorial(sources))
-    left_out = np.isnan(moments[..., 0]) & (observed > 0)
-    # p = 1 for everything not computed, so that the number of tests is that of the whole map.
-    q = np.where(left_out, np.nan, q_values(p))
-    return moments[..., 0] / pairs, np.where(left_out, np.nan, p), q
 
 
 def relation_table(relations: Sequence[TokenRelation], ks: Sequence[int]) -> pd.DataFrame:

@@ -22,7 +22,7 @@ import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import pandas as pd
 import torch
@@ -34,18 +34,12 @@ from headwater.heads.categories import CATEGORIES, RULES, apply_rule
 from headwater.heads.relations import MIN_PAIRS, MultiTokenName, Relation, TokenRelation, tokenize_relations
 from headwater.heads.scores import MOMENTS, LayerScorer, suite_pairs
 from headwater.models.effective_embedding import KINDS, LLAMA_3_VOCABULARY, published_embedding
-from headwater.models.families import ModelShape
 from headwater.models.weights import LayersAhead, WeightSource
 from headwater.options import checked_count, checked_name, checked_number
 from headwater.runs.analysis import Run
 from headwater.runs.identity import describe, digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+from headwater.runs.result import Result
 
 LEVEL = 0.02
 """By how much another embedding must agree better than the published one to be chosen."""
@@ -115,7 +109,10 @@ AS_MAPPED = "as mapped"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sensitivity(Result):
-    """The result of `HeadMap.sensitivity`."""
+    """The result of `HeadMap.sensitivity`, drawn as heads by threshold: a line per category and a panel per rule.
+
+    If other settings were scored, another panel shows how many heads each classifies, and how many of the map's.
+    """
 
     table: pd.DataFrame
     """A row per setting, rule and threshold: `setting, rule, threshold, heads` (in any category), `kept`, how many of
@@ -159,13 +156,6 @@ class Sensitivity(Result):
         nearest = min(THRESHOLDS, key=lambda one: abs(one - float(self.run.options["threshold"])))
         own = self.table["rule"] == self.run.options["rule"]
         return self.table[own & (self.table["threshold"] == nearest)]
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Plot the number of heads by threshold, a line per category and a panel per rule.
-
-        If other settings were scored, another panel shows how many heads each classifies, and how many of the map's.
-        """
-        return self._drawn(ax, title, figsize)
 
 
 def heads_by_threshold(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
@@ -240,7 +230,7 @@ def scored_layers(
     items: bool = False,
     desc: str = "Scoring heads",
 ) -> list[dict[str, Tensor]]:
-    """Score a model's heads, each layer a piece of the run; return the fields of each layer's `LayerScores` by name.
+    """Score a model's heads, each layer a piece of the run; return the result of `score_layer` for each.
 
     `options` holds `embedding` and `norm_gain`. Scores of at least `null_from` also get the null model of shuffled
     targets; None for no null model. With `items` the hits of single items are kept.
@@ -279,18 +269,12 @@ def relations_digest(relations: Sequence[Relation]) -> str:
 
 
 def hits_of(relation: Relation, weights: WeightSource, k: int | None) -> int:
-    """Return the k of a relation: the argument, or the published k."""
-    if k is not None and k >= weights.shape.d_vocab:
-        raise InputError(
-            f"k={k}: every token would be a hit; the vocabulary of {weights.name} has {weights.shape.d_vocab:,}."
-        )
-    return k or published_k(relation, weights.shape)
-
-
-def published_k(relation: Relation, shape: ModelShape) -> int:
-    """Return the k of the publication, by relation and vocabulary."""
-    copying, others = (3, 25) if shape.d_vocab == LLAMA_3_VOCABULARY else (1, 10)
-    return copying if relation.is_copying else others
+    """Return the k of a relation: the argument, or the published k by relation and vocabulary."""
+    d_vocab = weights.shape.d_vocab
+    if k is not None and k >= d_vocab:
+        raise InputError(f"k={k}: every token would be a hit; the vocabulary of {weights.name} has {d_vocab:,}.")
+    copying, others = (3, 25) if d_vocab == LLAMA_3_VOCABULARY else (1, 10)
+    return k or (copying if relation.is_copying else others)
 
 
 def checked_scoring(k: int | None, threshold: float, embedding: str | None) -> tuple[int | None, float]:

@@ -70,17 +70,6 @@ class Triples:
         return Triples(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
-@dataclass(frozen=True)
-class ScreenedPairs:
-    """The result of screening pairs, on the device of the maps."""
-
-    left: Bool[Tensor, "sign head pair"]
-    """Pairs for which the sample does not have k tokens above the target; then the same for below. The others are
-    certainly not among the k largest (the k smallest)."""
-    own: Float[Tensor, "head pair"]
-    """The targets' logits, to float32 rounding."""
-
-
 @full_float32()
 def topk_membership(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
@@ -90,7 +79,7 @@ def topk_membership(
     `source` are rows of `maps.x`, `target` token ids, and `k` may differ from pair to pair; these and the results are
     on the CPU.
     """
-    top, bottom = settle_remaining(maps, screen_pairs(maps, source, target, k).left.cpu(), (source, target, k))
+    top, bottom = settle_remaining(maps, screen_pairs(maps, source, target, k)[0].cpu(), (source, target, k))
     return top, bottom
 
 
@@ -109,20 +98,25 @@ def settle_remaining(
 @full_float32()
 def screen_pairs(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
-) -> ScreenedPairs:
-    """Compare each pair's target with a sample of the vocabulary. The arguments are those of `topk_membership`."""
+) -> tuple[Bool[Tensor, "sign head pair"], Float[Tensor, "head pair"]]:
+    """Compare each pair's target with a sample of the vocabulary. The arguments are those of `topk_membership`.
+
+    Returns, on the device of the maps, the pairs for which the sample does not have k tokens above the target, then
+    the same for below (the others are certainly not hits); and the targets' logits, to float32 rounding.
+    """
     # Some pairs at a time, so that the columns of W_U for their targets fit the workspace.
     step = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
     parts = [
         _screen_pairs(maps, *(part[start : start + step] for part in (source, target, k)))
         for start in range(0, max(1, len(source)), step)
     ]
-    return ScreenedPairs(torch.cat([part.left for part in parts], 2), torch.cat([part.own for part in parts], 1))
+    left, own = zip(*parts, strict=True)
+    return torch.cat(left, 2), torch.cat(own, 1)
 
 
 def _screen_pairs(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
-) -> ScreenedPairs:
+) -> tuple[Bool[Tensor, "sign head pair"], Float[Tensor, "head pair"]]:
     sample = _sample(maps)
     # Pairs of a suite share sources and targets: z and W_O W_U are computed once for each distinct one.
     distinct = (*source.unique(return_inverse=True), *target.unique(return_inverse=True))
@@ -158,7 +152,7 @@ def _screen_pairs(
             # float32, like the sample's logits: the margin covers the rounding of both.
             target_logits[head] = (z_pair * W_target[column]).sum(-1)
             unsettled[:, head] = torch.stack(count_products(z_pair, W_sample, target_logits[head], margin[head])) < k
-    return ScreenedPairs(unsettled, target_logits)
+    return unsettled, target_logits
 
 
 def _values_and_margin(
@@ -444,7 +438,13 @@ def count_ranks(
     source, target = (to_device(one, maps.x.device) for one in (source, target))
     # z of every row of x once, because pairs of several relations share sources.
     z = head_values(maps, maps.x.double())[:, source]
-    target_logits, tie = _own_logits(maps, z, target), maps.tie[:, source]
+    tie, every_value_head = maps.tie[:, source], value_heads(maps, z.device)
+    target_logits = torch.empty(maps.n_heads, len(target), dtype=torch.float64, device=target.device)
+    for pairs in torch.arange(len(target), device=target.device).split(max(1, factor_numbers(maps) // maps.x.shape[1])):
+        targets = columns_of(maps, target[pairs]).double()
+        for head in range(maps.n_heads):
+            W_target = maps.W_O[head].double() @ targets
+            target_logits[head, pairs] = (z[maps.value_head(head), pairs].T * W_target).sum(0)
     z32, size = z.float(), torch.linalg.vector_norm(z, dim=2)
     counts = torch.zeros(maps.n_heads, 2, len(source), dtype=torch.int64, device=source.device)
     # Logits of wider tiles leave the cache before they are counted (benchmarks/NOTES.md).
@@ -460,53 +460,25 @@ def count_ranks(
             block = slice(heads.start, heads.stop)
             # float64: predicted to leave a third of a token per pair too near to call, instead of ten (NOTES.md).
             W_tile = (maps.W_O[block].double().flatten(0, 1) @ tile).unflatten(0, (len(heads), -1))
-            by_head = _count_tile(
-                maps, block, z32, size, W_tile.float(), target_logits[block].float(), tie[block], column
-            )
-            for head, W, beyond in zip(heads, W_tile, by_head, strict=True):
-                value = maps.value_head(head)
+            W, value, own = W_tile.float(), every_value_head[block], target_logits[block].float()
+            # The longest column of each head's W_O W_U in this tile gives the narrowest margin.
+            longest = W.square().sum(1).amax(1).sqrt()
+            margin = (ROUNDING * size[value] * longest[:, None] + tie[block]).float()
+            if runs_triton(W):
+                from headwater.kernels import ov_triton
+
+                # "highest": products of 11-bit parts would need a margin 16 times as wide (`TENSOR_ROUNDING`).
+                by_sign = ov_triton.count_beyond(z32[value], W, own, margin, column, precision="highest")
+                by_head = by_sign.long().transpose(0, 1)
+            else:
+                rows = zip((z32[maps.value_head(head)] for head in heads), W, own, margin, strict=True)
+                by_head = torch.stack([torch.stack(count_products(*of_head)) for of_head in rows]).long()
+            for head, W_head, beyond in zip(heads, W_tile, by_head, strict=True):
                 # If they do not add up, a token is within the margin: recount the pair's tile.
                 near = (beyond.sum(0) < others).nonzero()[:, 0]
-                exact = z[value, near] @ W
+                exact = z[maps.value_head(head), near] @ W_head
                 # column is relative to the tile: nothing is excluded if it is outside.
                 leave_out(exact, column[near])
                 beyond[:, near] = torch.stack(count_beyond(exact, target_logits[head, near], tie[head, near])).long()
                 counts[head] += beyond
     return counts[:, 0], counts[:, 1]
-
-
-def _count_tile(
-    maps: OVMaps,
-    heads: slice,
-    z: Float[Tensor, "kv_head pair d_head"],
-    size: Float[Tensor, "kv_head pair"],
-    W: Float[Tensor, "block d_head token"],
-    target_logits: Float[Tensor, "block pair"],
-    tie: Float[Tensor, "block pair"],
-    column: Int[Tensor, " pair"],
-) -> Int[Tensor, "block 2 pair"]:
-    """Count for some heads the logits z W certainly above and certainly below each pair's own."""
-    value = value_heads(maps, z.device)[heads]
-    # The longest column of each head's W_O W_U in this tile gives the narrowest margin.
-    longest = W.square().sum(1).amax(1).sqrt()
-    margin = (ROUNDING * size[value] * longest[:, None] + tie).float()
-    if runs_triton(W):
-        from headwater.kernels import ov_triton
-
-        # "highest": products of 11-bit parts would need a margin 16 times as wide (`TENSOR_ROUNDING`).
-        by_sign = ov_triton.count_beyond(z[value], W, target_logits, margin, column, precision="highest")
-        return by_sign.long().transpose(0, 1)
-    rows = (z[maps.value_head(head)] for head in range(heads.start, heads.stop))
-    counts = [torch.stack(count_products(*of_head)) for of_head in zip(rows, W, target_logits, margin, strict=True)]
-    return torch.stack(counts).long()
-
-
-def _own_logits(
-    maps: OVMaps, z: Float[Tensor, "kv_head pair d_head"], target: Int[Tensor, " pair"]
-) -> Float[Tensor, "head pair"]:
-    logits = torch.empty(maps.n_heads, len(target), dtype=torch.float64, device=target.device)
-    for pairs in torch.arange(len(target), device=target.device).split(max(1, factor_numbers(maps) // maps.x.shape[1])):
-        targets = columns_of(maps, target[pairs]).double()
-        for head in range(maps.n_heads):
-            logits[head, pairs] = (z[maps.value_head(head), pairs].T * (maps.W_O[head].double() @ targets)).sum(0)
-    return logits

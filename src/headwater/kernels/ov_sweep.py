@@ -16,19 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headwater.kernels import ov_blocked
 from headwater.kernels.devices import exact_product, to_device, to_device_many
 from headwater.kernels.ov import OVMaps
-from headwater.kernels.ov_blocked import (
-    FIRST_TILE,
-    Triples,
-    columns_of,
-    exact_values_margin,
-    factor_numbers,
-    head_values,
-    heads_at_once,
-    settle,
-    tile_numbers,
-)
 
 WORTH_A_LOOK = 32
 """Compare `OVMaps.first` before the tiles only if the vocabulary is at least this many times as large."""
@@ -69,40 +59,36 @@ def topk_hits(
         requested = torch.ones(2, maps.n_heads, len(grids), dtype=torch.bool)
     rows = _Rows(grids, maps.x.device)
     z = _values_of(maps, rows.source, rows.needed(requested.any(0)))
-    margin = exact_values_margin(maps, z, rows.source)
+    margin = ov_blocked.exact_values_margin(maps, z, rows.source)
     logits = _GridLogits(maps, z.float(), grids, rows, requested)
     # The margin is added: a row leaves only when its best target is certainly out.
     bound = _kth_logits(maps, logits.z, rows, logits.extremes() + margin)
-    # Other relations are requested for no head: they have no logits, and all of their cells share one False below.
-    some = [index for index, heads in enumerate(logits.heads) if len(heads)]
-    tables = {index: _hits_and_unsure(logits, index, margin, bound) for index in some}
+    # Of each requested relation, which targets are hits, and which are too near the k-th place to tell for either sign.
+    tables: dict[int, tuple[Bool[Tensor, "sign head token item"], Bool[Tensor, "head token item"]]] = {}
+    for index, row in enumerate(rows.of_grid):
+        # Relations requested for no head have no logits, and all of their cells share one False below.
+        if not len(logits.heads[index]):
+            continue
+        shape = maps.n_heads, len(logits.tokens[index]), len(row)
+        hits, unsure = (torch.zeros(*signs, *shape, dtype=torch.bool, device=z.device) for signs in ((2,), ()))
+        for heads, own in logits.of_grid(index):
+            near = margin[heads[:, None], row][:, None]
+            # The bottom k are the top k of negated logits: one formula for both signs.
+            excess = torch.stack([own, -own]) - bound[:, heads[:, None], row][:, :, None]
+            chosen = logits.requested[:, heads, index, None, None]
+            hits[:, heads] = (excess >= near) & chosen
+            unsure[heads] = ((excess.abs() < near) & chosen).any(0)
+        tables[index] = hits, unsure
     _settle_unsure(maps, grids, tables, requested)
     nothing = torch.zeros((), dtype=torch.bool, device=margin.device)
     for index, grid in enumerate(grids):
         if index in tables:
             # Popped, so that a relation's table is freed once it is yielded; tokens are expanded to pairs only here.
-            hits = tables.pop(index)[0].index_select(2, logits.column[index]).mT
-            yield hits[0], hits[1]
+            top, bottom = tables.pop(index)[0].index_select(2, logits.column[index]).mT
+            yield top, bottom
         else:
             # Expanded from one False: nothing is allocated for it.
             yield (nothing.expand(maps.n_heads, len(grid.source), len(grid.target)),) * 2
-
-
-def _hits_and_unsure(
-    logits: "_GridLogits", index: int, margin: Float[Tensor, "head row"], bound: Float[Tensor, "sign head row"]
-) -> tuple[Bool[Tensor, "sign head token item"], Bool[Tensor, "head token item"]]:
-    """Return which targets of a relation are hits, and which are too near the k-th place to tell for either sign."""
-    row, n_heads = logits.rows.of_grid[index], logits.maps.n_heads
-    hits = torch.zeros(2, n_heads, len(logits.tokens[index]), len(row), dtype=torch.bool, device=margin.device)
-    unsure = torch.zeros_like(hits[0])
-    for heads, own in logits.of_grid(index):
-        near = margin[heads[:, None], row][:, None]
-        # The bottom k are the top k of negated logits: one formula for both signs.
-        excess = torch.stack([own, -own]) - bound[:, heads[:, None], row][:, :, None]
-        chosen = logits.requested[:, heads, index, None, None]
-        hits[:, heads] = (excess >= near) & chosen
-        unsure[heads] = ((excess.abs() < near) & chosen).any(0)
-    return hits, unsure
 
 
 def _settle_unsure(
@@ -131,7 +117,7 @@ def _settle_unsure(
     by_head = joined[0].argsort(stable=True)
     *triples, k = joined[:, by_head]
     settled = torch.empty(2, joined.shape[1], dtype=torch.bool)
-    settled[:, by_head] = settle(maps, Triples(*triples), k)
+    settled[:, by_head] = ov_blocked.settle(maps, ov_blocked.Triples(*triples), k)
     parts = settled.split([len(head) for head, _, _ in cells], dim=1)
     for (index, (hits, _)), cell, part in zip(tables.items(), cells, parts, strict=True):
         if part.shape[1]:
@@ -170,7 +156,7 @@ def _values_of(
     by_value = needed.unflatten(0, (len(maps.W_V), -1)).any(1)
     # One product for all value heads, if nothing would be saved.
     if bool(by_value.all()):
-        return head_values(maps, maps.x[source].double())
+        return ov_blocked.head_values(maps, maps.x[source].double())
     z = torch.zeros(*by_value.shape, maps.W_V.shape[2], dtype=torch.float64, device=source.device)
     for value in by_value.any(1).nonzero()[:, 0].tolist():
         chosen = to_device(by_value[value].nonzero()[:, 0], source.device)
@@ -202,7 +188,7 @@ class _GridLogits:
         # One relation's columns at a time: all relations together may have more columns than W_U.
         targets = self.maps.W_U[:, tokens]
         numbers = max(len(tokens) * max(len(row), self.z.shape[2]), 1)
-        for some in heads.split(max(1, tile_numbers(self.maps) // numbers)):
+        for some in heads.split(max(1, ov_blocked.tile_numbers(self.maps) // numbers)):
             W_target = exact_product(self.maps.W_O[some].flatten(0, 1), targets).unflatten(0, (len(some), -1))
             yield some, W_target.mT @ self.z[self.maps.value_head(some)[:, None], row].mT
 
@@ -244,28 +230,19 @@ class _Kept:
         alive = [self.alive[sign, head, row] for sign in range(2)]
         # One wait for both signs.
         for sign, some_left in enumerate(torch.stack([one.any() for one in alive]).tolist()):
-            if some_left:
-                # Negated in place, because the positive sign no longer needs them.
-                self._merge(sign, head, row, alive[sign], logits.neg_() if sign else logits)
-
-    def _merge(
-        self,
-        sign: int,
-        head: Int[Tensor, "block 1"],
-        row: Int[Tensor, "block alive"],
-        alive: Bool[Tensor, "block alive"],
-        logits: Float[Tensor, "block alive token"],
-    ) -> None:
-        parts = _Parts(logits)
-        # The smallest value a row keeps, at place k: a tile without a larger one changes nothing, and is not sorted.
-        last = self.values[sign, head, row, self.k[row]]
-        block, place = ((parts.largest() > last) & alive).nonzero(as_tuple=True)
-        into = sign, head[block, 0], row[block, place]
-        n_kept = self.values.shape[-1]
-        candidates = torch.cat([self.values[into], parts.candidates(block, place, n_kept)], dim=1)
-        self.values[into] = candidates.topk(n_kept).values
-        at_k = self.values[sign, head, row, self.k[row] - 1]
-        self.alive[sign, head, row] = alive & (at_k <= self.best[sign, head, row])
+            if not some_left:
+                continue
+            # Negated in place, because the positive sign no longer needs them.
+            parts = _Parts(logits.neg_() if sign else logits)
+            # The smallest value a row keeps, at place k: a tile without a larger one changes nothing, and isn't sorted.
+            last = self.values[sign, head, row, self.k[row]]
+            block, place = ((parts.largest() > last) & alive[sign]).nonzero(as_tuple=True)
+            into = sign, head[block, 0], row[block, place]
+            n_kept = self.values.shape[-1]
+            candidates = torch.cat([self.values[into], parts.candidates(block, place, n_kept)], dim=1)
+            self.values[into] = candidates.topk(n_kept).values
+            at_k = self.values[sign, head, row, self.k[row] - 1]
+            self.alive[sign, head, row] = alive[sign] & (at_k <= self.best[sign, head, row])
 
     def bounds(self) -> Float[Tensor, "sign head row"]:
         """Return the bound beyond which a logit is among the k largest: the k-th, for rows that left before the end."""
@@ -321,16 +298,16 @@ def _kth_logits(
     if maps.first is not None and maps.d_vocab >= WORTH_A_LOOK * len(maps.first):
         # A separate table: in `table` these tokens would count twice, here and in their tiles.
         sample = _Kept(rows, best)
-        _merge_tile(maps, z, sample, sample.left(), columns_of(maps, maps.first))
+        _merge_tile(maps, z, sample, sample.left(), ov_blocked.columns_of(maps, maps.first))
         # The bound of rows that left there is final: the k-th is above every target requested for them.
         gone = table.alive & ~sample.alive
         table.values = torch.where(gone[..., None], sample.values, table.values)
         table.alive &= sample.alive
-    most = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
+    most = max(1, 2 * ov_blocked.factor_numbers(maps) // maps.x.shape[1])
     start = 0
     while start < maps.d_vocab and any(n_left := table.left()):
         # Tiles that double: a first tile of full width would process rows that a narrow one eliminates.
-        tile = maps.W_U[:, start : start + min(max(FIRST_TILE, start), most)]
+        tile = maps.W_U[:, start : start + min(max(ov_blocked.FIRST_TILE, start), most)]
         _merge_tile(maps, z, table, n_left, tile)
         start += tile.shape[1]
     return table.bounds()
@@ -350,7 +327,7 @@ def _merge_tile(
     width, d_head = tile.shape[1], z.shape[2]
     with_many = [head for head, n in enumerate(n_left) if n >= d_head]
     with_few = [head for head, n in enumerate(n_left) if 0 < n < d_head]
-    for block in _chunks(with_many, heads_at_once(maps, width)):
+    for block in _chunks(with_many, ov_blocked.heads_at_once(maps, width)):
         W_O = maps.W_O[to_device(torch.tensor(block), z.device)].flatten(0, 1)
         W_tile = exact_product(W_O, tile).unflatten(0, (len(block), -1))
         # W_O W_U of a block of heads is one product; its logits are computed for as many heads as the cache holds.
@@ -359,7 +336,7 @@ def _merge_tile(
             group, most = to_device(torch.tensor(heads), z.device), max(n_left[head] for head in heads)
             for row in table.rows(group, most).split(max(1, _logits_at_once(maps) // (len(group) * width)), dim=1):
                 table.merge(group[:, None], row, z[maps.value_head(group)[:, None], row] @ W)
-    for heads in _chunks(with_few, heads_at_once(maps, maps.x.shape[1])):
+    for heads in _chunks(with_few, ov_blocked.heads_at_once(maps, maps.x.shape[1])):
         group = to_device(torch.tensor(heads), z.device)
         alive = table.alive[:, group].any(0)
         place, row = alive.nonzero(as_tuple=True)
@@ -368,7 +345,7 @@ def _merge_tile(
         # Without the padding rows, because the product with the tile is the expensive one.
         y = y[place, (alive.cumsum(1) - 1)[place, row]]
         head = group[place]
-        size = max(1, tile_numbers(maps) // width)
+        size = max(1, ov_blocked.tile_numbers(maps) // width)
         for start in range(0, len(y), size):
             part = slice(start, start + size)
             table.merge(head[part, None], row[part, None], exact_product(y[part], tile)[:, None])
@@ -376,7 +353,7 @@ def _merge_tile(
 
 def _logits_at_once(maps: OVMaps) -> int:
     """Return the number of logits at a time: few enough on a CPU for its cache."""
-    return tile_numbers(maps) if maps.W_U.is_cuda else max(1, tile_numbers(maps) // 8)
+    return ov_blocked.tile_numbers(maps) if maps.W_U.is_cuda else max(1, ov_blocked.tile_numbers(maps) // 8)
 
 
 def _chunks(heads: list[int], size: int) -> list[list[int]]:
