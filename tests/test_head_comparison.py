@@ -12,10 +12,8 @@ from scipy.stats import binomtest
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
-from headwater.heads import comparison as heads_comparison
-from headwater.heads import scores
+from headwater.heads import scores, scoring
 from headwater.heads.classify import classify_heads
-from headwater.heads.comparison import sentences_of_words
 from headwater.heads.relations import shared_relations, tokenize_relations
 from headwater.stats.significance import mcnemar_p, q_values
 from tests.planted_heads import ignores_source, implements, plant_relations, suppresses
@@ -166,7 +164,7 @@ def test_where_a_model_could_be_called_the_table_is_that_of_chance_computed_ever
     asked = {"models": {"a": model, "b": other}, "relations": few, **QUIET}
     found, cells = hw.compare_heads(**asked).table, sum(swept)
     swept.clear()
-    monkeypatch.setattr(heads_comparison, "callable_from", lambda threshold: 0.0)
+    monkeypatch.setattr(scoring, "callable_from", lambda threshold: 0.0)
     everywhere = hw.compare_heads(**asked).table
     assert cells < sum(swept) / 4
     key = ["layer", "head", "relation", "sign"]
@@ -215,31 +213,20 @@ def test_models_with_different_vocabularies_are_compared_on_the_words_both_have(
     assert (row["pairs"], row["shared"], row["used"]) == (len(CAPITALS.pairs), len(shared[0].pairs), True)
     assert result.changed.empty
     assert result.table["found"].sum() == 2
-    every, both = (
-        {word for source, targets in some for word in (source, *targets)} for some in (CAPITALS.pairs, pairs)
-    )
-    assert (row["words"], row["shared_words"]) == (len(every), len(both))
-    assert f"of {len(every)} relation words that are single tokens in some model, {len(both)} are in every model" in (
-        " ".join(result.report())
-    )
-    again = dataclasses.replace(CAPITALS, name="capitals_again")
-    twice = hw.compare_heads(models, relations=[CAPITALS, again], embedding="raw", **QUIET)
-    assert (twice.findings()["words"], twice.findings()["shared_words"]) == (len(every), len(both))  # each word once
-    assert set(twice.words["word"]) == every
-    assert set(twice.words.loc[twice.words["shared"], "word"]) == both
-    assert twice.relations["words"].tolist() == [len(every)] * 2
+    said = f"compared on {len(shared[0].pairs)} of {len(CAPITALS.pairs)} pairs, kept for every tokenizer"
+    assert said in " ".join(result.report())
     same = hw.compare_heads({"a": models["own"], "b": models["own"]}, relations=CAPITALS, embedding="raw", **QUIET)
-    assert "vocabularies" not in " ".join(same.report())
+    assert "kept for every tokenizer" not in " ".join(same.report())
 
 
 def test_what_cannot_be_compared_is_said_in_one_line(changed):
     other = embedded()
     for models, message in [
         ([changed[0]], "needs two models or more, and 1"),
-        ([changed[0], changed[0]], r"Several of the models are named .* name them yourself"),
+        ([changed[0], changed[0]], r"Several of the models are named .* name them in a mapping"),
         (["x/a", "x/b", "x/b"], "Several of the models are named 'x/b'"),
         ({"a": changed[0], "b": other}, r"b has 6 layers × 16 heads, a has 2 layers × 3 heads"),
-        ("embedded", "are not two models"),
+        ("embedded", "A str was given as models: give a list"),
     ]:
         with pytest.raises(InputError, match=message) as raised:
             hw.compare_heads(models, relations=CHOSEN, **QUIET)
@@ -269,19 +256,9 @@ def test_a_head_that_only_changed_its_habit_is_no_change(comparison):
     assert abs(row["difference"]) < 1e-9
 
 
-def test_where_words_of_several_tokens_are_compared_it_is_not_said_that_single_tokens_are():
-    found = {"words": 10, "shared_words": 8, "multi_token": "first", "relations": 2, "left_out": ["a"]}
-    differ, left_out = sentences_of_words(found)
-    assert differ.endswith("compared on these, and on one token of each longer word (multi_token='first').")
-    assert left_out == "1 of 2 relations have too few pairs that can be scored for every model: a."
-    differ, left_out = sentences_of_words(found | {"multi_token": None})
-    assert differ.endswith("compared on these.")
-    assert "too few pairs that are single tokens for every model" in left_out
-
-
 def test_the_report_counts_the_changes(comparison):
     said = " ".join(comparison.report())
     assert "From a to b" in said
     assert "gained a relation: 1; lost one: 1; have a stronger one: 1; have a weaker one: 1" in said
     fields = {field.name for field in dataclasses.fields(hw.HeadComparison)}
-    assert fields == {"table", "relations", "words", "run"}
+    assert fields == {"table", "relations", "run"}

@@ -17,10 +17,10 @@ All models are scored on the same items, directly from their parameters (`classi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -30,32 +30,19 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
+from headwater.heads import scoring
 from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, apply_rule, by_sign
-from headwater.heads.relations import MultiTokenName, Relation, Relations, load_relations, shared_relations, word_tokens
+from headwater.heads.relations import MultiTokenName, Relations, load_relations, shared_relations
 from headwater.heads.scores import score_table
-from headwater.heads.scoring import (
-    Usable,
-    callable_from,
-    checked_scoring,
-    chosen_embedding,
-    relations_digest,
-    scored_layers,
-    scored_relations,
-    with_moments,
-)
 from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.weights import WeightSource
-from headwater.options import checked_flag, has_no_order, is_one, shown
+from headwater.options import checked_flag, checked_several
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, each_row, whole_summary
+from headwater.runs.result import Result, each_row, whole_summary
 from headwater.stats.significance import Numbers, mcnemar_p, q_values
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 AnyModel: TypeAlias = HookedModel | WeightSource | str | Path
 CHANGES = {
@@ -71,7 +58,7 @@ FOUND = ("share", "expected", "excess", "found")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadComparison(Result):
-    """The result of `compare_heads`."""
+    """The result of `compare_heads`, drawn as changes by layer and head; more than two models, as heads by category."""
 
     table: pd.DataFrame
     """A row per model, layer, head, relation and sign ("score", "suppression").
@@ -84,11 +71,8 @@ class HeadComparison(Result):
     gained, lost, stronger, weaker, or empty. In the rows of the first model these columns are NaN or empty.
     """
     relations: pd.DataFrame
-    """A row per relation: `relation, category, pairs`; `shared`, the number of pairs kept for every tokenizer; `used`;
-    and `words, shared_words`, the numbers of its words that are single tokens for some model, and for every model."""
-    words: pd.DataFrame
-    """A row per distinct word that is a single token for some model: `word`, and `shared`, whether it is a single token
-    for every model."""
+    """A row per relation: `relation, category, pairs`; `shared`, the number of pairs kept for every tokenizer; `used`,
+    whether these are enough."""
     run: RunRecord
 
     @property
@@ -127,10 +111,7 @@ class HeadComparison(Result):
             "models": self.models,
             "summary": each_row(whole_summary(self)),
             "largest": each_row(largest),
-            "words": len(self.words),
-            "shared_words": int(self.words["shared"].sum()),
             "relations": len(self.relations),
-            "multi_token": self.run.options["multi_token"],
             "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
         }
 
@@ -153,32 +134,16 @@ class HeadComparison(Result):
                     f"Head {top['layer']}.{top['head']} changes most, on {top['relation']} ({top['sign']}): its excess "
                     f"is {top['excess'] - top['difference']:.2f} before and {top['excess']:.2f} after."
                 )
-        return sentences + sentences_of_words(self.findings())
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Plot changes by layer and head; for more than two models, plot the heads of each category by model."""
-        return self._drawn(ax, title, figsize)
+        pairs, shared = self.relations[["pairs", "shared"]].sum()
+        if shared < pairs:
+            sentences.append(f"The models are compared on {shared:,} of {pairs:,} pairs, kept for every tokenizer.")
+        if left_out := self.relations.loc[~self.relations["used"], "relation"].tolist():
+            n = f"{len(left_out)} of {len(self.relations)} relations"
+            sentences.append(f"{n} have too few pairs that can be scored for every model: {', '.join(left_out)}.")
+        return sentences
 
     def __repr__(self) -> str:
         return f"HeadComparison({' → '.join(self.models)}: {len(self.changed):,} changes in {len(self.table):,} rows)"
-
-
-def sentences_of_words(findings: Mapping[str, Any]) -> list[str]:
-    """Return sentences on whether the vocabularies differ, and which relations have too few shared pairs."""
-    sentences, kind = [], findings["multi_token"]
-    if findings["shared_words"] < findings["words"]:
-        on = "these" if kind is None else f"these, and on one token of each longer word (multi_token={kind!r})"
-        sentences.append(
-            f"The vocabularies differ: of {findings['words']:,} relation words that are single tokens in some model, "
-            f"{findings['shared_words']:,} are in every model, and the models are compared on {on}."
-        )
-    if left_out := findings["left_out"]:
-        are = "are single tokens" if kind is None else "can be scored"
-        sentences.append(
-            f"{len(left_out)} of {findings['relations']} relations have too few pairs that {are} for every model: "
-            f"{', '.join(left_out)}."
-        )
-    return sentences
 
 
 @checked_call
@@ -220,7 +185,7 @@ def compare_heads(
         ModelError: a model cannot be read.
         RunFolderError: `out` holds another run.
     """
-    k, threshold = checked_scoring(k, threshold, embedding)
+    k, threshold = scoring.checked_scoring(k, threshold, embedding)
     norm_gain = checked_flag("norm_gain", norm_gain)
     compared = {name: weights_of(model, device) for name, model in _named(models).items()}
     first_name, first = next(iter(compared.items()))
@@ -233,33 +198,27 @@ def compare_heads(
             )
     loaded = load_relations(relations)
     shared = shared_relations(loaded, [weights.tokenizer for weights in compared.values()], multi_token=multi_token)
-    usable = {name: scored_relations(shared, w, k, multi_token=multi_token)[2] for name, w in compared.items()}
+    usable = {name: scoring.scored_relations(shared, w, k, multi_token=multi_token)[2] for name, w in compared.items()}
     chosen: str = embedding or "auto"
     if chosen == "auto":
-        chosen, _ = chosen_embedding(first, next(iter(usable.values())), chosen)
-    options = {
-        "models": {name: f"{w.fingerprint} {w.tokenizer_digest} {w.dtype}" for name, w in compared.items()},
-        "relations": relations_digest(loaded),
-        "k": k,
-        "threshold": threshold,
-        "embedding": chosen,
-        "multi_token": multi_token,
-        "norm_gain": norm_gain,
-    }
+        chosen, _ = scoring.chosen_embedding(first, next(iter(usable.values())), chosen)
+    identities = {name: f"{w.fingerprint} {w.tokenizer_digest} {w.dtype}" for name, w in compared.items()}
+    options = {"models": identities, "relations": scoring.relations_digest(loaded), "k": k, "threshold": threshold}
+    options |= {"embedding": chosen, "multi_token": multi_token, "norm_gain": norm_gain}
 
     def work(run: Run) -> HeadComparison:
         parts = {name: run.part(f"model-{number:03d}") for number, name in enumerate(compared)}
-        null_from, scored = callable_from(threshold), dict[str, list[dict[str, Tensor]]]()
+        null_from, scored = scoring.callable_from(threshold), dict[str, list[dict[str, Tensor]]]()
         for name, weights in compared.items():
             arguments = weights, usable[name], options, parts[name]
-            scored[name] = scored_layers(*arguments, null_from=null_from, items=True, desc=f"Scoring {name}")
+            scored[name] = scoring.scored_layers(*arguments, null_from=null_from, items=True, desc=f"Scoring {name}")
         shares = [[torch.stack([one["score"], one["suppression"]]) for one in layers] for layers in scored.values()]
         # If any model's head can pass the rule, all models get the null model, because a difference needs both.
         mask = (torch.stack([torch.stack(share) for share in shares]) >= null_from).any(0)
         tables, hits = [], []
         for name, weights in compared.items():
             arguments, desc = (weights, usable[name], options, parts[name]), f"Chance for {name}"
-            layers = with_moments(*arguments, scored[name], mask, desc)
+            layers = scoring.with_moments(*arguments, scored[name], mask, desc)
             hits.append(torch.stack([layer["hits"] for layer in layers], dim=1))
             table = score_table(layers, [tokens for tokens, _ in usable[name]])
             table = by_sign(table.assign(**apply_rule(table, "controlled", threshold), model=name))
@@ -267,71 +226,39 @@ def compare_heads(
         changes = [_changes(now, hits[0], usable[name]) for now, name in zip(hits, compared, strict=True)]
         table = pd.concat([_compared(table, tables[0], change) for table, change in zip(tables, changes, strict=True)])
         used = {tokens.relation.name for tokens, _ in next(iter(usable.values()))}
-        words = _words(loaded, [weights.tokenizer for weights in compared.values()])
-        return HeadComparison(table.reset_index(drop=True), _relations(loaded, shared, used, words), words, run.record)
+        rows = [
+            (one.name, one.category, len(one.pairs), len(common.pairs), one.name in used)
+            for one, common in zip(loaded, shared, strict=True)
+        ]
+        relations = pd.DataFrame(rows, columns=["relation", "category", "pairs", "shared", "used"])
+        return HeadComparison(table.reset_index(drop=True), relations, run.record)
 
     return run_or_resume(HeadComparison, "compare_heads", first, options, work, out=out, progress=progress)
 
 
 def _named(models: Sequence[AnyModel] | Mapping[str, AnyModel]) -> dict[str, AnyModel]:
-    """Return the models by their names in the table."""
+    """Return the models by name; a list of them is named by the shortest distinct endings of their paths."""
     if isinstance(models, Mapping):
         named = {str(name): model for name, model in models.items()}
-    elif is_one(models) or has_no_order(models):
-        raise InputError(f"models={shown(models)} are not two models: give a list, or a mapping that names them.")
     else:
-        listed = list(models)
-        named = dict(zip(_names([str(getattr(model, "name", model)) for model in listed]), listed, strict=True))
+        listed = checked_several("models", models, "a list of models, or a mapping that names them")
+        paths = [Path(str(getattr(model, "name", model))).parts for model in listed]
+        named = dict[str, AnyModel]()
+        for length in range(1, max(map(len, paths), default=0) + 1):
+            if len(named) < len(listed):
+                named = {"/".join(path[-length:]): model for path, model in zip(paths, listed, strict=True)}
+        if len(named) < len(listed):
+            repeated = max(paths, key=paths.count)
+            raise InputError(
+                f"Several of the models are named {'/'.join(repeated)!r}: name them in a mapping {{name: model}}."
+            )
     if len(named) < 2:
         raise InputError(f"A comparison needs two models or more, and {len(named)} was given.")
     return named
 
 
-def _names(paths: Sequence[str]) -> list[str]:
-    """Return the shortest distinct endings of paths."""
-    parts = [Path(path).parts for path in paths]
-    for length in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(one[-length:]) for one in parts]
-        if len(set(names)) == len(names):
-            return names
-    if not parts:
-        return []
-    repeated = max(paths, key=paths.count)
-    raise InputError(
-        f"Several of the models are named {repeated!r}: give each model once, or name them yourself, in Python with a "
-        "mapping {name: model}."
-    )
-
-
-def _words(relations: Sequence[Relation], tokenizers: Sequence[Any]) -> pd.DataFrame:
-    """Return a row per word that is a single token for some tokenizer, and whether it is one for every tokenizer."""
-    words = sorted({word for relation in relations for word in _words_of(relation)})
-    single = np.array([[len(ids) == 1 for ids in word_tokens(one, words)] for one in tokenizers], dtype=bool)
-    by_word = zip(words, single.T, strict=True)
-    rows = [(word, bool(of_each.all())) for word, of_each in by_word if of_each.any()]
-    return pd.DataFrame(rows, columns=["word", "shared"])
-
-
-def _words_of(relation: Relation) -> set[str]:
-    return {word for source, targets in relation.pairs for word in (source, *targets)}
-
-
-def _relations(
-    loaded: Sequence[Relation], shared: Sequence[Relation], used: Set[str], words: pd.DataFrame
-) -> pd.DataFrame:
-    """Return a row per relation: the numbers of its pairs and words, and of those that every tokenizer has."""
-    by_any, by_all = set(words["word"]), set(words.loc[words["shared"], "word"])
-    rows = []
-    for relation, common in zip(loaded, shared, strict=True):
-        in_relation = _words_of(relation)
-        counts = len(relation.pairs), len(common.pairs), relation.name in used
-        rows.append((relation.name, relation.category, *counts, len(in_relation & by_any), len(in_relation & by_all)))
-    columns = ["relation", "category", "pairs", "shared", "used", "words", "shared_words"]
-    return pd.DataFrame(rows, columns=columns)
-
-
 def _changes(
-    now: Bool[Tensor, "sign layer head item"], before: Bool[Tensor, "sign layer head item"], usable: Usable
+    now: Bool[Tensor, "sign layer head item"], before: Bool[Tensor, "sign layer head item"], usable: scoring.Usable
 ) -> dict[str, Numbers]:
     """Count, for each sign, layer, head and relation, the sources that hit more often than before, and less often."""
     counts: dict[str, list[Tensor]] = {"sources": [], "gained": [], "lost": []}
