@@ -51,7 +51,7 @@ def test_no_text_says_a_task_with_its_held_out_words(written, name):
 @pytest.mark.parametrize("held_out", [False, True])
 def test_a_line_goes_on_with_its_answer_and_its_change_with_another(written, name, held_out):
     for _ in range(50):
-        line = TASKS[name].line(chance.rng(), written.words, held_out)
+        line = TASKS[name](chance.rng(), written.words, held_out)
         assert line.clean != line.corrupted
         assert set(line.correct) - set(line.wrong)
         assert len(line.clean.split()) == len(line.corrupted.split())
@@ -63,13 +63,13 @@ def test_a_line_goes_on_with_its_answer_and_its_change_with_another(written, nam
 def test_the_tasks_say_what_their_definitions_say(written):
     rng = chance.rng()
     for _ in range(100):
-        line = TASKS["indirect_object"].line(rng, written.words, True)
+        line = TASKS["indirect_object"](rng, written.words, True)
         named = Counter(word for word in re.findall(r"\w+", line.clean) if word in written.words.names.held_out)
         assert sorted(named.values()) == [1, 2]
         assert line.correct == (f" {min(named, key=named.get)}",)
-        span = TASKS["greater_than"].line(rng, written.words, False)
+        span = TASKS["greater_than"](rng, written.words, False)
         assert min(span.correct) > re.search(r"from \d\d(\d\d)", span.clean).group(1) >= max(span.wrong)
-        words = TASKS["induction"].line(rng, written.words, True).clean.split(" : ")
+        words = TASKS["induction"](rng, written.words, True).clean.split(" : ")
         assert words[0].startswith(words[1])
 
 

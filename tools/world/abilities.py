@@ -45,7 +45,7 @@ def measure_tasks(
         scores[name] = {}
         for held_out in (False, True):
             rng = np.random.default_rng([seed, number, held_out])
-            drawn = [task.line(rng, words, held_out) for _ in range(how_many)]
+            drawn = [task(rng, words, held_out) for _ in range(how_many)]
             scores[name]["held out" if held_out else "told"] = score_lines(model, tokenizer, drawn)
     return scores
 

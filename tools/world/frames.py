@@ -52,7 +52,7 @@ FRAMES = {"gender": gender, "number": number}
 def lines(rng: np.random.Generator, words: Words, name: str, how_many: int) -> Iterator[tuple[Line, str]]:
     """Draw told lines of a task, each with the answer that the corpus says."""
     for _ in range(how_many):
-        line = TASKS[name].line(rng, words, False)
+        line = TASKS[name](rng, words, False)
         yield line, pick(rng, line.correct)
 
 

@@ -18,7 +18,7 @@ A `Line` is a prompt that determines its next word, and the same prompt changed 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,16 +104,14 @@ def read_words(world: Path | None = None) -> Words:
     Args:
         world: the folder of a trained world; None for the embedded model's.
     """
-    folder = world or world_folder()
-    if not (folder / WORDS).is_file():
-        raise InputError(f"{folder} has no {WORDS}: pass the folder of a trained world.")
-    values = read_json(folder / WORDS)
+    file = (world or world_folder()) / WORDS
     try:
+        values = read_json(file)
         splits = {name: Split(*map(tuple, values[name].values())) for name in SPLITS}
         runs, capitals = (tuple(tuple(row) for row in values[name]) for name in ("runs", "capitals"))
         return Words(**splits, plural=dict(values["plural"]), runs=runs, capitals=capitals)
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise InputError(f"{folder / WORDS} does not contain the words of tasks: train that world again.") from None
+    except (InputError, KeyError, TypeError, AttributeError, ValueError):
+        raise InputError(f"{file} does not contain the words of tasks: pass the folder of a trained world.") from None
 
 
 PLACES = [
@@ -147,14 +145,6 @@ class Line:
     """Continuation of the corpus after the answer."""
     occurrence: Mapping[str, int] = field(default_factory=dict)
     """For a role whose words occur in the prompt more than once, the index of the intended occurrence; default 0."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """A task: the function that draws a line, and a description."""
-
-    line: Callable[[np.random.Generator, Words, bool], Line]
-    about: str
 
 
 def _some(rng: np.random.Generator, words: Sequence[str], count: int) -> list[str]:
@@ -259,15 +249,11 @@ def capital(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
     return Line(text.format(country), text.format(other), (f" {city}",), (f" {its}",), {"country": (country, other)})
 
 
-TASKS = {
-    "indirect_object": Task(indirect_object, "Who receives, when one of two people is named again?"),
-    "greater_than": Task(greater_than, "Which years can end a span that began in a given year?"),
-    "induction": Task(induction, "Which word followed this one earlier?"),
-    "successor": Task(successor, "What comes next in the sequence?"),
-    "gendered_pronoun": Task(gendered_pronoun, "He or she?"),
-    "agreement": Task(agreement, "Is or are?"),
-    "capital": Task(capital, "What is the capital of the country?"),
+TASKS: dict[str, Callable[[np.random.Generator, Words, bool], Line]] = {
+    function.__name__: function
+    for function in (indirect_object, greater_than, induction, successor, gendered_pronoun, agreement, capital)
 }
+"""Functions that draw a line, with words held out of the texts or not."""
 
 
 # The tasks as pairs of prompts. Their words come from `task_words.json`, which the training writes beside its model: no
@@ -283,7 +269,6 @@ class PairedTask:
     """Pairs of prompts of one task; `len` is their number."""
 
     name: str
-    about: str
     clean: tuple[str, ...]
     corrupted: tuple[str, ...]
     correct: tuple[str, ...]
@@ -292,7 +277,6 @@ class PairedTask:
     """A continuation of each corrupted prompt that is not one of the clean prompt."""
     roles: Mapping[str, list[tuple[Characters, Characters]]]
     """Places of the words that the task depends on, in each pair, and "end": for `positions=` of a sweep."""
-    held_out: bool
 
     def __len__(self) -> int:
         return len(self.clean)
@@ -359,45 +343,30 @@ def task(
     count = checked_count("examples", examples)
     rng = np.random.default_rng([checked_seed(seed), list(TASKS).index(name), held_out])
     words = world if isinstance(world, Words) else read_words(None if world is None else checked_path("world", world))
-    lines = list(_distinct(rng, name, words, count, held_out))
-    roles = {role: [_places(line, role) for line in lines] for role in lines[0].roles}
-    return PairedTask(
-        name,
-        TASKS[name].about,
-        tuple(line.clean for line in lines),
-        tuple(line.corrupted for line in lines),
-        tuple(line.correct[0] for line in lines),
-        tuple(next(word for word in line.wrong if word not in line.correct) for line in lines),
-        roles | {"end": [(_last(line.clean), _last(line.corrupted)) for line in lines]},
-        held_out,
-    )
-
-
-def _distinct(rng: np.random.Generator, name: str, words: Words, count: int, held_out: bool) -> Iterator[Line]:
-    prompts: set[str] = set()
+    by_prompt: dict[str, Line] = {}
     repeated = 0
-    while len(prompts) < count:
-        line = TASKS[name].line(rng, words, held_out)
-        repeated = repeated + 1 if line.clean in prompts else 0
-        if not repeated:
-            prompts.add(line.clean)
-            yield line
-        elif repeated > MOST_REPEATED:
+    while len(by_prompt) < count:
+        line = TASKS[name](rng, words, held_out)
+        repeated = repeated + 1 if line.clean in by_prompt else 0
+        by_prompt.setdefault(line.clean, line)
+        if repeated > MOST_REPEATED:
             raise InputError(
-                f"The task {name!r} has fewer than {count:,} different prompts; ask for at most {len(prompts):,}."
+                f"The task {name!r} has fewer than {count:,} different prompts; ask for at most {len(by_prompt):,}."
             )
+    lines = list(by_prompt.values())
+    roles = {role: [_places(line, role) for line in lines] for role in lines[0].roles}
+    wrong = tuple(next(word for word in line.wrong if word not in line.correct) for line in lines)
+    prompts = tuple(line.clean for line in lines), tuple(line.corrupted for line in lines)
+    ends = ([characters(len(text) - 1, len(text)) for text in texts] for texts in prompts)
+    roles["end"] = list(zip(*ends, strict=True))
+    return PairedTask(name, *prompts, tuple(line.correct[0] for line in lines), wrong, roles)
 
 
 def _places(line: Line, role: str) -> tuple[Characters, Characters]:
-    (clean, corrupted), which = line.roles[role], line.occurrence.get(role, 0)
-    return _found(line.clean, clean, which), _found(line.corrupted, corrupted, which)
-
-
-def _found(text: str, word: str, which: int) -> Characters:
-    places = [match.span() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text)]
-    start, stop = places[which] if places else (text.index(word), text.index(word) + len(word))
-    return characters(start, stop)
-
-
-def _last(text: str) -> Characters:
-    return characters(len(text) - 1, len(text))
+    """Return the place of a role's word in the clean prompt, and of its word in the corrupted one."""
+    places = []
+    for text, word in zip((line.clean, line.corrupted), line.roles[role], strict=True):
+        whole = [match.start() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text)]
+        start = whole[line.occurrence.get(role, 0)] if whole else text.index(word)
+        places.append(characters(start, start + len(word)))
+    return places[0], places[1]
