@@ -3,7 +3,6 @@
 import dataclasses
 from html.parser import HTMLParser
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -29,10 +28,12 @@ def planted():
     return model, hw.classify_heads(model, relations=SUITE, embedding="raw", progress=False)
 
 
-def behaviours(**more) -> pd.DataFrame:
+def behaviours(heads) -> AttentionBehaviour:
     places = [(layer, head) for layer in range(3) for head in range(4)]
-    rows = [(*place, name, score) for place in places for name, score in (("previous_token", 0.1), ("induction", 0.7))]
-    return pd.DataFrame(rows, columns=["layer", "head", "behaviour", "score"]).assign(**more)
+    rows = [("text", *place, name, x) for place in places for name, x in (("previous_token", 0.1), ("induction", 0.7))]
+    table = pd.DataFrame(rows, columns=["on", "layer", "head", "behaviour", "score"])
+    numbers = {"excess": table["score"], "expected": 0.0, "q_value": 0.01, "called": True, "keys": 3}
+    return AttentionBehaviour(table.assign(**numbers), pd.DataFrame(), heads.run)
 
 
 class Seen(HTMLParser):
@@ -110,21 +111,18 @@ def test_a_validated_map_says_on_its_cards_what_the_running_model_uses(planted):
     )
 
 
-def test_behaviour_is_taken_from_any_table_with_the_columns_and_shown_the_strongest_first(planted):
+def test_behaviour_is_shown_the_strongest_first(planted):
     model, heads = planted
-    card = heads.head(1, 2, model=model, behaviour=behaviours(excess=np.arange(24.0), called=True), sources=0)
+    own = behaviours(heads)
+    card = heads.head(1, 2, model=model, behaviour=own, sources=0)
     assert card.behaviour["behaviour"].tolist() == ["induction", "previous_token"]
-    assert dict(card.sections)["Attends to"].columns.tolist() == ["behaviour", "score", "excess", "called"]
-    assert heads.head(1, 2, behaviour=behaviours(), sources=0).behaviour["score"].tolist() == [0.7, 0.1]
+    shown = ["on", "behaviour", "score", "expected", "excess", "q_value", "called"]
+    assert dict(card.sections)["Attends to"].columns.tolist() == shown
     assert heads.head(1, 2, sources=0).behaviour is None
-    with pytest.raises(InputError, match="lacks behaviour"):
-        heads.head(1, 2, behaviour=behaviours().drop(columns="behaviour"), sources=0)
-    with pytest.raises(InputError, match=r"no row of head 1\.2"):
-        heads.head(1, 2, behaviour=behaviours().query("layer == 0"), sources=0)
-    own = AttentionBehaviour(behaviours(), pd.DataFrame(), heads.run)
-    assert heads.head(1, 2, behaviour=own, sources=0).behaviour["score"].tolist() == [0.7, 0.1]
+    with pytest.raises(InputError, match="behaviour must be an AttentionBehaviour"):
+        heads.head(1, 2, behaviour=own.table, sources=0)
     other = dataclasses.replace(own, run=dataclasses.replace(heads.run, fingerprint="another"))
-    with pytest.raises(ModelError, match="other weights than this head map"):
+    with pytest.raises(ModelError, match="with other weights than"):
         heads.head(1, 2, behaviour=other, sources=0)
 
 
@@ -139,7 +137,7 @@ def test_a_head_that_does_not_exist_is_refused(planted):
 
 def test_hostile_words_are_text_in_html_and_do_nothing_in_a_terminal(planted):
     model, heads = planted
-    card = heads.head(1, 2, model=model, behaviour=behaviours(), sources=2)
+    card = heads.head(1, 2, model=model, behaviour=behaviours(heads), sources=2)
     hostile = HeadCard(
         model=HOSTILE,
         layer=1,

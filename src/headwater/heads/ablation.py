@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -36,11 +36,7 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name, checked_repeats, one_or_several
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, whole_summary
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
+from headwater.runs.result import Result, whole_summary
 
 METHODS = ("zero", "mean")
 MAX_CONTROLS = 5
@@ -50,7 +46,7 @@ MAX_ACCURACY_GAP = 0.2
 
 @dataclass(frozen=True, repr=False)
 class HeadAblation(Result):
-    """The result of `ablate_heads`."""
+    """The result of `ablate_heads`; drawn as accuracy by number of ablated heads, beside random heads and controls."""
 
     table: pd.DataFrame
     """A row per run: `task` (the relation that the prompts ask), `role` ("relation" or "control"), `removed` ("none",
@@ -93,10 +89,6 @@ class HeadAblation(Result):
                 f"{rows['control', 'none', 0]['accuracy']:.0%} to {control['accuracy']:.0%} (means over them)."
             )
         return sentences
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Plot accuracy by number of ablated heads: the relation's heads, random heads, and the controls."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 @checked_call
@@ -153,9 +145,22 @@ def ablate_heads(
     if controls is not None:
         others = [name for name in tokenized if name != relation]
         controls = list(dict.fromkeys(checked_name("controls", name, others) for name in one_or_several(controls)))
-    ranked = _ranked_heads(head_map, relation, top)
+    rows = head_map.table[head_map.table["relation"] == relation]
+    rows = rows[rows["implemented"]] if top is None else rows[rows["score"] > 0]
+    if rows.empty:
+        raise InputError(f"No head of {head_map.run.model} implements {relation!r}: pass top= to take the best ones.")
+    # The strongest first; ties put the later layer and head first, as published.
+    ranked = rows.sort_values(["score", "layer", "head"], ascending=False, ignore_index=True).head(top or len(rows))
+    ranked = ranked[["layer", "head", "score"]]
     heads = [(int(layer), int(head)) for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
-    names = [relation, *(controls if controls is not None else _candidates(head_map, relation))]
+    if (compared := controls) is None:
+        implementing = head_map.table[head_map.table["implemented"]].groupby("relation")
+        of = {name: set(zip(some["layer"], some["head"], strict=True)) for name, some in implementing}
+        own = of.get(relation, set())
+        # The other relations whose heads overlap little with this relation's.
+        most = MAX_OVERLAP * max(len(own), 1)
+        compared = [name for name in tokenized if name != relation and len(own & of.get(name, set())) < most]
+    names = [relation, *compared]
     tasks = {name: task_prompts(model, tokenized[name][0], template, shots, seed) for name in names}
     random = matched_sets(model, heads, draws, seed)
     options: dict[str, Any] = {"relation": relation, "top": top, "method": method, "template": template, "shots": shots}
@@ -208,25 +213,6 @@ def ablate_heads(
         return HeadAblation(pd.DataFrame(rows), ranked, relation, run.record)
 
     return run_or_resume(HeadAblation, "ablate_heads", model, options, work, out=out, seed=seed, progress=progress)
-
-
-def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataFrame:
-    """Return the heads to ablate, strongest first; ties put the later layer and head first, as published."""
-    rows = head_map.table[head_map.table["relation"] == relation]
-    rows = rows[rows["score"] > 0] if top is not None else rows[rows["implemented"]]
-    rows = rows.sort_values(["score", "layer", "head"], ascending=False, ignore_index=True)
-    if rows.empty:
-        raise InputError(f"No head of {head_map.run.model} implements {relation!r}: pass top= to take the best ones.")
-    return rows[["layer", "head", "score"]].head(top if top is not None else len(rows))
-
-
-def _candidates(head_map: HeadMap, relation: str) -> list[str]:
-    """Return the other relations whose implementing heads overlap little with this relation's."""
-    table = head_map.table[head_map.table["implemented"]]
-    of = {name: set(zip(rows["layer"], rows["head"], strict=True)) for name, rows in table.groupby("relation")}
-    own = of.get(relation, set())
-    names = [name for name in head_map.table["relation"].unique() if name != relation]
-    return [name for name in names if len(own & of.get(name, set())) < MAX_OVERLAP * max(len(own), 1)]
 
 
 def _sets(heads: Heads, random: Sequence[Heads], size: int) -> dict[str, Heads]:

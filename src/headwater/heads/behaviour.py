@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -26,26 +26,13 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.data.rows import read_texts
 from headwater.errors import HeadwaterError, ModelError
+from headwater.heads import patterns
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
-from headwater.heads.patterns import (
-    BEHAVIOURS,
-    MOST_SEQUENCES,
-    POSITION,
-    SUMS,
-    TokenKinds,
-    copying_scores,
-    heads_of,
-    layers_read,
-    pattern_sums,
-    position_share,
-    repeated_tokens,
-    rows_at_once,
-    token_kinds,
-)
 from headwater.models.effective_embedding import KINDS, EmbeddingName, published_embedding
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
 from headwater.models.packaged import is_embedded, world_folder
+from headwater.models.sites import sites_named
 from headwater.models.tokens import Batch, Inputs, by_length, encode
 from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed
 from headwater.progress import Bar
@@ -68,8 +55,6 @@ SEQUENCES_PER_PIECE = 64
 """Number of sequences that are finished, and kept in `out`, at a time."""
 MOST_NAMED = 5
 """Most heads per behaviour that the report names."""
-NUMBERS_AT_ONCE = 2**22
-"""Most numbers of the bootstrap in memory at a time."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,16 +93,26 @@ class AttentionBehaviour(Result):
         """Report which behaviours the heads have, the strongest heads, and what could not be measured."""
         sentences = []
         for on, part in whole_summary(self).groupby("on", sort=False):
-            called = [row for row in each_row(part) if row["heads"]]
-            named = ", ".join(f"{row['heads']} {words(row['behaviour'])}{self._heads_by(on, row)}" for row in called)
+            called, listed = [row for row in each_row(part) if row["heads"]], []
+            for row in called:
+                rows = self.table.query("called and on == @on and behaviour == @row['behaviour']")
+                rows = rows.sort_values("excess", ascending=False, kind="stable").head(MOST_NAMED)
+                heads = ", ".join(f"{one['layer']}.{one['head']}" for one in each_row(rows))
+                more = f" and {row['heads'] - MOST_NAMED} more" if row["heads"] > MOST_NAMED else ""
+                # Resting heads are too many to name.
+                by_name = "" if row["behaviour"] == RESTING else f" ({heads}{more})"
+                listed.append(f"{row['heads']} {words(row['behaviour'])}{by_name}")
+            named = ", ".join(listed)
             sentences.append(f"{_where(on)}, heads by behaviour (a head can have several): {named or 'none'}.")
             called = [row for row in called if row["behaviour"] != RESTING]
             if called:
                 best = max(called, key=lambda row: row["excess"])
+                # A behaviour of a loaded result need not be registered here.
+                known = patterns.BEHAVIOURS.get(best["behaviour"])
+                keys = known.says if known else words(best["behaviour"])
                 sentences.append(
-                    f"The strongest is head {best['layer']}.{best['head']}: {best['score']:.0%} of its "
-                    f"attention is on {BEHAVIOURS[best['behaviour']].says if best['behaviour'] in BEHAVIOURS else 'it'}"
-                    f", compared with {best['expected']:.0%} on as many random keys."
+                    f"The strongest is head {best['layer']}.{best['head']}: {best['score']:.0%} of its attention is on "
+                    f"{keys}, compared with {best['expected']:.0%} on as many random keys."
                 )
         unseen = self.table[self.table["score"].isna()].groupby("on", sort=False)["behaviour"].unique()
         sentences += [
@@ -133,16 +128,6 @@ class AttentionBehaviour(Result):
                 f"{below} suppress it (outside the central 95 % of random heads: by chance, 2.5 % for each)."
             )
         return [*sentences, "Attention to a position does not show that the head moves information from it."]
-
-    def _heads_by(self, on: object, row: Mapping[str, Any]) -> str:
-        """Name the heads that have a behaviour, the strongest first; resting heads are too many to name."""
-        if row["behaviour"] == RESTING:
-            return ""
-        rows = self.table.query("called and on == @on and behaviour == @row['behaviour']")
-        rows = rows.sort_values("excess", ascending=False, kind="stable")
-        names = [f"{one['layer']}.{one['head']}" for one in each_row(rows.head(MOST_NAMED))]
-        more = f" and {len(rows) - MOST_NAMED} more" if len(rows) > MOST_NAMED else ""
-        return f" ({', '.join(names)}{more})"
 
     def plot(
         self, ax: Axes | None = None, *, on: str | None = None, title: str | None = None, figsize: Size | None = None
@@ -201,7 +186,7 @@ def attention_behaviour(
         RunFolderError: `out` holds another run.
     """
     check_model(model)
-    sequences = checked_count("sequences", sequences, most=MOST_SEQUENCES)
+    sequences = checked_count("sequences", sequences, most=patterns.MOST_SEQUENCES)
     length = checked_count("length", length, least=2)
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     batch_size, seed = checked_count("batch_size", batch_size), checked_seed(seed)
@@ -210,15 +195,16 @@ def attention_behaviour(
         # The requested or published embedding; raw without an MLP.
         published = published_embedding(model.shape) if model.shape.d_mlp else "raw"
         kind = published if embedding is None else checked_name("embedding", embedding, KINDS)
-    kinds, layers = token_kinds(model), layers_read(model)
-    read = {"random": Batch.of(repeated_tokens(model, sequences, length, seed, kinds).tolist(), pad=0)}
+    kinds, (pattern,) = patterns.token_kinds(model), sites_named("pattern", model)
+    layers = pattern.among(range(model.shape.n_layers), model)
+    read = {"random": Batch.of(patterns.repeated_tokens(model, sequences, length, seed, kinds).tolist(), pad=0)}
     inputs = texts
     if texts is None and is_embedded(model.name):
         lines = read_texts(world_folder() / "texts.jsonl", "text")
         inputs = [encode(model.tokenizer, text, model.bos)[0] for text in islice(lines, OWN_TEXTS) if text]  # type: ignore[arg-type]
     if inputs is not None:
         read["text"] = model.tokenize(inputs)
-    at_once = {on: min(batch_size, rows_at_once(model, batch.tokens.shape[1])) for on, batch in read.items()}
+    at_once = {on: min(batch_size, patterns.rows_at_once(model, batch.tokens.shape[1])) for on, batch in read.items()}
     options = {"texts": [read["text"].tokens, read["text"].lengths] if "text" in read else [], "sequences": sequences}
     options |= {"length": length, "threshold": threshold, "embedding": kind}
 
@@ -230,7 +216,7 @@ def attention_behaviour(
         is_called = (q <= FALSE_DISCOVERY_RATE) & (table["excess"] >= threshold)
         counts = table[["sequences", "queries", "keys"]]
         table = table.drop(columns=list(counts)).assign(q_value=q, called=is_called, **counts)
-        position = position_share(*(sums["random"][name] for name in POSITION))
+        position = patterns.position_share(*(sums["random"][name] for name in patterns.POSITION))
         heads = named(table).assign(position=position.flatten().numpy(), **_copying(model, kind, seed, run, layers))
         return AttentionBehaviour(table, heads, run.record)
 
@@ -249,15 +235,15 @@ def _copying(
         return dict.fromkeys(names, np.nan)
     with run.bar("Eigenvalues of OV", "layer", len(layers)) as bar:
         try:
-            scores, bounds = copying_scores(weights_of(model), embedding, seed, bar, layers)
+            scores, bounds = patterns.copying_scores(weights_of(model), embedding, seed, bar, layers)
         except HeadwaterError as error:
             raise ModelError(f"{error} With copying=False the rest is computed.") from None
-    by_head = [scores, *(side[:, None].expand_as(scores) for side in bounds.T)]
-    return {name: values.flatten().numpy() for name, values in zip(names, by_head, strict=True)}
+    low, high = (side[:, None].expand_as(scores) for side in bounds.T)
+    return {name: values.flatten().numpy() for name, values in zip(names, (scores, low, high), strict=True)}
 
 
 def _summed(
-    model: HookedModel, batch: Batch, kinds: TokenKinds, run: Run, on: str, at_once: int, bar: Bar
+    model: HookedModel, batch: Batch, kinds: patterns.TokenKinds, run: Run, on: str, at_once: int, bar: Bar
 ) -> dict[str, Tensor]:
     """Sum what heads attend to in all sequences, in pieces of some sequences each."""
     # Similar lengths together, because patterns of padding take as much memory as patterns of tokens.
@@ -268,7 +254,7 @@ def _summed(
 
     def compute(rows: range) -> dict[str, Tensor]:
         parts = [batch.rows(start, min(start + at_once, rows.stop)) for start in rows[::at_once]]
-        return joined([one for part in parts for one in pattern_sums(model, part, kinds, said_once=said_once)])
+        return joined([one for part in parts for one in patterns.pattern_sums(model, part, kinds, said_once=said_once)])
 
     whole = range(len(batch))
     pieces = [whole[start : start + SEQUENCES_PER_PIECE] for start in whole[::SEQUENCES_PER_PIECE]]
@@ -278,21 +264,30 @@ def _summed(
 def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Combine the sums of several forward passes: concatenate those by sequence, add up the others."""
     by_name = {name: [part[name] for part in parts] for name in parts[0]}
-    return {name: sum(some[1:], some[0]) if name in POSITION else torch.cat(some) for name, some in by_name.items()}
+    return {
+        name: sum(some[1:], some[0]) if name in patterns.POSITION else torch.cat(some) for name, some in by_name.items()
+    }
 
 
 def scored(on: str, sums: Mapping[str, Tensor], seed: int, layers: Sequence[int]) -> pd.DataFrame:
     """Return the rows of one kind of sequences: scores, intervals, and expected scores at shuffled positions."""
     _, n_classes, _, n_heads = sums["on"].shape
     draws, parts = Bootstrap.of(range(len(sums["on"])), seed=seed), []
-    for place, name in enumerate(list(BEHAVIOURS)[:n_classes]):
+    heads = pd.DataFrame({"layer": np.repeat(layers, n_heads), "head": np.tile(np.arange(n_heads), len(layers))})
+    for place, name in enumerate(list(patterns.BEHAVIOURS)[:n_classes]):
         queries = sums["queries"][:, place].double().numpy()
-        has = queries > 0
-        attended, expected, variance = (sums[one][:, place].flatten(1).double().numpy() for one in SUMS)
+        has, whole = queries > 0, queries.sum() or np.nan
+        attended, expected, variance = (sums[one][:, place].flatten(1).double().numpy() for one in patterns.SUMS)
+        score, chance = attended.sum(0) / whole, expected.sum(0) / whole
+        low, high = percentile_interval(draws.ratio_of_units(attended, queries[:, None]))
         parts.append(
-            heads_of(layers, n_heads).assign(
+            heads.assign(
                 behaviour=name,
-                **_estimates(draws, attended, expected, queries),
+                score=score,
+                low=low,
+                high=high,
+                expected=chance,
+                excess=chance_corrected(score, chance),
                 p_value=excess_p((attended - expected)[has], variance[has], queries[has]),
                 sequences=int(has.sum()),
                 queries=int(queries.sum()),
@@ -302,18 +297,6 @@ def scored(on: str, sums: Mapping[str, Tensor], seed: int, layers: Sequence[int]
     table = pd.concat(parts, ignore_index=True).sort_values(["layer", "head"], kind="stable", ignore_index=True)
     table.insert(0, "on", on)
     return table
-
-
-def _estimates(draws: Bootstrap, attended: Numbers, expected: Numbers, queries: Numbers) -> dict[str, Numbers]:
-    """Return each head's score with its interval, the expected score at shuffled positions, and the excess."""
-    whole = queries.sum() or np.nan
-    score, chance = attended.sum(0) / whole, expected.sum(0) / whole
-    size = max(1, NUMBERS_AT_ONCE // (draws.draws + 1))
-    parts = [attended[:, start : start + size] for start in range(0, attended.shape[1], size)]
-    ratios = (draws.ratio_of_units(part, np.broadcast_to(queries[:, None], part.shape)) for part in parts)
-    low, high = (np.concatenate(side) for side in zip(*map(percentile_interval, ratios), strict=True))
-    excess = chance_corrected(score, chance)
-    return {"score": score, "low": low, "high": high, "expected": chance, "excess": excess}
 
 
 def named(table: pd.DataFrame) -> pd.DataFrame:

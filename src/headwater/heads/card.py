@@ -6,7 +6,7 @@ Words and tokens are untrusted text: HTML escapes them, and both forms spell out
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,15 +17,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.errors import InputError
-from headwater.heads.behaviour import AttentionBehaviour
 from headwater.heads.categories import SAYS, by_sign
 from headwater.heads.weight_maps import PIECE, known_tokens
 from headwater.models.effective_embedding import KINDS, EmbeddingName
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
 from headwater.models.weights import WeightSource
-from headwater.options import checked_count, checked_name, shown
+from headwater.options import checked_count, checked_name
 from headwater.runs.result import plain_text
 
 NUMBERS = ("score", "expected", "excess", "q_value")
@@ -34,14 +32,8 @@ AT_LEAST = 3
 AT_MOST = 15
 """Most relations on the card of a head that implements or suppresses some."""
 USE = ("loss", "loss_low", "loss_high", "used")
-BEHAVIOUR = ("layer", "head", "behaviour", "score")
-"""The columns that a table of behaviours must have."""
-OF_BEHAVIOUR = ("layer", "head", "on", "behaviour", "score", "expected", "excess", "q_value", "called")
-"""The columns of such a table that a card shows (if present)."""
-
-
-AttentionTable: TypeAlias = AttentionBehaviour | pd.DataFrame
-"""Behaviours for a card: the result of `hw.attention_behaviour`, or its table."""
+OF_BEHAVIOUR = ("on", "behaviour", "score", "expected", "excess", "q_value", "called")
+"""The columns of a table of behaviours that a card shows."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,7 +53,7 @@ class HeadCard:
     writes: pd.DataFrame | None
     """The result of `HeadMap.salient`; None if no sources were requested."""
     behaviour: pd.DataFrame | None
-    """The head's rows of the table of behaviours, the strongest first; None without such a table."""
+    """The head's rows of the table of behaviours, the strongest first; None if no behaviours were passed."""
 
     @property
     def title(self) -> str:
@@ -77,7 +69,7 @@ class HeadCard:
         if not called:
             tables = [("No relation found; the closest", self.relations.head(AT_LEAST))]
         if self.behaviour is not None:
-            tables.append(("Attends to", self.behaviour.drop(columns=["layer", "head"])))
+            tables.append(("Attends to", self.behaviour[list(OF_BEHAVIOUR)]))
         if self.writes is not None:
             tables.append(("Writes most strongly about", _by_source(self.writes)))
         return [(heading, table.map(_cell).astype(object)) for heading, table in tables]
@@ -128,23 +120,6 @@ def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFram
     found = found.assign(**{name: found[name].where(found["called"]) for name in use})
     order = np.lexsort((-found["score"], -found["excess"].fillna(-np.inf), found["says"] == ""))
     return found[["relation", "category", "says", "sign", *NUMBERS, *use]].iloc[order].reset_index(drop=True)
-
-
-def behaviour_of_head(behaviour: AttentionTable, layer: int, head: int) -> pd.DataFrame:
-    """Return one head's rows of a table of behaviours, which needs the columns `BEHAVIOUR`; the strongest first."""
-    table = behaviour.table if isinstance(behaviour, AttentionBehaviour) else behaviour
-    if not isinstance(table, pd.DataFrame) or (lacking := [name for name in BEHAVIOUR if name not in table]):
-        found = f"lacks {', '.join(lacking)}" if isinstance(table, pd.DataFrame) else "is not a table"
-        raise InputError(
-            f"behaviour={shown(behaviour)} {found}: give what hw.attention_behaviour returns, or a table with the "
-            f"columns {', '.join(BEHAVIOUR)}."
-        )
-    rows = table[(table["layer"] == layer) & (table["head"] == head)]
-    if rows.empty:
-        raise InputError(f"The table of behaviours has no row of head {layer}.{head}.")
-    strength = "excess" if "excess" in rows else "score"
-    kept = [name for name in OF_BEHAVIOUR if name in rows]
-    return rows[kept].sort_values(strength, ascending=False, ignore_index=True)
 
 
 def _by_source(writes: pd.DataFrame) -> pd.DataFrame:
@@ -231,8 +206,15 @@ def salient_operations(
             strongest = of_head.topk(min(sources, n_tokens))
             x = weights.effective_embedding(strongest.indices, embedding)
             logits = (x @ W_V @ W_O @ unembedding)[:, :n_tokens]
-            ends = [logits.topk(min(targets, n_tokens), largest=largest) for largest in (True, False)]
-            rows += [(layer, head, *row) for row in _rows(weights, strongest, ends)]
+            ids = strongest.indices.tolist()
+            sources_of_head = zip(token_strings(weights.tokenizer, ids), strongest.values.tolist(), ids, strict=True)
+            ends = {sign: logits.topk(min(targets, n_tokens), largest=sign == "writes") for sign in SIGNS}
+            for rank, (source, sigma, source_id) in enumerate(sources_of_head):
+                for sign, (values, tokens) in ends.items():
+                    mapped = tokens[rank].tolist()
+                    written = zip(token_strings(weights.tokenizer, mapped), mapped, values[rank].tolist(), strict=True)
+                    about = layer, head, rank + 1, sigma, source, source_id, sign
+                    rows += [(*about, place, *target) for place, target in enumerate(written, start=1)]
     return pd.DataFrame(rows, columns=["layer", "head", *COLUMNS])
 
 
@@ -254,16 +236,3 @@ def gains_of_heads(
             written = torch.linalg.vecdot(z @ gram, z).clamp(min=0).sqrt()
             of_head.append(torch.where(read > 0, written / read, 0.0))
     return [torch.cat(of_head).float() for of_head in gains]
-
-
-def _rows(
-    weights: WeightSource, strongest: torch.return_types.topk, ends: list[torch.return_types.topk]
-) -> Iterator[tuple[Any, ...]]:
-    """Yield `COLUMNS` for the strongest sources and both ends of their logits, by source, sign and place."""
-    values, ids = strongest.values.tolist(), strongest.indices.tolist()
-    for index, word in enumerate(token_strings(weights.tokenizer, ids)):
-        for sign, (logits, tokens) in zip(SIGNS, ends, strict=True):
-            mapped = tokens[index].tolist()
-            targets = zip(token_strings(weights.tokenizer, mapped), mapped, logits[index].tolist(), strict=True)
-            for place, target in enumerate(targets, start=1):
-                yield (index + 1, values[index], word, ids[index], sign, place, *target)

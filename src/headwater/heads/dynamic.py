@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pandas as pd
@@ -41,11 +40,8 @@ from headwater.models.weights import open_weights
 from headwater.options import checked_count
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, whole_summary
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.discrimination import fisher_interval, pearson
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TEMPLATES = (
     "Somebody asked us about {source} and",
@@ -58,7 +54,7 @@ CONTEXTS = ("with_context", "without_context")
 
 @dataclass(frozen=True, repr=False)
 class DynamicScores(Result):
-    """The result of `dynamic_scores`."""
+    """The result of `dynamic_scores`; drawn as the correlations, a line per relation."""
 
     table: pd.DataFrame
     """A row per layer, head, relation and template: `category, items, static, static_suppression`, and the dynamic
@@ -98,10 +94,6 @@ class DynamicScores(Result):
                 f"{unmeasured} of {len(self.correlations)} correlations are undefined: there all heads score the same."
             )
         return sentences
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Plot the correlations, a line per relation."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 @checked_call
@@ -169,14 +161,21 @@ def scored_prompts(
         ]
         return {"scores": torch.stack(scores, dim=2)}
 
+    parts = []
+    columns = [f"{context}{suffix}" for context in CONTEXTS for suffix in ("", "_suppression")]
     with run.bar("Dynamic scores", "relation", len(prompted)) as bar:
-        pieces = [
-            laid_out(piece["scores"], tokens.relation.name, prompts, templates)
-            for (prompts, tokens, _), piece in zip(prompted, run.pieces("scores", prompted, compute, bar), strict=True)
-        ]
+        pieces = run.pieces("scores", prompted, compute, bar)
+        for (prompts, tokens, _), piece in zip(prompted, pieces, strict=True):
+            scores: Float[Tensor, "context sign layer template head"] = piece["scores"]
+            layer, template, head = (index.ravel() for index in np.indices(scores.shape[2:]))
+            about = {"layer": layer, "head": head, "relation": tokens.relation.name}
+            about |= {"template": [templates[place] for place in template]}
+            about["items"] = prompts.template.bincount(minlength=len(templates)).numpy()[template]
+            by_name = dict(zip(columns, scores.flatten(0, 1).flatten(1).double().numpy(), strict=True))
+            parts.append(pd.DataFrame(about | by_name))
     names = {"score": "static", "suppression": "static_suppression"}
     static = head_map.table[["layer", "head", "relation", "category", *names]].rename(columns=names)
-    table = pd.concat(pieces).merge(static, on=["layer", "head", "relation"], validate="many_to_one")
+    table = pd.concat(parts).merge(static, on=["layer", "head", "relation"], validate="many_to_one")
     return DynamicScores(table, correlate(table), run.record)
 
 
@@ -252,17 +251,3 @@ def correlate(table: pd.DataFrame) -> pd.DataFrame:
                 r = float(pearson(scores[f"static{suffix}"].to_numpy(), dynamic))
                 rows.append((relation, sign, context, r, *fisher_interval(r, n_heads), n_heads))
     return pd.DataFrame(rows, columns=["relation", "sign", "context", "pearson", "low", "high", "heads"])
-
-
-def laid_out(
-    scores: Float[Tensor, "context sign layer template head"],
-    relation: str,
-    prompts: SourcePrompts,
-    templates: Sequence[str],
-) -> pd.DataFrame:
-    """Return one relation's scores as a table with a row per layer, template and head."""
-    layer, template, head = (index.ravel() for index in np.indices(scores.shape[2:]))
-    columns = {"layer": layer, "head": head, "relation": relation, "template": [templates[i] for i in template]}
-    columns["items"] = prompts.template.bincount(minlength=len(templates)).numpy()[template]
-    names = [f"{context}{suffix}" for context in CONTEXTS for suffix in ("", "_suppression")]
-    return pd.DataFrame(columns | dict(zip(names, scores.flatten(0, 1).flatten(1).double().numpy(), strict=True)))

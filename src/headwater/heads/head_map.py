@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pandas as pd
 
 from headwater.errors import InputError, ModelError
+from headwater.heads import scoring
 from headwater.heads.behaviour import AttentionBehaviour
-from headwater.heads.card import (
-    AttentionTable,
-    HeadCard,
-    behaviour_of_head,
-    relations_of_head,
-    salient_operations,
-)
+from headwater.heads.card import HeadCard, relations_of_head, salient_operations
 from headwater.heads.categories import CATEGORIES, SAYS, UNCLASSIFIED, by_sign, label_counts
 from headwater.heads.causal import COLUMNS, head_use, sentences_of_use, use_counts
 from headwater.heads.relations import (
@@ -29,16 +24,6 @@ from headwater.heads.relations import (
     tokenize_relations,
 )
 from headwater.heads.scores import score_table
-from headwater.heads.scoring import (
-    AS_MAPPED,
-    Sensitivity,
-    callable_from,
-    heads_by_threshold,
-    relations_digest,
-    scored_layers,
-    scored_relations,
-    sentences_of_embedding,
-)
 from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
@@ -48,10 +33,7 @@ from headwater.options import checked_count, checked_kind, checked_name, checked
 from headwater.runs.analysis import Run
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, each_row, rounded, whole_summary
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from headwater.runs.result import Result, each_row, rounded, whole_summary
 
 VARIED = ("embedding", "k", "norm_gain")
 """The options of `classify_heads` that `HeadMap.sensitivity` varies if it has the model."""
@@ -59,7 +41,10 @@ VARIED = ("embedding", "k", "norm_gain")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadMap(Result):
-    """The heads of a model, scored on relations and assigned to categories."""
+    """The heads of a model, scored on relations and assigned to categories.
+
+    Drawn as layer by head: a marker per head in its category's colour; after `validate`, a ring if it is used.
+    """
 
     table: pd.DataFrame
     """A row per layer, head and relation.
@@ -99,7 +84,7 @@ class HeadMap(Result):
         relations: Relations = None,
         vary: Sequence[str] = VARIED,
         progress: bool = True,
-    ) -> Sensitivity:
+    ) -> scoring.Sensitivity:
         """Count the heads in each category under both rules, for thresholds from 0.10 to 0.30.
 
         With the model, the heads are scored again for each other setting (every embedding, half and twice the map's
@@ -116,12 +101,12 @@ class HeadMap(Result):
             ModelError: the map is of another model.
             InputError: an option does not exist, or `relations` are not those of the map.
         """
-        tables = {AS_MAPPED: self.table}
+        tables = {scoring.AS_MAPPED: self.table}
         if model is None:
-            return Sensitivity(heads_by_threshold(tables), self.run)
+            return scoring.Sensitivity(scoring.heads_by_threshold(tables), self.run)
         names = [checked_name("vary", name, VARIED) for name in one_or_several(vary)]
         weights, base, loaded = self._weights(model), self.run.options, load_relations(relations)
-        if relations_digest(loaded) != base["relations"]:
+        if scoring.relations_digest(loaded) != base["relations"]:
             raise InputError("relations= are not those of the map: give those that classify_heads was given.")
         most, readable = int(self.relations["k"].max()), self.embeddings.dropna()["embedding"]
         others: dict[str, list[Any]] = {
@@ -129,16 +114,16 @@ class HeadMap(Result):
             "k": [max(1, most // 2), 2 * most],
             "norm_gain": [not base["norm_gain"]],
         }
-        kind: Any = base["multi_token"]
         is_published = base["rule"] == "published"
-        null_from = None if is_published else callable_from(float(base["threshold"]))
+        null_from = None if is_published else scoring.callable_from(float(base["threshold"]))
         for name, value in ((varied, value) for varied in names for value in others[varied]):
             options: dict[str, Any] = {**base, name: value}
-            *_, usable = scored_relations(loaded, weights, options["k"], multi_token=kind, same_words=is_published)
+            asked: dict[str, Any] = {"multi_token": base["multi_token"], "same_words": is_published}
+            *_, usable = scoring.scored_relations(loaded, weights, options["k"], **asked)
             run, desc = Run(self.run, progress=progress), f"{name}={value}"
-            layers = scored_layers(weights, usable, options, run, null_from=null_from, desc=desc)
+            layers = scoring.scored_layers(weights, usable, options, run, null_from=null_from, desc=desc)
             tables[desc] = score_table(layers, [relation for relation, _ in usable])
-        return Sensitivity(heads_by_threshold(tables), self.run)
+        return scoring.Sensitivity(scoring.heads_by_threshold(tables), self.run)
 
     def summary(self) -> pd.DataFrame:
         """Return a row per relation: how many heads implement or suppress it, and its best head.
@@ -167,7 +152,7 @@ class HeadMap(Result):
             "in_category": {
                 name: int(sum(name in listed for listed in self.categories["categories"])) for name in CATEGORIES
             },
-            "embedding": sentences_of_embedding(str(self.run.options["embedding"]), self.embeddings),
+            "embedding": scoring.sentences_of_embedding(str(self.run.options["embedding"]), self.embeddings),
             "relations": [
                 {
                     "relation": row["relation"],
@@ -184,16 +169,51 @@ class HeadMap(Result):
 
     def report(self) -> list[str]:
         """Report how many heads are classified, the strongest head, and the relations without heads."""
-        return sentences_of(self.findings())
+        findings = self.findings()
+        relations = findings["relations"]
+        labels = {name: count for name, count in findings["labels"].items() if count and name != UNCLASSIFIED}
+        classified = sum(labels.values())
+        named = ", ".join(f"{count} {'in ' * name.endswith('categories')}{name}" for name, count in labels.items())
+        first = f"{classified} of {findings['heads']} heads are classified under the {findings['rule']} rule"
+        sentences = [f"{first}: {named}." if named else f"{first}: no head implements any of the relations."]
+        called = [row for row in relations if row["heads"]]
+        if called:
+            best = max(called, key=lambda row: row["best_score"] if row["best_excess"] is None else row["best_excess"])
+            by_habit = "" if best["best_excess"] is None else f", {best['best_expected']:.0%} with shuffled targets"
+            ends = "largest" if best["best_sign"] == "implements" else "smallest"
+            sentences.append(
+                f"{len(called)} of {len(relations)} relations are implemented or suppressed by some head. The "
+                f"strongest is head {best['best_head']}: it {best['best_sign']} {best['relation']}, with a target "
+                f"among the {ends} logits for {best['best_score']:.0%} of the sources{by_habit}."
+            )
+        else:
+            best = max(relations, key=lambda row: row["best_score"])
+            where = f"head {best['best_head']} on {best['relation']}"
+            sentences.append(f"The highest score of any head is {best['best_score']:.0%}: {where}.")
+        if several := [name for name, count in findings["in_category"].items() if count > labels.get(name, 0)]:
+            counts = ", ".join(f"{findings['in_category'][name]} {name}" for name in several)
+            sentences.append(f"With heads of several categories counted in each: {counts}.")
+        if vetoed := sum(row["copying"] for row in relations):
+            sentences.append(
+                f"{vetoed} more pairs of a head and a relation reach the threshold but are rejected as copying: the "
+                "head ranks the source itself above most of these targets."
+            )
+        sentences += findings["embedding"]
+        if findings["rule"] == "published":
+            sentences.append(
+                "The published rule uses only the score: a head that writes the same few tokens for every source can "
+                "pass too, and no control measures this."
+            )
+        if missing := [row["relation"] for row in relations if not row["heads"]]:
+            sentences.append(f"No head was found for: {', '.join(missing)}.")
+        if findings["left_out"]:
+            sentences.append(f"Too few single-token pairs to score: {', '.join(findings['left_out'])}.")
+        return sentences + (sentences_of_use(findings["use"]) if "use" in findings else [])
 
     @property
     def is_validated(self) -> bool:
         """Whether `validate` measured which heads the running model uses."""
         return "used" in self.table
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Plot layer by head: a marker per head in its category's colour; after `validate`, a ring if it is used."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
     def validate(
         self,
@@ -257,7 +277,7 @@ class HeadMap(Result):
         head: int | None = None,
         *,
         model: HookedModel | str | Path | None = None,
-        behaviour: AttentionTable | None = None,
+        behaviour: AttentionBehaviour | None = None,
         sources: int = 5,
         targets: int = 5,
     ) -> HeadCard:
@@ -267,8 +287,7 @@ class HeadMap(Result):
             layer: the head's layer, or the head itself as "9.2" or (9, 2).
             head: the head's index, if `layer` is a layer.
             model: the model of this map; default: it is opened by its name. Not needed with `sources=0`.
-            behaviour: the result of `hw.attention_behaviour` for this model, or a table with `layer, head, behaviour,
-                score`: what the head attends to.
+            behaviour: the result of `hw.attention_behaviour` for this model: what the head attends to.
             sources: number of salient tokens (those with the strongest output) to show.
             targets: number of written and of suppressed tokens to show for each.
 
@@ -277,16 +296,18 @@ class HeadMap(Result):
 
         Raises:
             ModelError: the model cannot be opened by its name, or it or the behaviour is of another model.
-            InputError: the head does not exist, or the behaviour is not such a table.
+            InputError: the head does not exist, or the behaviour is another object.
         """
         layer, head = head_named(layer, head, self._sizes)
         sources, targets = checked_count("sources", sources, least=0), checked_count("targets", targets)
         named = self.categories[(self.categories["layer"] == layer) & (self.categories["head"] == head)]
-        if isinstance(behaviour, AttentionBehaviour) and behaviour.run.fingerprint != self.run.fingerprint:
-            raise ModelError(
-                f"behaviour= is of {behaviour.run.model}, with other weights than this head map ({self.run.model})."
-            )
-        attends = None if behaviour is None else behaviour_of_head(behaviour, layer, head)
+        attends = None
+        if behaviour is not None:
+            checked_kind("behaviour", behaviour, AttentionBehaviour, "hw.attention_behaviour(...)")
+            if behaviour.run.fingerprint != self.run.fingerprint:
+                raise ModelError(f"behaviour= is of {behaviour.run.model}, with other weights than {self.run.model}.")
+            rows = behaviour.table[(behaviour.table["layer"] == layer) & (behaviour.table["head"] == head)]
+            attends = rows.sort_values("excess", ascending=False, ignore_index=True)
         salient = self.salient(layer, head, model=model, sources=sources, targets=targets) if sources else None
         relations = relations_of_head(self.table, layer, head)
         return HeadCard(self.title, layer, head, str(named["label"].iloc[0]), relations, salient, attends)
@@ -397,53 +418,9 @@ def relations_of(
     tokenized = tokenize_relations(selected, model.tokenizer, multi_token=multi_token, same_words=same_words)
     by_name = {tokens.relation.name: tokens for tokens in tokenized}
     lacking = [name for name in used["relation"] if name not in by_name or not by_name[name].targets]
-    if lacking and (kind := head_map.run.options["multi_token"]) is not None and lacking[0] in by_name:
-        raise InputError(
-            f"The map's relation {lacking[0]!r} has no single-token items, only those that multi_token={kind!r} "
-            "scored by one token of several; a running model is tested on single tokens."
-        )
     if lacking:
-        raise InputError(f"No items of the map's relation {lacking[0]!r}: give the relations= that classify_heads got.")
+        raise InputError(
+            f"No single-token items of the map's relation {lacking[0]!r}, with which a running model is tested: give "
+            "the relations= that classify_heads got."
+        )
     return {name: (by_name[name], int(k)) for name, k in zip(used["relation"], used["k"], strict=True)}
-
-
-def sentences_of(findings: Mapping[str, Any]) -> list[str]:
-    """Return the findings of a head map as sentences."""
-    labels = {name: count for name, count in findings["labels"].items() if count and name != UNCLASSIFIED}
-    classified = sum(labels.values())
-    named = ", ".join(f"{count} {'in ' * name.endswith('categories')}{name}" for name, count in labels.items())
-    first = f"{classified} of {findings['heads']} heads are classified under the {findings['rule']} rule"
-    sentences = [f"{first}: {named}." if named else f"{first}: no head implements any of the relations."]
-    called = [row for row in findings["relations"] if row["heads"]]
-    if called:
-        best = max(called, key=lambda row: row["best_score"] if row["best_excess"] is None else row["best_excess"])
-        by_habit = "" if best["best_excess"] is None else f", {best['best_expected']:.0%} with shuffled targets"
-        ends = "largest" if best["best_sign"] == "implements" else "smallest"
-        sentences.append(
-            f"{len(called)} of {len(findings['relations'])} relations are implemented or suppressed by some head. The "
-            f"strongest is head {best['best_head']}: it {best['best_sign']} {best['relation']}, with a target among "
-            f"the {ends} logits for {best['best_score']:.0%} of the sources{by_habit}."
-        )
-    else:
-        best = max(findings["relations"], key=lambda row: row["best_score"])
-        where = f"head {best['best_head']} on {best['relation']}"
-        sentences.append(f"The highest score of any head is {best['best_score']:.0%}: {where}.")
-    if several := [name for name, count in findings["in_category"].items() if count > labels.get(name, 0)]:
-        counts = ", ".join(f"{findings['in_category'][name]} {name}" for name in several)
-        sentences.append(f"With heads of several categories counted in each: {counts}.")
-    if vetoed := sum(row["copying"] for row in findings["relations"]):
-        sentences.append(
-            f"{vetoed} more pairs of a head and a relation reach the threshold but are rejected as copying: the head "
-            "ranks the source itself above most of these targets."
-        )
-    sentences += findings["embedding"]
-    if findings["rule"] == "published":
-        sentences.append(
-            "The published rule uses only the score: a head that writes the same few tokens for every source can pass "
-            "too, and no control measures this."
-        )
-    if missing := [row["relation"] for row in findings["relations"] if not row["heads"]]:
-        sentences.append(f"No head was found for: {', '.join(missing)}.")
-    if findings["left_out"]:
-        sentences.append(f"Too few single-token pairs to score: {', '.join(findings['left_out'])}.")
-    return sentences + (sentences_of_use(findings["use"]) if "use" in findings else [])

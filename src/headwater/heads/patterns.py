@@ -19,7 +19,6 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Inexact, Int
 from torch import Tensor
@@ -32,7 +31,7 @@ from headwater.heads.weight_maps import PIECE
 from headwater.kernels.devices import in_halves, to_device
 from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel
-from headwater.models.sites import SITES, sites_named
+from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, token_strings
 from headwater.models.weights import WeightSource
 from headwater.progress import Bar
@@ -46,18 +45,6 @@ SUMS = ("on", "expected", "variance")
 """Names of the sums over the queries of each sequence, by class and head."""
 POSITION = ("count", "first", "second")
 """Names of the sums over sequences, by head, query and key."""
-
-
-def layers_read(model: HookedModel) -> tuple[int, ...]:
-    """Return the layers that have attention patterns."""
-    (pattern,) = sites_named("pattern", model)
-    return pattern.among(range(model.shape.n_layers), model)
-
-
-def heads_of(layers: Sequence[int], n_heads: int) -> pd.DataFrame:
-    """Return a row per layer and head: `layer, head`."""
-    each = [layer for layer in layers for _ in range(n_heads)]
-    return pd.DataFrame({"layer": each, "head": list(range(n_heads)) * len(layers)})
 
 
 def rows_at_once(model: HookedModel, length: int) -> int:
@@ -311,22 +298,16 @@ def repeated_tokens(
         raise InputError(f"{model.name} has too small a vocabulary or context to repeat a sequence of tokens.")
     generator = torch.Generator().manual_seed(seed)
     # Distinct tokens, because a chance repeat within the sequence would add induction keys.
-    once = torch.stack([_drawn(ordinary, kinds, length, generator) for _ in range(sequences)])
+    delimiters, rows = kinds.delimiter.nonzero()[:, 0], []
+    for _ in range(sequences):
+        few = delimiters[torch.randperm(len(delimiters), generator=generator)[: length // 6]]
+        special = torch.cat([few, _piece_of_a_series(kinds, length // 4, generator)])
+        mixed = ordinary[torch.randperm(len(ordinary), generator=generator)]
+        drawn = torch.cat([special, mixed[~torch.isin(mixed, special)][: length - len(special)]])
+        rows.append(drawn[torch.randperm(len(drawn), generator=generator)])
+    once = torch.stack(rows)
     bos = torch.tensor(model.bos, dtype=torch.long).expand(sequences, -1)
     return torch.cat([bos, once, once], dim=1)
-
-
-def _drawn(
-    ordinary: Int[Tensor, " token"], kinds: TokenKinds, length: int, generator: torch.Generator
-) -> Int[Tensor, " position"]:
-    """Draw distinct tokens in random order, including some delimiters and a piece of a series."""
-    delimiters = kinds.delimiter.nonzero()[:, 0]
-    few = delimiters[torch.randperm(len(delimiters), generator=generator)[: length // 6]]
-    special = torch.cat([few, _piece_of_a_series(kinds, length // 4, generator)])
-    mixed = ordinary[torch.randperm(len(ordinary), generator=generator)]
-    rest = mixed[~torch.isin(mixed, special)][: length - len(special)]
-    drawn = torch.cat([special, rest])
-    return drawn[torch.randperm(len(drawn), generator=generator)]
 
 
 def _piece_of_a_series(kinds: TokenKinds, length: int, generator: torch.Generator) -> Int[Tensor, " token"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
-from headwater.models.weights import HeadWeights, WeightSource
+from headwater.models.weights import WeightSource
 from headwater.options import checked_count, checked_flag, checked_name, one_or_several
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -141,7 +141,9 @@ def composition_scores(
         ModelError: the model cannot be read, or has no factors of single heads.
     """
     wanted = [checked_name("kinds", kind, READERS) for kind in one_or_several(kinds)]
-    chosen = tuple(kind for kind in READERS if kind in wanted) or (checked_name("kinds", kinds, READERS),)
+    chosen = [kind for kind in READERS if kind in wanted]
+    if not chosen:
+        raise InputError(f"kinds={kinds!r} is empty: give some of {', '.join(READERS)}.")
     norm_gain = checked_flag("norm_gain", norm_gain)
     weights = weights_of(model, device)
 
@@ -153,12 +155,15 @@ def composition_scores(
             for layer in range(n_layers):
                 factors = weights.layer(layer)
                 gain: Tensor | float = factors.norm_gain[:, None] if norm_gain else 1.0
-                for kind in chosen:
-                    reader = _reader(factors, kind, gain)
+                W_Q, W_O = factors.W_Q * gain, factors.W_O
+                W_K, W_V = (factors.expand_kv(factor * gain) for factor in (factors.W_K, factors.W_V))
+                # The readers' circuits are transposed, so that `factor` is their input side.
+                readers = {"q": (W_K, W_Q.mT), "k": (W_Q, W_K.mT), "v": (W_O.mT, W_V.mT)}
+                for kind in chosen if layer else ():
+                    reader = _side(*readers[kind])
                     parts[kind] += [_rows(kind, earlier, one, layer, reader) for earlier, one in enumerate(writers)]
                 # Added after this layer's readers, because heads of one layer do not read each other.
-                # The reduced writer is R W_O, with W_V = Q R.
-                writers.append(_side(factors.expand_kv(factors.W_V * gain), factors.W_O))
+                writers.append(_side(W_V, W_O))
                 bar.update()
         if n_layers < 2:
             raise InputError("A model of one layer has no later head that could read an earlier one.")
@@ -166,17 +171,8 @@ def composition_scores(
         table = pd.DataFrame({name: np.concatenate([part[name] for part in every]) for name in every[0]})
         return Composition(table, run.record)
 
-    options = {"kinds": list(chosen), "norm_gain": norm_gain}
+    options = {"kinds": chosen, "norm_gain": norm_gain}
     return run_or_resume(Composition, "composition_scores", weights, options, work, out=out, progress=progress)
-
-
-def _reader(factors: HeadWeights, kind: str, gain: Float[Tensor, "d_model 1"] | float) -> _Side:
-    """Return each head's reader for one kind, from the transposed circuit, so that `factor` is its input side."""
-    if kind == "v":
-        return _side(factors.W_O.transpose(1, 2), factors.expand_kv(factors.W_V * gain).transpose(1, 2))
-    W_Q, W_K = factors.W_Q * gain, factors.expand_kv(factors.W_K * gain)
-    inner, outer = (W_K, W_Q) if kind == "q" else (W_Q, W_K)
-    return _side(inner, outer.transpose(1, 2))
 
 
 def _side(inner: Float[Tensor, "head d_model d_head"], outer: Float[Tensor, "head d_head d_model"]) -> _Side:
@@ -246,7 +242,7 @@ RANDOM_DRAWS = 8
 
 @dataclass(frozen=True, repr=False)
 class SingularVectors(Result):
-    """The strongest directions of a head's circuit, and the tokens along them."""
+    """The strongest directions of a head's circuit, and the tokens along them; drawn with the share of each."""
 
     table: pd.DataFrame
     """A row per vector, side, sign and place: `layer, head, circuit, vector` (from 1), `side` ("reads", "writes";
@@ -278,10 +274,6 @@ class SingularVectors(Result):
             listed = [", ".join(repr(one) for one in of.loc[of["side"] == side, "token"].head(4)) for side in sides]
             sentences.append(f"Along it ({sign}): {sides[0]} {listed[0]}; {sides[1]} {listed[1]}.")
         return [*sentences, "These tokens lie along it most; the direction may be used for others too."]
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Plot the share of each singular value, with that of random factors, and the tokens of the first vectors."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 @checked_call
@@ -326,8 +318,12 @@ def singular_vectors(
 
     @torch.inference_mode()
     def work(run: Run) -> SingularVectors:
-        left, right = _factors(weights, layer, head, circuit, norm_gain)
-        u, s, v = decomposed(left, right)
+        factors = weights.layer(layer)
+        group, gain = factors.value_head(head), factors.norm_gain[:, None] if norm_gain else 1.0
+        if circuit == "ov":
+            u, s, v = decomposed(factors.W_V[group] * gain, factors.W_O[head])
+        else:
+            u, s, v = decomposed(factors.W_Q[head] * gain, (factors.W_K[group] * gain).T)
         u, v = u[:, :vectors], v[:, :vectors]
         along = [_embedded(weights, embedding, u)]
         along.append(_unembedded(weights, v, norm_gain) if circuit == "ov" else _embedded(weights, embedding, v))
@@ -356,18 +352,6 @@ def decomposed(
     return u * sign, s, v * sign
 
 
-def _factors(
-    weights: WeightSource, layer: int, head: int, circuit: str, norm_gain: bool
-) -> tuple[Float[Tensor, "d_model d_head"], Float[Tensor, "d_head d_model"]]:
-    """Return the two factors of one head's circuit."""
-    factors = weights.layer(layer)
-    group = factors.value_head(head)
-    gain: Tensor | float = factors.norm_gain[:, None] if norm_gain else 1.0
-    if circuit == "ov":
-        return factors.W_V[group] * gain, factors.W_O[head]
-    return factors.W_Q[head] * gain, (factors.W_K[group] * gain).T
-
-
 def _embedded(weights: WeightSource, embedding: str, vectors: Float[Tensor, "d_model k"]) -> Float[Tensor, "k token"]:
     """Return the products of every known token's embedding with the vectors."""
     tokens = torch.arange(known_tokens(weights), device=vectors.device)
@@ -386,20 +370,16 @@ def _unembedded(
 
 def _listed(weights: WeightSource, along: Mapping[str, Float[Tensor, "k token"]], tokens: int) -> pd.DataFrame:
     """Return the tokens at both ends of every vector; `along` maps each side to the tokens' products with them."""
-    ends = []
+    rows = []
     for side, products in along.items():
         for sign in SIGNS:
             found = products.topk(min(tokens, products.shape[1]), dim=1, largest=sign == "+")
-            ends.append((side, sign, found.values.tolist(), found.indices.tolist()))
-    rows = []
-    for vector in range(len(ends[0][2])):
-        for side, sign, values, ids in ends:
-            words = token_strings(weights.tokenizer, ids[vector])
-            rows += [
-                (vector + 1, side, sign, place, word, one, value)
-                for place, (word, one, value) in enumerate(zip(words, ids[vector], values[vector], strict=True), 1)
-            ]
-    return pd.DataFrame(rows, columns=["vector", "side", "sign", "place", "token", "token_id", "product"])
+            for vector, (values, ids) in enumerate(zip(found.values.tolist(), found.indices.tolist(), strict=True), 1):
+                words = token_strings(weights.tokenizer, ids)
+                listed = enumerate(zip(words, ids, values, strict=True), 1)
+                rows += [(vector, side, sign, place, *of_token) for place, of_token in listed]
+    table = pd.DataFrame(rows, columns=["vector", "side", "sign", "place", "token", "token_id", "product"])
+    return table.sort_values("vector", kind="stable", ignore_index=True)
 
 
 def _values(s: Float[Tensor, " d_head"], d_model: int) -> pd.DataFrame:
