@@ -89,8 +89,8 @@ def test_models_of_two_vocabularies_are_compared_on_the_words_of_both_and_the_co
     code, printed, _ = run("compare", one, other, "--relations", suite, *ASK)
     assert code == 0
     said = " ".join(printed.split())
-    assert "The vocabularies differ: of" in said
-    assert f"1 of 2 relations have too few pairs that are single tokens for every model: {OPPOSITES.name}." in said
+    assert "pairs, kept for every tokenizer" in said
+    assert f"1 of 2 relations have too few pairs that can be scored for every model: {OPPOSITES.name}." in said
 
 
 def test_what_cannot_be_compared_is_one_line_of_error(run, folders, checkpoint):
