@@ -44,10 +44,9 @@ def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
         return
-    reader = {".jsonl": _json_lines, ".json": _json_items}.get(path.suffix, _cells)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            for number, row in reader(path, file):
+            for number, row in _rows(path, file):
                 if not isinstance(row, dict):
                     raise InputError(f"{path}, row {number}: expected an object, not a bare value.")
                 yield number, row
@@ -122,21 +121,31 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
         raise InputError(f"{path}, row {number} cannot be read ({' '.join(str(error).split())}).") from None
 
 
-def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            try:
-                yield number, parse_json(line)
-            except ValueError as error:
-                raise InputError(f"{path}, row {number}: the row is not JSON ({error}).") from None
-
-
-def _cells(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
-    header, rows = _table(path, file)
-    if not header:
-        raise InputError(f"{path} is not a table: it has no header.")
-    for number, row in rows:
-        yield number, {name: cell for name, cell in row.items() if cell not in ("", None)}
+def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
+    """Yield the rows of a text file in one of the formats."""
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield number, parse_json(line)
+                except ValueError as error:
+                    raise InputError(f"{path}, row {number}: the row is not JSON ({error}).") from None
+    elif path.suffix == ".json":
+        try:
+            value = parse_json(file.read())
+        except ValueError as error:
+            raise InputError(f"{path} is not JSON ({error}).") from None
+        if isinstance(value, dict):
+            value = next((part for part in value.values() if isinstance(part, list)), None)
+        if not isinstance(value, list):
+            raise InputError(f"{path} is not a table: expected an array of objects, alone or under a key of an object.")
+        yield from enumerate(value, start=1)
+    else:
+        header, rows = _table(path, file)
+        if not header:
+            raise InputError(f"{path} is not a table: it has no header.")
+        for number, row in rows:
+            yield number, {name: cell for name, cell in row.items() if cell not in ("", None)}
 
 
 def _table(path: Path, file: TextIO, advice: str = "") -> tuple[Sequence[str], Iterator[tuple[int, dict[str, Any]]]]:
@@ -161,16 +170,3 @@ def _table(path: Path, file: TextIO, advice: str = "") -> tuple[Sequence[str], I
         return header, rows()
     except csv.Error as error:
         raise InputError(f"{path}, row {reader.line_num}: {error}.") from None
-
-
-def _json_items(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
-    """Yield the items of the array that the file consists of, or of the first array under a key of its object."""
-    try:
-        value = parse_json(file.read())
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON ({error}).") from None
-    if isinstance(value, dict):
-        value = next((part for part in value.values() if isinstance(part, list)), None)
-    if not isinstance(value, list):
-        raise InputError(f"{path} is not a table: expected an array of objects, alone or under a key of an object.")
-    yield from enumerate(value, start=1)

@@ -40,7 +40,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, each_row, whole_summary
 from headwater.stats.resample import Bootstrap, percentile_interval
-from headwater.stats.significance import Numbers, chance_corrected, excess_p, q_values
+from headwater.stats.significance import chance_corrected, excess_p, q_values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -217,29 +217,21 @@ def attention_behaviour(
         counts = table[["sequences", "queries", "keys"]]
         table = table.drop(columns=list(counts)).assign(q_value=q, called=is_called, **counts)
         position = patterns.position_share(*(sums["random"][name] for name in patterns.POSITION))
-        heads = named(table).assign(position=position.flatten().numpy(), **_copying(model, kind, seed, run, layers))
+        columns = dict.fromkeys(("copying", "copying_low", "copying_high"), np.full(position.numel(), np.nan))
+        if kind is not None:
+            with torch.inference_mode(), run.bar("Eigenvalues of OV", "layer", len(layers)) as bar:
+                try:
+                    copied, bounds = patterns.copying_scores(weights_of(model), kind, seed, bar, layers)
+                except HeadwaterError as error:
+                    raise ModelError(f"{error} With copying=False the rest is computed.") from None
+            by_head = copied, *(side[:, None].expand_as(copied) for side in bounds.T)
+            columns = dict(zip(columns, (values.flatten().numpy() for values in by_head), strict=True))
+        heads = named(table).assign(position=position.flatten().numpy(), **columns)
         return AttentionBehaviour(table, heads, run.record)
 
     return run_or_resume(
         AttentionBehaviour, "attention_behaviour", model, options, work, out=out, seed=seed, progress=progress
     )
-
-
-@torch.inference_mode()
-def _copying(
-    model: HookedModel, embedding: str | None, seed: int, run: Run, layers: Sequence[int]
-) -> dict[str, Numbers | float]:
-    """Return the `copying` columns, a number per head."""
-    names = ("copying", "copying_low", "copying_high")
-    if embedding is None:
-        return dict.fromkeys(names, np.nan)
-    with run.bar("Eigenvalues of OV", "layer", len(layers)) as bar:
-        try:
-            scores, bounds = patterns.copying_scores(weights_of(model), embedding, seed, bar, layers)
-        except HeadwaterError as error:
-            raise ModelError(f"{error} With copying=False the rest is computed.") from None
-    low, high = (side[:, None].expand_as(scores) for side in bounds.T)
-    return {name: values.flatten().numpy() for name, values in zip(names, (scores, low, high), strict=True)}
 
 
 def _summed(

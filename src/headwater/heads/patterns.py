@@ -154,10 +154,7 @@ def position_share(
 # The keys of each attention behaviour, and random tokens in which every behaviour can occur.
 #
 # The first position is often a resting place (Xiao et al. 2024); induction is defined as in Olsson et al. 2022.
-# Previous token, duplicate token and induction match TransformerLens's head detector. Any code can add a behaviour by
-# adding a row to `BEHAVIOURS`:
-#
-# BEHAVIOURS.add("two_before", Behaviour("two positions before", two_before, color="#8c5a3c", mark="X"))
+# Previous token, duplicate token and induction match TransformerLens's head detector. `BEHAVIOURS.add` adds one.
 #
 # Random tokens: a sequence of different ordinary tokens, drawn at random, and then repeated in the same order. If the
 # tokenizer has such tokens, a sixth of them are delimiters and a quarter a piece of a series, all in random order.
