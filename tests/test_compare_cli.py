@@ -145,7 +145,7 @@ def test_checkpoints_along_a_training_of_the_recipe_are_compared_as_each_is_clas
     assert not trained[(trained["q_value"] > 0.05)]["change"].ne("").any()
     report = " ".join(result.report())
     assert f"From {first} to {last}" in report
-    assert "vocabularies" not in report
+    assert "kept for every tokenizer" not in report
     csv = tmp_path / "facts.csv"
     rows = [(source, target) for source, targets in relations[1].pairs for target in targets]
     pd.DataFrame(rows, columns=["source", "target"]).assign(category="knowledge").to_csv(csv, index=False)

@@ -10,9 +10,8 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
    hit them by copying; relations with fewer than 30 remaining pairs are dropped too (`relations`).
 2. x_s is the token's raw embedding at layer 0, and its effective embedding from layer 1 on (`scoring`).
 3. All heads are scored on all relations, layer by layer (`scores`).
-4. The null model shuffles the targets. p-values are computed for scores at or above the threshold (or 0.10, if less).
-   False-discovery control covers all heads, relations and both signs; lower scores count as p = 1
-   (`stats.significance`). Below the threshold no relation counts, whatever its p.
+4. The null model shuffles the targets, for scores at or above the threshold (or 0.10, if less); lower scores count as
+   p = 1, and no relation counts there. False-discovery control covers all heads, relations and both signs.
 5. A rule decides which scores count; the categories of these relations are the head's categories (`categories`).
 """
 

@@ -20,14 +20,9 @@
    logits are those of step 2; the mean of the others needs only the relation's mean target, since m_i is linear in W_U:
 
        mean over i, j of m_i[t_j] = x W_V W_O u,   x and u the relation's mean source and mean target column.
-6. `LayerScorer` does this for a layer of a model; `score_table` puts the layers' scores into one table and adds derived
-   numbers, per layer, head and relation:
-
-       low, high           Wilson's 95 % interval of the score, with the number of distinct sources as sample size
-       expected            the mean score under shuffled targets
-       excess              the chance-corrected score, (score - expected) / (1 - expected)
-       p_value, q_value    P(at least this score) under shuffled targets, and the same after false-discovery control
-                           over the whole map: heads, relations and both signs
+6. `LayerScorer` does this for a layer of a model. `score_table` puts the layers into one table and adds Wilson's 95 %
+   interval, with the number of distinct sources as sample size; the mean score under shuffled targets, `expected`; the
+   excess (`chance_corrected`); and p and q under shuffled targets, q over the whole map: heads, relations, both signs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,13 +44,7 @@ from headwater.kernels import ov_blocked, ov_sweep
 from headwater.kernels.devices import full_float32, to_device, to_device_many
 from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 from headwater.models.weights import LayersAhead, WeightSource
-from headwater.stats.significance import (
-    count_moments,
-    permutation_moments,
-    permutation_p_values,
-    q_values,
-    wilson_interval,
-)
+from headwater.stats import significance
 
 
 @dataclass(frozen=True)
@@ -184,7 +173,10 @@ def score_layer(
         moments = moments.masked_fill(shares[:2, ..., None] < (null_from or 0.0), torch.nan)
         names = ("score", "suppression", "beyond_copying", "suppression_beyond_copying")
         scores = dict(zip(names, shares, strict=True))
-        scores["margin"] = margins(maps, suite, _own_means(maps, suite, own_logits), mean_target)
+        _, relation, scale = _scaled_pairs(maps, suite)
+        own_means = torch.zeros(maps.n_heads, len(suite.k), dtype=torch.float64, device=scale.device)
+        own_means.index_add_(1, relation, own_logits.double() * scale)
+        scores["margin"] = margins(maps, suite, own_means, mean_target)
         scores |= {} if null_from is None else dict(zip(MOMENTS, moments, strict=True))
         return scores | ({"hits": accepted[:2]} if items else {})
 
@@ -212,13 +204,6 @@ def margins(
     every = einsum(z, maps.W_O.double(), mean_target, "head r d_head, head d_head d_model, r d_model -> head r")
     # `every` includes i = j, which n / (n - 1) corrects. A single item has no others: NaN.
     return (own_logits - every).cpu() * (suite.items / (suite.items - 1)).masked_fill(suite.items == 1, torch.nan)
-
-
-def _own_means(maps: OVMaps, suite: SuitePairs, logits: Float[Tensor, "head pair"]) -> Float[Tensor, "head relation"]:
-    """Return the mean logit of an item's own targets, for sources scaled to a mean square of 1."""
-    _, relation, scale = _scaled_pairs(maps, suite)
-    means = torch.zeros(maps.n_heads, len(suite.k), dtype=torch.float64, device=scale.device)
-    return means.index_add_(1, relation, logits.double() * scale)
 
 
 def _scaled_pairs(maps: OVMaps, suite: SuitePairs) -> tuple[Tensor, Tensor, Tensor]:
@@ -303,9 +288,9 @@ def _moments_by_source(
     n_sources, n_items = hits.shape[1], len(item_source)
     accepted = any_accepted(hits, pair_item, n_items)
     if n_sources == n_items:
-        return permutation_moments(accepted)
+        return significance.permutation_moments(accepted)
     counts = torch.zeros(len(hits), n_sources, n_sources, dtype=torch.int32, device=hits.device)
-    return count_moments(counts.index_add_(2, item_source, accepted.int()))
+    return significance.count_moments(counts.index_add_(2, item_source, accepted.int()))
 
 
 @dataclass(frozen=True)
@@ -389,12 +374,12 @@ def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[Toke
         expected = moments[..., 0] / pairs
         # Shuffling has no more outcomes than permutations of the distinct sources, so no p is below one over their
         # number; with few sources the tail of the fitted law is.
-        p = np.maximum(permutation_p_values(np.rint(observed * pairs), moments), 1 / factorial(sources))
+        p = np.maximum(significance.permutation_p_values(np.rint(observed * pairs), moments), 1 / factorial(sources))
         left_out = np.isnan(expected) & (observed > 0)
         # p = 1 for everything not computed, so that the number of tests is that of the whole map.
-        p, q = (np.where(left_out, np.nan, numbers) for numbers in (p, q_values(p)))
+        p, q = (np.where(left_out, np.nan, numbers) for numbers in (p, significance.q_values(p)))
     # The number of trials is that of distinct sources, because items of one source hit together.
-    low, high = wilson_interval(np.rint(scores["score"] * pairs) * (sources / pairs), sources)
+    low, high = significance.wilson_interval(np.rint(scores["score"] * pairs) * (sources / pairs), sources)
     names_and_categories = [(tokens.relation.name, tokens.relation.category) for tokens in relations]
     names_of, categories = (np.array(column, dtype=object) for column in zip(*names_and_categories, strict=True))
     columns = {

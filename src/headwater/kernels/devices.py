@@ -135,11 +135,9 @@ def exact_product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-# Memory: refuse what is known to be too large before it starts, and continue in halves when memory runs out.
-#
-# Data of known size (a model's weights, a cache, a table) that would not fit are refused with the figures, because a
-# machine that begins to swap, or a process that the system kills, reports nothing. The memory of a run is not
-# forecast: when memory runs out, `in_halves` processes the same items in two parts, and again, down to single ones.
+# Memory. Data of known size (weights, a cache, a table) that would not fit are refused with the figures, because a
+# machine that begins to swap, or a process that the system kills, reports nothing. The memory of a run is not forecast:
+# when it runs out, `in_halves` processes the same items in two parts, and again, down to single ones.
 
 
 Value = TypeVar("Value")
@@ -202,10 +200,8 @@ def failures_named(what: str, *, in_a_run: bool = True) -> Iterator[None]:
 def in_halves(items: Any, work: Callable[[Any], Value]) -> list[Value]:
     """Do the work on all items at once; if memory runs out, on one half and then the other, and so on.
 
-    Items may be anything with a length and slices. The work must undo its effects when it fails.
-
-    Returns:
-        The results of each part of the work, in order.
+    Items may be anything with a length and slices. The work must undo its effects when it fails. Returns the results
+    of each part of the work, in order.
     """
     try:
         return [work(items)]
@@ -226,10 +222,7 @@ def in_halves(items: Any, work: Callable[[Any], Value]) -> list[Value]:
 def in_tiles(items: Any, at_once: int, work: Callable[[Any], object]) -> int:
     """Do the work on at most `at_once` items at a time, and on fewer from the first tile on that exceeds memory.
 
-    Items and work as for `in_halves`.
-
-    Returns:
-        The number of items that fit in memory; `at_once` if no tile exceeded it.
+    Returns the number of items that fit in memory. Items and work are as for `in_halves`.
     """
     while len(items):
         tile, items = items[:at_once], items[at_once:]

@@ -104,13 +104,7 @@ def ov_logits(maps: OVMaps) -> Float[Tensor, "head source d_vocab"]:
 def ranks(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"]
 ) -> tuple[Int[Tensor, "head pair"], Int[Tensor, "head pair"]]:
-    """Count the tokens with a greater and with a smaller logit than each pair's target, from the whole maps.
-
-    Args:
-        maps: the heads of one layer.
-        source: rows of `maps.x`.
-        target: token ids.
-    """
+    """Count the tokens with a greater and a smaller logit than each pair's target; `source` are rows of `maps.x`."""
     rows = ov_logits(maps)[:, source]
     index = target.expand(maps.n_heads, -1)[..., None]
     own, tie = rows.gather(-1, index), maps.tie[:, source, None]

@@ -49,11 +49,8 @@ def topk_hits(
        targets all lie between the k-th ones found so far leaves: none can be in the top k or the bottom k any more.
     3. A target beyond the middle of the two is a hit, unless it is too near to it: then it is settled separately.
 
-    Args:
-        maps: the heads of one layer.
-        grids: the relations.
-        requested: which heads are requested for which relations, for the top k and for the bottom k, on the CPU. For
-            the others nothing is computed, and nothing is a hit. None requests everything.
+    `requested`, on the CPU: for which heads and relations, for the top k and for the bottom k; None for all. For the
+    others nothing is computed, and nothing is a hit.
     """
     if requested is None:
         requested = torch.ones(2, maps.n_heads, len(grids), dtype=torch.bool)

@@ -101,13 +101,9 @@ def count_beyond(
 ) -> Int[Tensor, "2 head pair"]:
     """Count the logits z W above own + margin, and those below own - margin, for every head and pair.
 
-    Args:
-        z: the values of each pair's source, shared by heads in groups.
-        W: W_O W_U of each head, for some tokens.
-        target_logits: the logit of each pair's target.
-        margin: the distance from the target's logit within which a token is too near to call.
-        column: the column of each pair's target among these tokens; if it is not there, any number beyond them.
-        precision: "highest" multiplies in float32, "high" in three tensor-core products.
+    z is shared by heads in groups; W is W_O W_U of each head, for some tokens. A token within `margin` of the target's
+    logit is too near to call. `column` is the column of each pair's target among these tokens; if it is not there, any
+    number beyond them. `precision` "highest" multiplies in float32, "high" in three tensor-core products.
     """
     (n_heads, d_head, n_tokens), n_pairs = W.shape, z.shape[1]
     n_tiles = triton.cdiv(n_tokens, BLOCK_TOKENS)
