@@ -14,13 +14,13 @@ from sklearn.metrics import roc_auc_score
 import headwater as hw
 from headwater.detection import detection as detection_module
 from headwater.detection import methods
-from headwater.detection import reweighting as beginnings_module
 from headwater.detection.detection import NAMES, Detection, detect, evaluate
 from headwater.detection.methods import CLASSIFIERS, COUNTS, METHODS, AnswerSet, Detector, DetectorSetup, p_true
-from headwater.detection.reweighting import Reweighted, Reweighting, SharedPrefixes, train_reweighting
+from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError, RunFolderError
 from headwater.patching.edge_knockout import Edges, knocked_out_states
 from headwater.probes.linear import Probe, fit_linear, grouped_folds
+from headwater.questions import states as states_module
 from headwater.questions.states import probe_states
 from tests import chance
 from tests.tiny import embedded
@@ -186,17 +186,15 @@ def test_reweighted_states_are_those_of_patterns_multiplied_edge_by_edge(checkpo
 
 
 @pytest.mark.parametrize("shared", [0, 20])
-def test_rows_begun_once_have_the_states_and_slopes_of_whole_runs(checkpoint, family, shared):
+def test_a_shared_prefix_run_once_gives_the_states_and_slopes_of_whole_runs(checkpoint, family, shared, monkeypatch):
     model, rng = hw.load(checkpoint(family)), chance.rng()
     lengths, starts = (9, 6, 11, 9, 1), (7, 5, 7, 8, 0)
     prompt = rng.integers(2, 60, shared).tolist()
-    tokens = tuple((*prompt, *rng.integers(2, 60, length).tolist()) for length in lengths)
+    tokens = tuple((*prompt, 2 + row, *rng.integers(2, 60, length - 1).tolist()) for row, length in enumerate(lengths))
     queries = tuple(tuple(range(shared + a, shared + b)) for a, b in zip(starts, lengths, strict=True))
     whole = Reweighted(model, tokens, queries, ((1, 2), (3,), (1, 4), (0,), ()), "mlp_out", 2, torch.rand(5).double())
-    begun = whole.begin(batch_size=3)
-    assert {row: begun.begun.length(row) for row in range(5)} == {i: shared + start for i, start in enumerate(starts)}
-    n_tokens = {len(keys) for keys, _ in begun.begun.keys_values.values()}
-    assert n_tokens == {shared + sum(starts)}, "what all rows begin with is kept once"
+    begun = whole.begin()
+    assert begun.shared == shared
 
     def states_and_slopes(inputs):
         alpha = torch.full((2, 3, 4), 0.4, dtype=torch.float64, requires_grad=True)
@@ -208,38 +206,13 @@ def test_rows_begun_once_have_the_states_and_slopes_of_whole_runs(checkpoint, fa
 
     for one, other in zip(states_and_slopes(begun), states_and_slopes(whole), strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+    honest = states_module.keys_values
 
+    def wrong(*given):
+        return {layer: (keys + 0.1, values) for layer, (keys, values) in honest(*given).items()}
 
-def test_no_more_rows_are_begun_than_may_be_kept(model, answered, monkeypatch):
-    inputs = Reweighted.of(
-        model, answered, Probe("mlp_out", "answer_last", 1, torch.zeros(WIDTH), 0.0), torch.rand(500)
-    )
-    monkeypatch.setattr(beginnings_module, "available_memory", lambda device: 4_000_000)
-    monkeypatch.setattr(beginnings_module, "MOST_BYTES", 100_000)
-    begun = inputs.begin(8)
-    held = [one for pair in begun.begun.keys_values.values() for one in pair]
-    assert 500_000 < sum(one.numel() * 4 for one in held) <= 1_000_000
-    kept = set(begun.begun.places)
-    batches = begun.batches(range(len(answered.table)), 8)
-    assert sorted(row for batch in batches for row in batch) == list(range(len(answered.table)))
-    assert all(len(batch) <= 8 or set(batch) <= kept for batch in batches)
-    taken = [len(kept & set(batch)) * begun.begun.bytes_per_row for batch in batches]
-    assert 100_000 - begun.begun.bytes_per_row < max(taken) <= 100_000
-
-
-def test_a_model_that_gives_another_state_in_two_runs_is_run_whole(model, answered, monkeypatch):
-    inputs = Reweighted.of(
-        model, answered, Probe("mlp_out", "answer_last", 1, torch.zeros(WIDTH), 0.0), torch.rand(500)
-    )
-    assert len(inputs.begin(64).begun.places) == len(answered.table)
-    honest = SharedPrefixes.of
-
-    def wrong(self, rows):
-        pairs, real = honest(self, rows)
-        return {layer: (keys + 0.1, values) for layer, (keys, values) in pairs.items()}, real
-
-    monkeypatch.setattr(SharedPrefixes, "of", wrong)
-    assert inputs.begin(64).begun.places == {}
+    monkeypatch.setattr(states_module, "keys_values", wrong)
+    assert whole.begin().shared == 0, "a model that gives another state in two runs is run whole"
 
 
 def test_without_strength_the_reweighted_states_are_the_ordinary_ones_wherever_the_probe_reads(model, answered):

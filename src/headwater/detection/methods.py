@@ -159,7 +159,7 @@ class Detector:
         """Return the scores of `pr`, from a second run with edges reweighted by the gate."""
         reads = self.probe("pr")
         gate = torch.sigmoid(self.probe("gate").logits(states))
-        inputs = Reweighted.of(model, answered, reads, gate).begin(batch_size)  # runs the shared prompt once
+        inputs = Reweighted.of(model, answered, reads, gate).begin()
         scores = torch.empty(len(states), dtype=torch.float64)
         for rows in inputs.batches(range(len(states)), batch_size):
             scores[rows] = torch.sigmoid(reads.logits(inputs.states(rows, self.alpha).cpu()))

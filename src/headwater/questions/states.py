@@ -12,6 +12,7 @@ the exact answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -131,17 +132,32 @@ def states_at(
         by_layer = [collected[layer].to(model.device) for layer in range(n_layers)]
         return torch.stack(by_layer).cpu().float()  # one copy, so that each run waits for the device once
 
-    shared, start = 0, KeysValues()
-    if tokens and can_continue(model):
-        shared = common_start(torch.tensor([row[:first] for row in tokens], dtype=torch.long))
-    if shared:
-        start = keys_values(model, torch.tensor([tokens[0][:shared]]), {}, n_layers)
-        # Tested on one row first, because model families handle a cache differently.
-        whole, resumed = run([0], 0, {}), run([0], shared, start)
-        tolerance = rounding(model.dtype) * float(whole.abs().max())
-        shared = shared if float((resumed - whole).abs().max()) <= tolerance else 0
+    shared, start = shared_start(model, tokens, first, n_layers, partial(run, [0]))
     with progress_bar(progress, len(tokens), desc="States", unit="row") as bar:
         for rows in by_length([len(row) for row in tokens], batch_size):
             states[:, rows] = run(rows, shared, start)
             bar.update(len(rows))
     return states
+
+
+def shared_start(
+    model: HookedModel,
+    tokens: Sequence[Sequence[int]],
+    first: int,
+    n_layers: int,
+    run: Callable[[int, KeysValues], Tensor],
+) -> tuple[int, KeysValues]:
+    """Run once what all rows share of their `first` tokens; return its length, and its keys and values by layer.
+
+    `run` continues one row from such a prefix. The length is 0 if its state then differs from that of a whole run.
+    """
+    shared = 0
+    if tokens and can_continue(model):
+        shared = common_start(torch.tensor([list(row[:first]) for row in tokens], dtype=torch.long))
+    if not shared:
+        return 0, {}
+    start = keys_values(model, torch.tensor([list(tokens[0][:shared])]), {}, n_layers)
+    # Tested on one row first, because model families handle a cache differently.
+    whole, resumed = run(0, {}), run(shared, start)
+    is_same = float((resumed - whole).abs().max()) <= rounding(model.dtype) * float(whole.abs().max())
+    return (shared, start) if is_same else (0, {})
