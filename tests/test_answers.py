@@ -280,7 +280,7 @@ def test_what_cannot_be_used_is_counted_by_cause(monkeypatch):
         "no exact words of the question": 1,
         "prompt too long": 1,
     }
-    (summary,) = answered.findings()["datasets"]
+    summary = answered.summary().iloc[0]
     assert (summary["questions"], summary["used"], summary["wrong"]) == (6, 1, 0.0)
     axes = answered.plot()
     assert [round(bar.get_width(), 6) for bar in axes.patches] == [round(1 / 6, 6), round(5 / 6, 6)]
@@ -300,8 +300,9 @@ def test_answers_that_had_not_ended_at_the_token_limit_are_an_outcome_of_their_o
     rows = [("cat A", "Paris"), ("cat B", "Paris"), ("cat C", "x"), ("cat one", "x"), ("cat two", "x")]
     answered = hw.answer(model, asked(*rows), progress=False)
     assert answered.table["id"].tolist() == ["0"]
-    (summary,) = answered.findings()["datasets"]
-    assert summary["dropped"] == {"cut at max_new_tokens": 2, "refusal": 1, "empty answer": 1}
+    summary = answered.summary().iloc[0]
+    causes = answered.dropped["cause"].value_counts().to_dict()
+    assert causes == {"cut at max_new_tokens": 2, "refusal": 1, "empty answer": 1}
     assert (summary["used"], summary["wrong"], summary["cut"]) == (1, 0.0, 2)
     assert "2 cut at max_new_tokens" in answered.report()[0]
     axes = answered.plot()
@@ -338,7 +339,7 @@ def test_the_label_rule_is_chosen_recorded_and_may_be_a_judge_whose_word_is_kept
     assert asked_about[1] == ("cat B", ("Paris",), "is Paris")
     assert judged.z.tolist() == [1, 0, 1]
     assert judged.table["matched"].tolist() == [""] * 3
-    assert judged.findings()["datasets"][0]["dropped"] == {"not judged": 1}
+    assert judged.dropped["cause"].tolist() == ["not judged"]
     assert "judge" in judged.run.options["label"]
     assert hw.answer(model, questions, label=judge, out=tmp_path / "out", progress=False).z.tolist() == [1, 0, 1]
     assert len(asked_about) == 4
@@ -438,7 +439,7 @@ def test_exact_words_that_cannot_be_those_meant_are_counted(monkeypatch):
     named = {"cat A": "France", "cat B": "Rome", "cat C": "Rome"}
     questions = asked(("cat A", "Paris"), ("cat B", "Rome"), ("cat C Rome", "x"))
     made = hw.answer(model, questions, extractor=lambda q, a: {"answer": named[q[:5]]}, progress=False)
-    (row,) = made.findings()["datasets"]
+    row = made.summary().iloc[0]
     assert (row["right"], row["lacks_match"], row["repeats_question"]) == (2, 1, 1)
     assert made.report()[1] == (
         "set: the exact words lack the accepted answer in 1 of 2 right answers, and only repeat the question in 1 of 3 "
@@ -607,8 +608,7 @@ def test_the_embedded_model_answers_its_world():
         assert words(row, "subject") == [
             row["question"][a:b] for a, b in questions.table.set_index("id").at[row["id"], "subject"]
         ]
-    shares = {row["dataset"]: row["wrong"] for row in answered.findings()["datasets"]}
-    assert all(0 < share < 1 for share in shares.values()), shares
+    assert answered.summary()["wrong"].between(0, 1, inclusive="neither").all()
 
 
 def test_values_and_positions_of_an_edit_are_those_of_the_questions_in_the_table():

@@ -62,10 +62,10 @@ def test_detect_measures_the_methods_asked_for_and_an_interrupt_says_how_to_go_o
     assert f"Interrupted. The same command continues from {tmp_path}." in error
     code, printed, _ = run(*command, "--json")
     assert (code, len(calls)) == (0, 3)
-    (row,) = json.loads(printed)["detection"]["datasets"]
-    assert list(row["auc"]) == ["probe", "logit_min"]
+    printed_aucs = {row["method"]: row["auc"] for row in json.loads(printed)["detection"]["summary"]}
+    assert list(printed_aucs) == ["probe", "logit_min"]
     aucs = Detection.load(tmp_path / "detection").table.set_index("method")["auc"]
-    assert row["auc"] == pytest.approx(aucs.to_dict(), abs=1e-4)
+    assert printed_aucs == pytest.approx(aucs.to_dict(), abs=1e-4)
 
 
 def test_saliency_fits_the_probe_of_the_layer_asked_for(run, tmp_path):

@@ -11,6 +11,7 @@ from headwater.pathways.refusal_rates import Refusals, rates, refusals
 from headwater.pathways.token_map import probe_map
 from headwater.probes.linear import fit_linear
 from headwater.questions.states import MAP_TOKENS, PROBE_TOKENS, probe_positions, states_at
+from headwater.runs.result import whole_summary
 from headwater.stats.discrimination import auc
 from tests import chance
 from tests.coin_flips import SAID, answered, flip_model, flip_questions, name_of
@@ -161,7 +162,7 @@ def test_baselines_stand_beside_the_probe_in_a_figure_with_their_values(model, t
     drawn = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_marker() == "o"]
     table = traced.baselines[traced.baselines["question"] == "which answers are wrong"].set_index("score")["value"]
     assert drawn == pytest.approx([table[name] for name in ticks], nan_ok=True)
-    (found,) = traced.findings()["datasets"]
+    found = whole_summary(traced).iloc[0]
     told_by = {"": "probe", "_relation": ticks[1], "_relation_answer": ticks[2], "_spans": ticks[3]}
     for name, score in told_by.items():
         assert found[f"auc{name}"] == pytest.approx(table[score], abs=1e-4)
@@ -169,6 +170,6 @@ def test_baselines_stand_beside_the_probe_in_a_figure_with_their_values(model, t
         "value"
     ]
     for name, score in (("auc_mode", "probe of the mode"), ("auc_mode_margin", "−|logit|")):
-        assert found[name] == (None if np.isnan(modes[score]) else pytest.approx(modes[score], abs=1e-4))
+        assert found[name] == pytest.approx(modes[score], abs=1e-4, nan_ok=True)
     below = [text.get_text() for text in figure.axes[1].get_yticklabels()]
     assert below == ["probe of the mode", "−|logit|", "logit and |logit|"]

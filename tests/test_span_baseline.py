@@ -71,7 +71,7 @@ def test_a_probe_that_may_read_the_label_off_the_spans_is_not_praised(model, coi
     assert "(100% of the answer) in wrong ones" in second
     assert "the probe does not differ clearly" in second or "the probe is lower" in second
     assert not SetAtBest(pathways, "popqa").survives
-    assert pathways.findings()["datasets"][0]["auc_spans"] > 0.95
+    assert pathways.summary()["auc_spans"][0] > 0.95
 
 
 def test_spans_that_tell_nothing_are_no_note_on_a_detector(model, coin_flips):

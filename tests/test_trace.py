@@ -449,8 +449,8 @@ def test_a_result_is_saved_and_loaded_whole(by_question, tmp_path):
         assert mine.fitted_on == theirs.fitted_on != frozenset()
     assert (loaded.probe.layer, loaded.probe.site, loaded.probe.token) == (2, "mlp_out", "exact_answer_last")
     assert loaded.report() == by_question.report()
-    assert loaded.findings() == by_question.findings()
-    assert loaded.findings()["datasets"][0]["two_modes_survive"] is False
+    pd.testing.assert_frame_equal(loaded.summary(), by_question.summary())
+    assert not loaded.summary()["two_modes_survive"][0]
 
 
 def test_a_set_with_answers_of_one_kind_is_left_out_and_named_and_the_others_are_traced():

@@ -68,15 +68,15 @@ def heads(result: Result) -> Number:
 
 def answers(result: Result) -> Number:
     """Return the share of wrong answers."""
-    wrong = [row["wrong"] for row in result.findings()["datasets"] if row["wrong"] is not None]
+    wrong = whole_summary(result)["wrong"].dropna().tolist()
     return Number(f"{_percent(wrong)} of the answers of a set are wrong")
 
 
 def pathways(result: Result) -> Number:
     """Return how often the knockout flips the probe; beside a knockout of equally many random words."""
-    sets = result.findings()["datasets"]
-    survive = sum(bool(row["two_modes_survive"]) for row in sets)
-    flips = [[row[name] for row in sets] for name in ("flip_rate", "flip_rate_random")]
+    sets = whole_summary(result)
+    survive = int(sets["two_modes_survive"].sum())
+    flips = [sets[name].tolist() for name in ("flip_rate", "flip_rate_random")]
     exact, random = map(_percent, flips)
     return Number(
         f"knockout of the question's exact words flips {exact} of the probe's predictions",
@@ -87,16 +87,17 @@ def pathways(result: Result) -> Number:
 
 def saliency(result: Result) -> Number:
     """Return how often the saliency of the cross-entropy is near zero; beside that of the logit."""
-    kinds = [row["saliency_exact_answer"] for row in result.findings()["datasets"] if row["saliency_exact_answer"]]
-    sure, logit = (_percent(kind["near_zero"][name] for kind in kinds) for name in ("cross_entropy", "logit"))
+    rows = whole_summary(result).query("edges == 'exact_answer'").dropna(subset=["near_zero"])
+    sure, logit = (_percent(rows.loc[rows["target"] == name, "near_zero"]) for name in ("cross_entropy", "logit"))
     return Number(f"the saliency is near zero in {sure} of the answers of a set", f"with the probe's logit, in {logit}")
 
 
 def detection(result: Result) -> Number:
     """Return the AUC of the best detector; beside that of the question alone."""
-    sets = [row["auc"] for row in result.findings()["datasets"]]
-    fitted = [max(auc for name, auc in one.items() if name != QUESTION and auc is not None) for one in sets]
-    alone = [one[QUESTION] for one in sets if one.get(QUESTION) is not None]
+    rows = whole_summary(result).dropna(subset=["auc"])
+    is_alone = rows["method"] == QUESTION
+    fitted = rows[~is_alone].groupby("dataset", sort=False)["auc"].max().tolist()
+    alone = rows.loc[is_alone, "auc"].tolist()
     return Number(
         f"the best detector of a set has AUC {_range(fitted)}",
         f"the question alone, without a model, has {_range(alone)}",
@@ -225,18 +226,18 @@ def head_table(result: Result) -> pd.DataFrame:
 
 def pathway_table(result: Result) -> pd.DataFrame:
     """Return the numbers of each question set."""
-    rows = pd.json_normalize(result.findings()["datasets"])
+    rows = whole_summary(result)
     names = {
         "dataset": "dataset",
         "examples": "answers",
-        "best_layer": "l*",
+        "layer": "l*",
         "auc": "AUC",
         "auc_relation": "AUC of relation alone",
         "flip_rate": "share that flips",
         "flip_rate_same_rows": "of rows with as many random words",
         "flip_rate_random": "flips, random words",
-        "delta_p.Q-anchored": "ΔP, Q-anchored (points)",
-        "delta_p.A-anchored": "ΔP, A-anchored (points)",
+        "delta_p_q_anchored": "ΔP, Q-anchored (points)",
+        "delta_p_a_anchored": "ΔP, A-anchored (points)",
         "two_modes_survive": "two modes survive",
     }
     return rows[[name for name in names if name in rows]].rename(columns=names)
@@ -244,9 +245,9 @@ def pathway_table(result: Result) -> pd.DataFrame:
 
 def detection_table(result: Result) -> pd.DataFrame:
     """Return the AUC of each method on each question set."""
-    sets = result.findings()["datasets"]
-    methods = [NAMES[method] for method in sets[0]["auc"]]
-    return pd.DataFrame({"AUC of": methods} | {row["dataset"]: list(row["auc"].values()) for row in sets})
+    rows = whole_summary(result)
+    sets = {str(name): part["auc"].tolist() for name, part in rows.groupby("dataset", sort=False)}
+    return pd.DataFrame({"AUC of": [NAMES[method] for method in rows["method"].unique()]} | sets)
 
 
 def depth_table(result: Result) -> pd.DataFrame:

@@ -43,7 +43,7 @@ from headwater.questions.states import ProbeSiteName, TokenName, check_probe_opt
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, rounded, with_interval
+from headwater.runs.result import Result, Size, with_interval
 from headwater.stats.discrimination import against_chance, auc
 from headwater.stats.resample import Bootstrap, percentile_interval
 
@@ -114,23 +114,6 @@ class Detection(HasDatasets, Result):
         """
         measures = ["auc", "low", "high", "gain", "gain_low", "gain_high"]
         return self.table[["dataset", "method", "answers", "wrong", *measures]].reset_index(drop=True)
-
-    def findings(self) -> dict[str, Any]:
-        """Return l* and the AUC of every method by question set, as JSON values."""
-        sets = []
-        for name, part in self.table.groupby("dataset", sort=False):
-            fits = self.fits[self.fits["dataset"] == name]
-            aucs = zip(part["method"], part["auc"], strict=True)
-            sets.append(
-                {
-                    "dataset": name,
-                    "layers": fits["layer"].tolist(),
-                    "q_anchored": round(float(((fits["q_right"] + fits["q_wrong"]) / fits["train"]).mean()), 4),
-                    "auc": {method: rounded(value) for method, value in aucs},
-                }
-            )
-        options = self.run.options
-        return {"model": self.run.model, "site": options["site"], "token": options["token"], "datasets": sets}
 
     def report(self) -> list[str]:
         """Return one paragraph per question set, in plain sentences computed from the numbers."""

@@ -29,7 +29,7 @@ from headwater.figures.style import (
 from headwater.pathways.token_map import ProbeMap
 from headwater.probes.selectivity import ProbeFit
 from headwater.questions.answers import AnsweredQuestions
-from headwater.runs.result import DRAWINGS
+from headwater.runs.result import DRAWINGS, each_row, whole_summary
 
 
 @DRAWINGS.add(Detection)
@@ -73,14 +73,14 @@ COLORS = {"right": (BLUE, "white"), "wrong": (ORANGE, INK), "cut off": (FAINT, "
 @DRAWINGS.add(AnsweredQuestions)
 def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
     """Draw a bar per question set: the shares right, wrong, cut at the token limit, and dropped for other reasons."""
-    sets = answered.findings()["datasets"]
+    sets = each_row(whole_summary(answered))
     written = ticks(row["dataset"] for row in sets)
     names = [f"{name} ({row['questions']:,})" for name, row in zip(written, sets, strict=True)]
     used = [row["used"] / row["questions"] for row in sets]
-    wrong = [share * (row["wrong"] or 0.0) for share, row in zip(used, sets, strict=True)]
+    wrong = [share * (row["wrong"] if row["used"] else 0.0) for share, row in zip(used, sets, strict=True)]
     right = [share - part for share, part in zip(used, wrong, strict=True)]
     cut = [row["cut"] / row["questions"] for row in sets]
-    dropped = [(sum(row["dropped"].values()) - row["cut"]) / row["questions"] for row in sets]
+    dropped = [(row["dropped"] - row["cut"]) / row["questions"] for row in sets]
     with one_panel(ax, 4.5, 1.0 + 0.3 * len(names)) as ax:
         starts = [0.0] * len(names)
         for (name, (color, ink)), shares in zip(COLORS.items(), (right, wrong, cut, dropped), strict=True):

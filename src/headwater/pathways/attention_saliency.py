@@ -28,6 +28,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -54,7 +55,7 @@ from headwater.questions.sources import HasDatasets
 from headwater.questions.states import PROBE_SITES, PROBE_TOKENS, probe_positions
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, frame_of
+from headwater.runs.result import Result, Size, frame_of, rounded, whole_summary
 from headwater.stats.discrimination import CHANCE
 from headwater.stats.resample import DRAWS
 from headwater.stats.significance import critical_dip, dip, wilson_interval
@@ -96,41 +97,25 @@ class Saliency(HasDatasets, Result):
         examples below a tenth of the mean; `several_peaks`, whether the dip test rejects a single peak at 5 %.
         """
         rows = []
-        for entry in self.findings()["datasets"]:
-            for column, edges in zip(COLUMNS, EDGES, strict=True):
-                measured = entry[column] or {}
-                rows += [
-                    {
-                        "dataset": entry["dataset"],
-                        "edges": edges,
-                        "target": target,
-                        "examples": entry["examples"],
-                        "median_right": measured.get(f"median_{target}_right"),
-                        "median_wrong": measured.get(f"median_{target}_wrong"),
-                        "near_zero": measured.get("near_zero", {}).get(target),
-                        "several_peaks": measured.get("several_peaks", {}).get(target),
-                    }
-                    for target in TARGETS
-                ]
+        for dataset, edges, target in product(self.datasets, EDGES, TARGETS):
+            measured, values = self.values_of(dataset, edges, target)
+            row = {"dataset": dataset, "edges": edges, "target": target}
+            row["examples"] = self.table.loc[self.table["dataset"] == dataset, "example"].nunique()
+            row |= {f"median_{name}": values[measured["z"] == z].median() for z, name in enumerate(("right", "wrong"))}
+            row |= {"near_zero": rounded(near_zero(values).mean()), "several_peaks": None}
+            if len(values):
+                row["several_peaks"] = len(values) > 1 and dip(values.to_numpy()) > critical_dip(len(values))
+            rows.append(row)
         return frame_of(rows)
 
-    def findings(self) -> dict[str, Any]:
-        """Return the main numbers as JSON values.
-
-        Per set and kind of edge, for both targets: the medians of right and of wrong answers; the share of examples
-        that are near zero (less than a tenth of the mean); whether the dip test rejects a single peak at 5 %.
-        `saturated` is the share of the near-zero examples of the cross-entropy that are not near zero with the logit:
-        there the probe is confident and right, and the cross-entropy says nothing about flow.
-        """
-        sets = []
-        for name in self.datasets:
-            rows = self.table[self.table["dataset"] == name]
-            entry: dict[str, Any] = {"dataset": name, "examples": int(rows["example"].nunique())}
-            sets.append(entry | {column: summary_of(rows.dropna(subset=[column]), column) for column in COLUMNS})
-        return {"model": self.run.model, "probe": self.run.options["probe"], "datasets": sets}
+    def values_of(self, dataset: str, edges: str, target: str) -> tuple[pd.DataFrame, pd.Series]:
+        """Return the rows of a set with a value for these edges and target, by example, and these values."""
+        column, rows = f"saliency_{edges}", self.of(target)  # type: ignore[arg-type]
+        rows = rows[rows["dataset"] == dataset].dropna(subset=[column]).set_index("example")
+        return rows, rows[column]
 
     def report(self) -> list[str]:
-        """Return the findings, as sentences computed from the numbers."""
+        """Return the summary and its reasons as sentences; the ratio of medians has an interval over examples."""
         rows = self.table.drop_duplicates("example")
         seen = f"All {len(rows):,} examples are measured with probe coefficients that were fitted on other examples."
         if not self.run.options["probe"].get("fitted_on") and (rows["fold"] == -1).any():
@@ -138,7 +123,7 @@ class Saliency(HasDatasets, Result):
                 "The probe does not record which answers it was fitted on. If it was fitted on these, a peak near zero "
                 "with the cross-entropy may only mean that it has memorized them."
             )
-        return [seen, *(sentence for entry in self.findings()["datasets"] for sentence in sentences_of(entry))]
+        return [seen, *(line for name, edges in product(self.datasets, EDGES) for line in sentences(self, name, edges))]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the densities of S(E_Q→E_A) and S(E_Q→*); several models: `hw.figures.saliency([...])`."""
@@ -476,31 +461,9 @@ NEAR_ZERO = 0.1
 """An example is near zero if its saliency is less than this share of its set's mean."""
 
 
-def summary_of(rows: pd.DataFrame, column: str) -> dict[str, object] | None:
-    """Summarise one kind of edge in one set; None if it has no value."""
-    if rows.empty:
-        return None
-    by_target = {target: rows[rows["target"] == target].set_index("example") for target in TARGETS}
-    near_zero = {target: part[column] < NEAR_ZERO * part[column].mean() for target, part in by_target.items()}
-    medians = {
-        f"median_{target}_{name}": float(part.loc[part["z"] == kind, column].median())
-        if (part["z"] == kind).any()
-        else None
-        for target, part in by_target.items()
-        for kind, name in enumerate(("right", "wrong"))
-    }
-    at_zero = near_zero["cross_entropy"]
-    several = {t: len(p) > 1 and dip(p[column].to_numpy()) > critical_dip(len(p)) for t, p in by_target.items()}
-    flow = by_target["logit"]
-    return {
-        **medians,
-        "right": int((flow["z"] == 0).sum()),
-        "wrong": int((flow["z"] == 1).sum()),
-        "times": _times(*(flow.loc[flow["z"] == kind, column].to_numpy() for kind in (1, 0))),
-        "near_zero": {target: round(float(near.mean()), 4) for target, near in near_zero.items()},
-        "saturated": round(float((~near_zero["logit"][at_zero]).mean()), 4) if at_zero.any() else None,
-        "several_peaks": several,
-    }
+def near_zero(values: pd.Series) -> pd.Series:
+    """Return which examples have less than a tenth of the mean."""
+    return values < NEAR_ZERO * values.mean()
 
 
 def _times(wrong: NDArray[np.float64], right: NDArray[np.float64]) -> list[float] | None:
@@ -517,37 +480,37 @@ def _times(wrong: NDArray[np.float64], right: NDArray[np.float64]) -> list[float
     return [float(np.median(wrong) / np.median(right)), *map(float, ends)]
 
 
-def sentences_of(entry: dict[str, Any]) -> Iterator[str]:
-    """Yield the sentences on the summary of one set."""
-    name = entry["dataset"]
-    for column, edges in zip(COLUMNS, ("S(E_Q→E_A)", "S(E_Q→*)"), strict=True):
-        measured = entry[column]
-        if measured is None:
-            yield f"{name}: {edges} was not measured: it was not requested, or the probe cannot depend on these edges."
-            continue
-        if measured["times"] is not None:
-            times, low, high = measured["times"]
-            chance = f", {CHANCE}" if low <= 1 <= high else ""
-            yield (
-                f"{name}: the median {edges} of the logit is {times:.2f} ({low:.2f} to {high:.2f}) times as large for "
-                f"{measured['wrong']:,} wrong answers as for {measured['right']:,} right ones{chance}."
-            )
-        near, saturated = measured["near_zero"], measured["saturated"]
-        why = (
-            f" (in {saturated:.0%} of these only because the probe is confident and right: with the logit they are not)"
-            if saturated
-            else ""
-        )
-        n = measured["right"] + measured["wrong"]
-        entropy, logit = (_percent(near[target], n) for target in TARGETS)
+def sentences(found: Saliency, dataset: str, edges: str) -> Iterator[str]:
+    """Yield the sentences on one kind of edge in one set."""
+    name, summary = {"exact_answer": "S(E_Q→E_A)", "all": "S(E_Q→*)"}[edges], whole_summary(found)
+    rows, flow = found.values_of(dataset, edges, "logit")
+    n = len(flow)
+    if not n:
+        yield f"{dataset}: {name} was not measured: it was not requested, or the probe cannot depend on these edges."
+        return
+    wrong, right = (flow[rows["z"] == z].to_numpy() for z in (1, 0))
+    if (times := _times(wrong, right)) is not None:
+        ratio, low, high = times
+        chance = f", {CHANCE}" if low <= 1 <= high else ""
         yield (
-            f"{name}: of {n:,} examples, {entropy} have {edges} near zero with the cross-entropy{why} and {logit} with "
-            "the logit."
+            f"{dataset}: the median {name} of the logit is {ratio:.2f} ({low:.2f} to {high:.2f}) times as large for "
+            f"{len(wrong):,} wrong answers as for {len(right):,} right ones{chance}."
         )
-        entropy, logit = (
-            "more than one peak" if several else "one peak" for several in measured["several_peaks"].values()
-        )
-        yield f"{name}: by the dip test, {edges} has {entropy} with the cross-entropy and {logit} with the logit."
+    near, near_flow = near_zero(found.values_of(dataset, edges, "cross_entropy")[1]), near_zero(flow)
+    # Near zero with the cross-entropy alone: the probe is confident and right there, which says nothing about flow.
+    saturated = float((~near_flow[near]).mean()) if near.any() else 0.0
+    why = (
+        f" (in {saturated:.0%} of these only because the probe is confident and right: with the logit they are not)"
+        if saturated
+        else ""
+    )
+    yield (
+        f"{dataset}: of {n:,} examples, {_percent(near.mean(), n)} have {name} near zero with the cross-entropy{why} "
+        f"and {_percent(near_flow.mean(), n)} with the logit."
+    )
+    several = summary[(summary["dataset"] == dataset) & (summary["edges"] == edges)]["several_peaks"]
+    entropy, logit = ("more than one peak" if one else "one peak" for one in several)
+    yield f"{dataset}: by the dip test, {name} has {entropy} with the cross-entropy and {logit} with the logit."
 
 
 def _percent(share: float, n: int) -> str:

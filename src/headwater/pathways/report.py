@@ -371,43 +371,27 @@ class SetAtBest:
         return self.verdict(WITHIN) == TWO and exact.low > random.high
 
 
-def findings_of(pathways: Traced) -> list[dict[str, Any]]:
-    """Return the main numbers of every question set, as JSON values."""
-    sets = []
+def summary_of(pathways: Traced) -> pd.DataFrame:
+    """Return the main numbers, a row per question set."""
+    rows = []
     for dataset in pathways.datasets:
         view = SetAtBest(pathways, dataset)
-        flips, matched, random = (
-            view.control(name, ALL, "flip_rate").value for name in (EXACT, EXACT_ON_RANDOM_ROWS, RANDOM)
+        aucs = {
+            "auc": (WRONG_ANSWER, PROBE),
+            "auc_relation": (WRONG_ANSWER, RELATION),
+            "auc_relation_answer": (WRONG_ANSWER, RELATION_ANSWER),
+            "auc_spans": (WRONG_ANSWER, SPANS),
+            "auc_after_knockout": (WRONG_ANSWER, AFTER),
+            "auc_mode": (ANY_MODE, AWARE),
+            "auc_mode_margin": (ANY_MODE, MARGIN),
+        }
+        flips = {"flip_rate": EXACT, "flip_rate_same_rows": EXACT_ON_RANDOM_ROWS, "flip_rate_random": RANDOM}
+        rows.append(
+            {"dataset": dataset, "examples": view.n_examples, "layer": view.layer}
+            | {name: rounded(view.baseline(*score).value) for name, score in aucs.items()}
+            | {name: rounded(view.control(knockout, ALL, "flip_rate").value) for name, knockout in flips.items()}
+            | {"random_control_examples": view.controlled, "components": view.verdict(WITHIN)}
+            | {"two_modes_survive": view.survives}
+            | {f"delta_p_{mode[0].lower()}_anchored": rounded(view.curve(BEST_LAYER, mode).value) for mode in MODES}
         )
-        sets.append(
-            {
-                "dataset": dataset,
-                "examples": view.n_examples,
-                "best_layer": view.layer,
-                "auc": rounded(view.baseline(WRONG_ANSWER, PROBE).value),
-                "auc_relation": rounded(view.baseline(WRONG_ANSWER, RELATION).value),
-                "auc_relation_answer": rounded(view.baseline(WRONG_ANSWER, RELATION_ANSWER).value),
-                "auc_spans": rounded(view.baseline(WRONG_ANSWER, SPANS).value),
-                "auc_after_knockout": rounded(view.baseline(WRONG_ANSWER, AFTER).value),
-                "auc_mode": rounded(view.baseline(ANY_MODE, AWARE).value),
-                "auc_mode_margin": rounded(view.baseline(ANY_MODE, MARGIN).value),
-                "flip_rate": rounded(flips),
-                "flip_rate_same_rows": rounded(matched),
-                "flip_rate_random": rounded(random),
-                "random_control_examples": view.controlled,
-                "delta_p": {mode: rounded(view.curve(BEST_LAYER, mode).value) for mode in MODES},
-                "components": view.verdict(WITHIN),
-                "two_modes_survive": view.survives,
-            }
-        )
-    return sets
-
-
-def summary_of(pathways: Traced) -> pd.DataFrame:
-    """Return the findings as a data frame, a row per question set."""
-    rows = []
-    for found in findings_of(pathways):
-        flat = {"layer" if name == "best_layer" else name: value for name, value in found.items() if name != "delta_p"}
-        by_mode = {f"delta_p_{mode[0].lower()}_anchored": found["delta_p"][mode] for mode in MODES}
-        rows.append(flat | by_mode)
     return frame_of(rows)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pandas as pd
@@ -32,7 +32,7 @@ from headwater.patching.edge_knockout import VARIANTS, VariantName
 from headwater.pathways.effects import Effects, measure, probes_as_tensors, probes_from_tensors, usable_sets
 from headwater.pathways.interventions import QUERIES, Setup
 from headwater.pathways.modes import SplitName, controls_of, curves_of
-from headwater.pathways.report import findings_of, report_of, summary_of
+from headwater.pathways.report import report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
@@ -178,11 +178,6 @@ class Pathways(Result):
         the test of two modes.
         """
         return summary_of(self)
-
-    def findings(self) -> dict[str, Any]:
-        """Return the main numbers as JSON values: l* of the pooled probe, and the rows of the summary."""
-        sets = findings_of(self)
-        return {"model": self.run.model, "best_layer": self.best_layer, "datasets": sets}
 
     def report(self) -> list[str]:
         """Return what holds on this model and what does not, as sentences computed from the numbers."""

@@ -45,7 +45,7 @@ from headwater.questions.words import Span, continuation_offsets, normalised_wor
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, frame_of, rounded
+from headwater.runs.result import Result, Size, each_row, frame_of, rounded, whole_summary
 from headwater.stats.significance import wilson_interval
 
 if TYPE_CHECKING:
@@ -108,58 +108,53 @@ class AnsweredQuestions(HasDatasets, Result):
         E_A does not contain the accepted answer that was found in them, `repeats_question` answers whose E_A has only
         words of the question.
         """
-        sets = self.findings()["datasets"]
-        return frame_of(row | {"dropped": sum(row["dropped"].values())} for row in sets)
+        sets = []
+        for name in dict.fromkeys((*self.datasets, *self.dropped["dataset"])):
+            used, causes = self.table[self.table["dataset"] == name], self._causes(name)
+            wrong, n = int(used["z"].sum()), len(used)
+            words = used[["question", "text", "exact_answer", "matched"]].to_numpy(dtype=object).tolist()
+            low, high = wilson_interval(wrong, n) if n else (np.nan, np.nan)
+            sets.append(
+                {
+                    "dataset": name,
+                    "questions": n + int(causes.sum()),
+                    "used": n,
+                    "right": n - wrong,
+                    "wrong": rounded(wrong / n) if n else None,
+                    "low": rounded(float(low)),
+                    "high": rounded(float(high)),
+                    "cut": int(causes.get(CUT, 0)),
+                    "dropped": int(causes.sum()),
+                    "lacks_match": sum(lacks_match(text, exact, matched) for _, text, exact, matched in words),
+                    "repeats_question": sum(repeats_question(*row) for *row, _ in words),
+                }
+            )
+        return frame_of(sets)
+
+    def _causes(self, dataset: str) -> pd.Series:
+        """Return how many questions of a set were dropped by cause, in alphabetical order."""
+        return self.dropped.loc[self.dropped["dataset"] == dataset, "cause"].value_counts().sort_index()
 
     def report(self) -> list[str]:
         """Report, per set, how many questions are used, how many answers are wrong, and why others were dropped."""
         sentences = []
-        for row in self.findings()["datasets"]:
-            dropped = ", ".join(f"{count:,} {cause}" for cause, count in row["dropped"].items())
-            used = f"{row['used']:,} of {row['questions']:,} questions used"
+        for row in each_row(whole_summary(self)):
+            name = row["dataset"]
+            dropped = ", ".join(f"{count:,} {cause}" for cause, count in self._causes(name).items())
             wrong = "none can be used"
             if row["used"]:
                 wrong = (
                     f"{row['wrong']:.0%} of the answers ({100 * row['low']:.0f} to {100 * row['high']:.0f} %) are wrong"
                 )
-            sentences.append(f"{row['dataset']}: {used}, {wrong}{f'; dropped: {dropped}' if dropped else ''}.")
+            used = f"{row['used']:,} of {row['questions']:,} questions used"
+            sentences.append(f"{name}: {used}, {wrong}{f'; dropped: {dropped}' if dropped else ''}.")
             if row["used"]:
                 sentences.append(
-                    f"{row['dataset']}: the exact words lack the accepted answer in {row['lacks_match']:,} of "
-                    f"{row['right']:,} right answers, and only repeat the question in {row['repeats_question']:,} of "
-                    f"{row['used']:,} answers."
+                    f"{name}: the exact words lack the accepted answer in {row['lacks_match']:,} of {row['right']:,} "
+                    f"right answers, and only repeat the question in {row['repeats_question']:,} of {row['used']:,} "
+                    "answers."
                 )
         return sentences
-
-    def findings(self) -> dict[str, Any]:
-        """Return the main numbers as JSON values.
-
-        Per set: questions, how many are used, the share of wrong answers among these, how many answers were cut at the
-        token limit, dropped questions by cause, and how many exact words cannot be correct (see `summary`).
-        """
-        sets = []
-        for name in dict.fromkeys((*self.datasets, *self.dropped["dataset"])):
-            used = self.table[self.table["dataset"] == name]
-            causes = self.dropped.loc[self.dropped["dataset"] == name, "cause"].value_counts()
-            wrong = int(used["z"].sum())
-            words = used[["question", "text", "exact_answer", "matched"]].to_numpy(dtype=object).tolist()
-            low, high = map(float, wilson_interval(wrong, max(len(used), 1)))
-            sets.append(
-                {
-                    "dataset": name,
-                    "questions": len(used) + int(causes.sum()),
-                    "used": len(used),
-                    "right": len(used) - wrong,
-                    "wrong": rounded(wrong / len(used)) if len(used) else None,
-                    "low": rounded(low) if len(used) else None,
-                    "high": rounded(high) if len(used) else None,
-                    "cut": int(causes.get(CUT, 0)),
-                    "dropped": {str(cause): int(count) for cause, count in sorted(causes.items())},
-                    "lacks_match": sum(lacks_match(text, exact, matched) for _, text, exact, matched in words),
-                    "repeats_question": sum(repeats_question(*row) for *row, _ in words),
-                }
-            )
-        return {"model": self.run.model, "datasets": sets}
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Plot a bar per question set: right, wrong, cut at the token limit, dropped for other reasons."""
