@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -201,13 +202,8 @@ def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> 
 def _states(run: Run, model: HookedModel, answered: AnsweredQuestions, setup: Setup, bar: Bar) -> States:
     whole = untouched(answered, setup)
     states = torch.empty(model.shape.n_layers, len(whole.tokens), model.shape.d_model)
-
-    def compute(rows: list[int]) -> dict[str, Tensor]:
-        return {"states": after_states(model, whole.rows(rows), setup)}
-
-    pieces = _chunks(whole)
-    for rows, piece in zip(pieces, run.pieces("states", pieces, compute, bar, len), strict=True):
-        states[:, rows] = piece["states"]
+    for rows, found in _in_pieces(run, "states", whole, partial(after_states, model, setup=setup), bar):
+        states[:, rows] = found
     return states
 
 
@@ -246,18 +242,20 @@ def probes_from_tensors(tensors: Mapping[str, Tensor], setup: Setup) -> Probes:
 def _after(
     run: Run, stage: str, intervention: Intervention, read: Callable[[Intervention], Logits], logits: Logits, bar: Bar
 ) -> Logits:
-    """Fill `logits` with the results of `read` for the rows of an intervention, where it applies."""
-
-    def compute(rows: list[int]) -> dict[str, Tensor]:
-        return {"logits": torch.from_numpy(read(intervention.rows(rows)))}
-
-    pieces = _chunks(intervention)
-    for rows, piece in zip(pieces, run.pieces(stage, pieces, compute, bar, len), strict=True):
-        # Other examples stay NaN, and every average ignores them.
-        logits[:, :, intervention.examples[rows]] = piece["logits"].numpy()
+    """Fill `logits` with the results of `read` for the rows of an intervention; NaN, ignored by averages, elsewhere."""
+    for rows, found in _in_pieces(run, stage, intervention, lambda part: torch.from_numpy(read(part)), bar):
+        logits[:, :, intervention.examples[rows]] = found.numpy()
     return logits
 
 
-def _chunks(rows: Intervention) -> list[list[int]]:
-    """Return the rows of each piece."""
-    return by_length([len(tokens) for tokens in rows.tokens], CHUNK)
+def _in_pieces(
+    run: Run, stage: str, intervention: Intervention, read: Callable[[Intervention], Tensor], bar: Bar
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield rows of an intervention, of similar lengths, and the result of `read` for them."""
+    pieces = by_length([len(tokens) for tokens in intervention.tokens], CHUNK)
+
+    def compute(rows: list[int]) -> dict[str, Tensor]:
+        return {stage: read(intervention.rows(rows))}
+
+    for rows, piece in zip(pieces, run.pieces(stage, pieces, compute, bar, len), strict=True):
+        yield rows, piece[stage]

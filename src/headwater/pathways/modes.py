@@ -83,6 +83,11 @@ class ModeEffects:
             flipped=self.flipped & applies,
         )
 
+    @classmethod
+    def concatenated(cls, each: Sequence[ModeEffects]) -> ModeEffects:
+        """Concatenate the draws of an intervention, as if they were seeds."""
+        return cls(**{name: np.concatenate([getattr(one, name) for one in each]) for name in vars(each[0])})
+
     def at(self, layers: Int[np.ndarray, "seed example"]) -> ModeEffects:
         """Return the effects at the layer chosen for each seed and example, as a single layer."""
         return ModeEffects(**{name: at_layer(values, layers)[:, None] for name, values in vars(self).items()})
@@ -268,28 +273,25 @@ def mean_effects_of(
     its own probe), and random question tokens also by their own flips. `done` has the effects of each intervention, one
     per draw of its tokens; `windowed` those of the knockout in a window around each layer, if one was requested.
     """
-    pooled = {name: _pooled(each) for name, each in done.items()}
-    splits = splits_of(pooled[EXACT], best, windowed is not None)
-    tables = [_each(pooled, splits, draws, randomly=windowed is None)]
-    if windowed is not None:
-        tables.append(averaged(windowed, splits, draws).assign(intervention=WINDOWED))
-    at_best = {name: _pooled([one.at(best) for one in each]) for name, each in done.items()}
-    splits = splits_of(at_best[EXACT], np.zeros_like(best), windowed is not None)
-    tables.append(_each(at_best, splits, draws, randomly=True).assign(layer=None))
+    tables = []
+    for is_at_best in (False, True):
+        pooled = {
+            name: ModeEffects.concatenated([one.at(best) if is_at_best else one for one in each])
+            for name, each in done.items()
+        }
+        splits = splits_of(pooled[EXACT], np.zeros_like(best) if is_at_best else best, windowed is not None)
+        for_controls = _split_for_controls(splits)
+        of_part = []
+        for name, measured in pooled.items():
+            by = {UNSPLIT: None, **(splits if name == EXACT else {for_controls: splits[for_controls]})}
+            if name == RANDOM and (is_at_best or windowed is None):
+                by[RANDOM_SPLIT] = measured.flipped
+            of_part.append(averaged(measured, by, draws).assign(intervention=name))
+        if windowed is not None and not is_at_best:
+            of_part.append(averaged(windowed, splits, draws).assign(intervention=WINDOWED))
+        tables += [table.assign(layer=None) for table in of_part] if is_at_best else of_part
     together = pd.concat([table.astype({"layer": "Int64"}) for table in tables], ignore_index=True)
     return together[[*KEYS[1:], "examples", *MEASURES, "share"]]
-
-
-def _each(pooled: Mapping[str, ModeEffects], splits: Splits, draws: Bootstrap, *, randomly: bool) -> pd.DataFrame:
-    """Average each intervention in its ways to split; `randomly`: split random tokens by their own flips too."""
-    for_controls = _split_for_controls(splits)
-    tables = []
-    for name, measured in pooled.items():
-        by = {UNSPLIT: None, **(splits if name == EXACT else {for_controls: splits[for_controls]})}
-        if name == RANDOM and randomly:
-            by[RANDOM_SPLIT] = measured.flipped
-        tables.append(averaged(measured, by, draws).assign(intervention=name))
-    return pd.concat(tables, ignore_index=True)
 
 
 def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.DataFrame:
@@ -340,11 +342,6 @@ def member_means(
     examples = (sizes > 0).sum(0)
     low, high = (np.where(examples < FEWEST, np.nan, end) for end in percentile_interval(means))
     return means[0], low, high, examples
-
-
-def _pooled(each: Sequence[ModeEffects]) -> ModeEffects:
-    """Concatenate the draws of an intervention, as if they were seeds."""
-    return ModeEffects(**{name: np.concatenate([getattr(one, name) for one in each]) for name in vars(each[0])})
 
 
 def _split_for_controls(splits: Collection[str]) -> str:

@@ -29,7 +29,7 @@ from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, checked_several
 from headwater.pathways.effects import Halves, each_half, halves
-from headwater.pathways.tables import span_logits
+from headwater.pathways.tables import mean_auc, span_logits
 from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.sources import HasDatasets
@@ -38,12 +38,13 @@ from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, with_interval
-from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+BOUNDS = ("auc", "low", "high")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -152,11 +153,10 @@ def probe_map(
         tables = [_rows(sets[name], split[name], token, piece) for (name, token), piece in pieces.items()]
         spans = []
         for name, subset in sets.items():
-            # AUC of the exact answer's length and place alone. Logits are NaN if the other half has too few of a kind;
-            # the AUC and its interval are then NaN too.
             alone = span_logits(span_shapes(subset.table), subset.z, split[name])
-            estimate = interval(_mean_auc(alone, subset.z, split[name], Bootstrap.of(subset.table["question"])))
-            spans.append({"dataset": name, "auc": estimate.value, "low": estimate.low, "high": estimate.high})
+            draws = Bootstrap.of(subset.table["question"])
+            auc = dict(zip(BOUNDS, interval(mean_auc(draws, subset.z, split[name], alone)), strict=True))
+            spans.append({"dataset": name} | auc)
         return ProbeMap(pd.concat(tables, ignore_index=True), pd.DataFrame(spans), run.record)
 
     return run_or_resume(ProbeMap, "probe_map", model, options, work, out=out, progress=progress)
@@ -187,28 +187,15 @@ def _drawn_again(answered: AnsweredQuestions, half: Halves) -> Int[ndarray, "see
     return drawn
 
 
-def _mean_auc(
-    logits: Float[ndarray, "seed example"],
-    z: Int[ndarray, " example"] | Int[ndarray, "seed example"],
-    half: Halves,
-    draws: Bootstrap,
-) -> Float[ndarray, " draw"]:
-    """Return the AUC within each half of each seed, averaged, in every draw."""
-    z = np.broadcast_to(z, half.shape)
-    aucs = [auc(logits[seed, here], z[seed, here], counts=draws.per_example(here)) for seed, _, here in each_half(half)]
-    return np.asarray(np.mean(aucs, axis=0))
-
-
 def _rows(answered: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Tensor]) -> pd.DataFrame:
     """Measure every layer at one token."""
     draws, again = Bootstrap.of(answered.table["question"]), _drawn_again(answered, half)
     rows = []
     for layer in range(piece["logit"].shape[1]):
-        estimate = interval(_mean_auc(piece["logit"][:, layer].numpy(), answered.z, half, draws))
+        auc = interval(mean_auc(draws, answered.z, half, piece["logit"][:, layer].numpy()))
         control = np.nan
         if "control" in piece:
-            control = float(_mean_auc(piece["control"][:, layer].numpy(), again, half, draws)[0])
-        named = {"dataset": answered.datasets[0], "token": token, "layer": layer}
-        measured = {"auc": estimate.value, "low": estimate.low, "high": estimate.high, "control_auc": control}
-        rows.append(named | measured | {"answers": half.shape[1]})
+            control = float(mean_auc(draws, again, half, piece["control"][:, layer].numpy())[0])
+        row = {"dataset": answered.datasets[0], "token": token, "layer": layer} | dict(zip(BOUNDS, auc, strict=True))
+        rows.append(row | {"control_auc": control, "answers": half.shape[1]})
     return pd.DataFrame(rows)
