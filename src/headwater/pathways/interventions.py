@@ -2,9 +2,14 @@
 
     exact question tokens    no later position may attend to E_Q (Luo et al., ACL 2026, §3.2)
     random question tokens   the same for an equal number of other question tokens, drawn at random, if there are enough
-Other interventions change the tokens instead (below). An intervention is a list of rows; `after_states` runs them.
+    token swap               the subject is replaced by another example's, of the same relation if there is one; only
+                             where the answer is right, so that it becomes wrong (§3.3)
+    random token swap        as many other question tokens, if there are enough, are replaced by such tokens of any
+                             question; also only where the answer is right
+    answer only              the answer alone, without any question, in a separate pass (§3.4)
 
-States after a knockout in every layer: one ordinary run of many rows, in which hooks sever the edges of each row.
+Generated tokens are kept when others change, so the position of E_A only shifts. An intervention is a list of rows;
+`after_states` runs many at once, and hooks sever the edges of each row.
 
 When edges are severed in every layer, the state of layer k equals the state of a run severed in layers 0..k
 (`patching.edge_knockout`), so one run gives all k. Edges are severed before the softmax (`mask`) or after it (`zero`);
@@ -67,6 +72,7 @@ EXACT_ON_RANDOM_ROWS = "exact question tokens, rows of the random ones"
 """The knockout of E_Q on the rows that the random knockout applies to, for comparison with it."""
 WINDOWED = "exact question tokens, in a window"
 """The knockout of E_Q in a window around each layer instead of in all layers up to it; read at l*."""
+SWAP, RANDOM_SWAP, ANSWER_ONLY = "token swap", "random token swap", "answer only"
 QUERIES = ("after", "answer")
 Places: TypeAlias = list[tuple[int, ...]]
 """Positions, by row."""
@@ -106,10 +112,8 @@ class Intervention:
 
     def rows(self, chosen: Sequence[int]) -> Intervention:
         """Return some of the rows."""
-        lists = {name: getattr(self, name) for name in ("tokens", "positions", "keys", "queries")}
-        picked: dict[str, Any] = {
-            name: [values[i] for i in chosen] for name, values in lists.items() if values is not None
-        }
+        lists = {name: values for name in ("tokens", "positions", "keys", "queries") if (values := getattr(self, name))}
+        picked: dict[str, Any] = {name: [values[i] for i in chosen] for name, values in lists.items()}
         return replace(self, examples=self.examples[list(chosen)], **picked)
 
 
@@ -218,20 +222,7 @@ def _blocked(name: str, answered: AnsweredQuestions, setup: Setup, keys: Sequenc
     return whole.rows(useful)
 
 
-# Swap the subject or drop the question while the answer stays: does the probe notice?
-#
-# Luo et al., ACL 2026, §3.3 and §3.4. The answer's generated tokens are kept, so the position of E_A only shifts.
-#
-# token swap          the subject is replaced by another example's, of the same relation if there is one; only where
-#                     the answer is right, so that it becomes wrong
-# random token swap   as many other question tokens, if there are enough, are replaced by such tokens of any question;
-#                     also only where the answer is right
-# answer only         the answer alone, without any question, in a separate pass
-
-
-SWAP = "token swap"
-RANDOM_SWAP = "random token swap"
-ANSWER_ONLY = "answer only"
+ALL_RELATIONS = object()
 Row = tuple[int, tuple[int, ...], int]
 """Example, tokens, position read."""
 
@@ -239,27 +230,19 @@ Row = tuple[int, tuple[int, ...], int]
 def swap_subjects(model: HookedModel, answered: AnsweredQuestions, setup: Setup, seed: int) -> Intervention:
     """Replace the subject of each question answered right by another, drawn at random; keep the answer."""
     table, prompts = answered.table, prompts_of(answered)
-    subjects = [
-        tuple(prompt[start:end] for start, end in spans)
-        for prompt, spans in zip(prompts, table["subject"], strict=True)
-    ]
-    donors = _donors(answered, subjects)
-    positions, wrong, spans, starts, originals = (
-        probe_positions(answered, setup.token),
-        *(table[name].tolist() for name in ("z", "subject", "answer_start", "tokens")),
-    )
-    rows: list[Row] = []
-    for example, (prompt, position) in enumerate(zip(prompts, positions, strict=True)):
-        if wrong[example] or not subjects[example] or len(donors[example]) < 2:
+    subjects = [tuple(p[start:end] for start, end in spans) for p, spans in zip(prompts, table["subject"], strict=True)]
+    donors, rows = _donors(answered, subjects), list[Row]()
+    for example, position in enumerate(probe_positions(answered, setup.token)):
+        prompt, start, others = prompts[example], int(table["answer_start"].iloc[example]), donors[example]
+        if table["z"].iloc[example] or not subjects[example] or len(others) < 2:
             continue
         # Draw two, since one may be the example's own subject.
-        drawn = np.random.default_rng([seed, example]).choice(len(donors[example]), 2, replace=False)
-        words = next(donors[example][i] for i in drawn if donors[example][i] != subjects[example])
+        drawn = np.random.default_rng([seed, example]).choice(len(others), 2, replace=False)
+        words = next(others[i] for i in drawn if others[i] != subjects[example])
         # Keep the prompt's class, so that no BOS is prepended to a chat's text.
-        swapped = type(prompt)(replace_spans(prompt, spans[example], words))
+        swapped = type(prompt)(replace_spans(prompt, table["subject"].iloc[example], words))
         tokens, _ = encode(model.tokenizer, swapped, model.bos)  # type: ignore[arg-type]
-        start = int(starts[example])
-        moved = (*tokens, *originals[example][start:])
+        moved = (*tokens, *table["tokens"].iloc[example][start:])
         if len(moved) <= model.shape.n_ctx:
             rows.append((example, moved, position + len(tokens) - start))
     return _fresh(SWAP, rows)
@@ -288,14 +271,13 @@ def swap_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places
 
 def answer_only(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> Intervention:
     """Keep the answer alone; skip examples whose probe token is before the answer."""
-    rows: list[Row] = []
-    columns = zip(
-        answered.table["tokens"], answered.table["answer_start"], probe_positions(answered, setup.token), strict=True
+    starts, positions = answered.table["answer_start"], probe_positions(answered, setup.token)
+    columns = enumerate(zip(answered.table["tokens"], starts, positions, strict=True))
+    bos = model.bos
+    return _fresh(
+        ANSWER_ONLY,
+        [(i, (*bos, *tokens[at:]), read - at + len(bos)) for i, (tokens, at, read) in columns if read >= at],
     )
-    for example, (tokens, start, position) in enumerate(columns):
-        if position >= start:
-            rows.append((example, (*model.bos, *tokens[start:]), position - start + len(model.bos)))
-    return _fresh(ANSWER_ONLY, rows)
 
 
 def replace_spans(text: str, spans: Sequence[tuple[int, int]], words: Sequence[str]) -> str:
@@ -310,17 +292,14 @@ def _donors(answered: AnsweredQuestions, subjects: Sequence[tuple[str, ...]]) ->
     """List the subjects each example may get: of its relation, or of all if it has no other; with as many spans."""
     table = answered.table
     relations = table["relation"].tolist() if "relation" in table else [None] * len(table)
-    by_relation, everywhere = defaultdict(set), defaultdict(set)
-    for relation, words in zip(relations, subjects, strict=True):
-        by_relation[relation, len(words)].add(words)
-        everywhere[len(words)].add(words)
+    keys = [(relation, len(words)) for relation, words in zip(relations, subjects, strict=True)]
+    found = defaultdict(set)
+    for (relation, n_spans), words in zip(keys, subjects, strict=True):
+        found[relation, n_spans].add(words)
+        found[ALL_RELATIONS, n_spans].add(words)
     # Sorted: the order of a set of strings differs between processes, and the draws would differ with it.
-    near = {key: sorted(found) for key, found in by_relation.items()}
-    far = {key: sorted(found) for key, found in everywhere.items()}
-    return [
-        near[relation, len(words)] if len(near[relation, len(words)]) > 1 else far[len(words)]
-        for relation, words in zip(relations, subjects, strict=True)
-    ]
+    listed = {key: sorted(words) for key, words in found.items()}
+    return [listed[key] if len(listed[key]) > 1 else listed[ALL_RELATIONS, key[1]] for key in keys]
 
 
 def _fresh(name: str, rows: Sequence[Row]) -> Intervention:

@@ -293,12 +293,10 @@ class SetAtBest:
         self.dataset = dataset
         self.auc = self._own(pathways.auc)
         self.modes = self._own(pathways.modes)
-        self.layer = int(self.auc.loc[self.auc["best"], "layer"].mode().iloc[0])
-        chosen = self.auc[self.auc["best"]]
-        counts = chosen["layer"].value_counts()
-        self.layers = (
-            f"layer {self.layer}" if len(counts) == 1 else f"layer {self.layer} in {counts.max()} of {len(chosen)} fits"
-        )
+        chosen = self.auc.loc[self.auc["best"], "layer"]
+        self.layer = int(chosen.mode().iloc[0])
+        at = int((chosen == self.layer).sum())
+        self.layers = f"layer {self.layer}" + (f" in {at} of {len(chosen)} fits" if at < len(chosen) else "")
         self.n_examples = self.modes["example"].nunique()
 
     def _own(self, table: pd.DataFrame, **values: str) -> pd.DataFrame:
