@@ -562,7 +562,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monke
     asked_about.clear()
     resumed = hw.answer(model, questions, out=tmp_path / "parts", **options)
     assert len(calls) == 3 + 2
-    assert len(asked_about) < calls_whole
+    assert len(asked_about) == calls_whole, "no answer is extracted before all are written"
     for name in ("table.parquet", "dropped.parquet"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     pd.testing.assert_frame_equal(resumed.table, whole.table)

@@ -74,9 +74,9 @@ def test_saliency_fits_the_probe_of_the_layer_asked_for(run, tmp_path):
     )
     assert hw.AnsweredQuestions.load(tmp_path / "answers").run.options["label"] == "exact"
     assert code == 0, error
-    found = json.loads(printed)
-    assert found["saliency"]["probe"]["layer"] == 1
     measured = Saliency.load(tmp_path / "saliency")
+    assert json.loads(printed)["saliency"]["summary"][0]["edges"] == "exact_answer"
+    assert measured.run.options["probe"]["layer"] == 1
     assert measured.target == "logit"
     assert set(measured.by_layer["layer"]) == {0, 1}
     assert set(measured.table["fold"]) == {0, 1}

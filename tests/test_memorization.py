@@ -14,8 +14,7 @@ import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.likelihood import statistics
 from headwater.likelihood.profile import DepthProfile, memorization
-from headwater.questions import asking
-from headwater.questions import labels as judging
+from headwater.questions import asking, endpoint
 from headwater.questions.labels import label_score
 from tests import chance
 from tests.depth_folders import as_file, as_rows, log_probs, min_k, random_nodes, sentence, write_folder
@@ -187,7 +186,7 @@ def test_scores_come_from_the_data_a_judge_or_label_match(model, graph, rng):
 
 
 def test_what_a_judge_said_is_kept_when_it_fails(model, graph, tmp_path, monkeypatch):
-    monkeypatch.setattr(judging, "JUDGED_AT_ONCE", 3)
+    monkeypatch.setattr(endpoint, "AT_ONCE", 3)
     asked = []
 
     def judge(question, accepted, answer):

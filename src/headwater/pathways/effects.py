@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -202,7 +201,7 @@ def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> 
 def _states(run: Run, model: HookedModel, answered: AnsweredQuestions, setup: Setup, bar: Bar) -> States:
     whole = untouched(answered, setup)
     states = torch.empty(model.shape.n_layers, len(whole.tokens), model.shape.d_model)
-    for rows, found in _in_pieces(run, "states", whole, partial(after_states, model, setup=setup), bar):
+    for rows, found in _in_pieces(run, "states", whole, lambda part: after_states(model, part, setup), bar):
         states[:, rows] = found
     return states
 

@@ -18,9 +18,8 @@ Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathw
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -37,9 +36,9 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, Offsets, Tokenizer, encode, note_on_chats, pad_id
 from headwater.options import checked_count, checked_kind, checked_name
 from headwater.questions.asking import SLOT, Example, Frame, WrittenAnswer, answer_ends, answering_frame, ask, limit_of
-from headwater.questions.endpoint import FailureLimit, workers_of
+from headwater.questions.endpoint import FailureLimit, asked_at_once
 from headwater.questions.extract import Extractor, call_extractor_on, extractor_of
-from headwater.questions.labels import CONTAINS, NO_VERDICT, Label, Verdict, check_label, is_refusal, match, verdict
+from headwater.questions.labels import CONTAINS, NO_VERDICT, Label, Verdict, check_label, is_refusal, match, verdicts_of
 from headwater.questions.sources import SPAN_COLUMNS, HasDatasets, Questions, columns_found
 from headwater.questions.words import Span, continuation_offsets, normalised_words, shifted, tokens_of
 from headwater.runs.analysis import Run, run_or_resume
@@ -238,14 +237,21 @@ def answer(
         tokens = {place: prompt.tokens for place, prompt in prompts.items()}
         fitting = {place: prompt for place, prompt in prompts.items() if len(prompt.tokens) <= model.shape.n_ctx}
         acting = hooks_over(model, listed, _whole(model, len(questions), fitting)) if listed and fitting else listed
-        # Lazily, so that each batch is labelled, and its extracted words are saved, before the next is asked.
-        written, with_places = tee(ask(run, model, tokens, max_new_tokens, "line", batch_size, acting))
-        lines = ([first_line(model.tokenizer, prompts[place], output) for place, output in batch] for batch in written)
-        answers, to_extract = tee(_labelled(lines, label, run))
-        extracted = _extracted(to_extract, extractor, run)
-        for batch in zip(with_places, answers, extracted, strict=True):
-            for (place, _), answered, words in zip(*batch, strict=True):
-                outcomes[place] = outcome_of(answered, words, whole_answer=extractor is None)
+        given = {
+            place: first_line(model.tokenizer, prompts[place], output)
+            for batch in ask(run, model, tokens, max_new_tokens, "line", batch_size, acting)
+            for place, output in batch
+        }
+        # Neither an empty nor a cut answer is judged.
+        keys = [
+            (one.prompt.row["question"], one.prompt.row["answers"], one.text if one.text and one.finished else None)
+            for one in given.values()
+        ]
+        verdicts = verdicts_of(run, label, keys)
+        answers = [replace(one, verdict=found) for one, found in zip(given.values(), verdicts, strict=True)]
+        extracted = _extracted(answers, extractor, run)
+        for place, answered, words in zip(given, answers, extracted, strict=True):
+            outcomes[place] = outcome_of(answered, words, whole_answer=extractor is None)
         return _result(questions, outcomes, run.record)
 
     return run_or_resume(AnsweredQuestions, "answer", model, options, work, out=out, progress=progress)
@@ -298,62 +304,32 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
     return prompts
 
 
-def _labelled(batches: Iterable[Sequence[GivenAnswer]], label: Label, run: Run) -> Iterator[list[GivenAnswer]]:
-    """Label the answers of each batch as right or wrong; save a judge's verdicts, because they may cost money."""
-    if isinstance(label, str):
-        for answers in batches:
-            yield [labelled(answer, label) for answer in answers]
-        return
-
-    def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
-        verdicts = [labelled(answer, label).verdict.is_right for answer in answers]
-        # Pieces hold only tensors; -1 means that the judge was undecided.
-        return {"right": torch.tensor([-1 if right is None else int(right) for right in verdicts], dtype=torch.int8)}
-
-    to_judge, answered = tee(batches)
-    for piece, answers in zip(run.pieces("judged", to_judge, compute), answered, strict=True):
-        verdicts = [None if value < 0 else bool(value) for value in piece["right"].tolist()]
-        yield [replace(answer, verdict=Verdict(is_right)) for answer, is_right in zip(answers, verdicts, strict=True)]
-
-
 def _extracted(
-    batches: Iterable[Sequence[GivenAnswer]], extractor: Extractor | None, run: Run
-) -> Iterator[list[dict[str, tuple[Span, ...]] | None]]:
-    """Call the extractor on the usable answers of each batch; empty for other answers, None without a reply.
+    answers: Sequence[GivenAnswer], extractor: Extractor | None, run: Run
+) -> list[dict[str, tuple[Span, ...]] | None]:
+    """Call the extractor on the usable answers; empty for other answers, None without a reply.
 
     Its replies are saved after each round of requests, because every request may cost money.
     """
+    found: list[dict[str, tuple[Span, ...]] | None] = [{} for _ in answers]
     if extractor is None:
-        for answers in batches:
-            yield [{} for _ in answers]
-        return
-    ask, failures, workers = extractor, FailureLimit(), workers_of(extractor)
+        return found
+    usable = [place for place, answer in enumerate(answers) if cause_of(answer) is None]
+    pairs = [(answers[place].prompt.row["question"], answers[place].text) for place in usable]
+    failures, size = FailureLimit(), asked_at_once(extractor)
 
-    def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
-        usable = [place for place, answer in enumerate(answers) if cause_of(answer) is None]
-        pairs = [(answers[place].prompt.row["question"], answers[place].text) for place in usable]
-        extracted = dict(zip(usable, call_extractor_on(ask, pairs, failures), strict=True))
-        replies = [extracted.get(place, {}) for place in range(len(answers))]
+    def compute(part: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
+        replies = call_extractor_on(extractor, part, failures)
         # Spans are ragged, so a piece stores their JSON as bytes.
         return {"json": torch.tensor(list(json.dumps(replies).encode()), dtype=torch.uint8)}
 
-    lengths, to_extract = tee(batches)
-    parts = (
-        batch[at : at + size]
-        for batch in to_extract
-        # With several workers, as many answers as are asked at a time; with one, which costs nothing, the whole batch.
-        for size in [workers if workers > 1 else len(batch)]
-        for at in range(0, len(batch), size)
-    )
-    pieces = run.pieces("extracted", parts, compute)
-    for answers in lengths:
-        replies: list[dict[str, list[list[int]]] | None] = []
-        while len(replies) < len(answers):
-            replies += json.loads(bytes(next(pieces)["json"].tolist()))
-        yield [
-            None if reply is None else {part: tuple((a, b) for a, b in spans) for part, spans in reply.items()}
-            for reply in replies
-        ]
+    pieces = run.pieces("extracted", [pairs[at : at + size] for at in range(0, len(pairs), size)], compute)
+    replies = (reply for piece in pieces for reply in json.loads(bytes(piece["json"].tolist())))
+    for place, reply in zip(usable, replies, strict=True):
+        if reply is not None:
+            reply = {part: tuple((start, end) for start, end in spans) for part, spans in reply.items()}
+        found[place] = reply
+    return found
 
 
 def _whole(model: HookedModel, count: int, prompts: Mapping[int, AskedQuestion]) -> Batch:
@@ -453,14 +429,6 @@ def first_line(tokenizer: Tokenizer, prompt: AskedQuestion, output: WrittenAnswe
     return GivenAnswer(
         prompt, line, written, tuple(output.tokens[:end]), offsets[:end], tuple(output.log_probs[:end]), output.ended
     )
-
-
-def labelled(answered: GivenAnswer, label: Label) -> GivenAnswer:
-    """Return an answer with its verdict; an empty or cut answer is not judged."""
-    if not answered.text or not answered.finished:
-        return answered
-    row = answered.prompt.row
-    return replace(answered, verdict=verdict(label, row["question"], row["answers"], answered.text))
 
 
 def cause_of(answered: GivenAnswer) -> str | None:

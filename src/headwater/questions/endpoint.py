@@ -28,6 +28,7 @@ U = TypeVar("U")
 SILENT = 16
 """Number of failed items in a row that ends a run."""
 CHUNK = 2**16
+AT_ONCE = 64
 
 
 class NoReplyError(InputError):
@@ -149,6 +150,12 @@ def json_object(text: str) -> dict[str, object] | None:
 def workers_of(asked: object) -> int:
     """Return the number of parallel requests of an extractor or a judge; 1 if it has no `workers`."""
     return max(1, getattr(asked, "workers", 1))
+
+
+def asked_at_once(asked: object) -> int:
+    """Return the number of items after which replies are saved: a round of requests, or `AT_ONCE` without workers."""
+    workers = workers_of(asked)
+    return workers if workers > 1 else AT_ONCE
 
 
 class FailureLimit:

@@ -15,7 +15,7 @@ from torch import Tensor
 from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import failures_named
 from headwater.options import checked_name, shown
-from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object, workers_of
+from headwater.questions.endpoint import ChatEndpoint, FailureLimit, asked_at_once, json_object, workers_of
 from headwater.questions.words import MARKS, Span, Word, normalised_words
 from headwater.runs.analysis import Run
 
@@ -126,6 +126,17 @@ def verdict(label: Label, question: str, accepted: Sequence[str], answer: str) -
     return Verdict(None if judged is None else bool(judged))
 
 
+def verdicts_of(run: Run, label: Label, keys: Sequence[Key]) -> list[Verdict]:
+    """Decide about each question, accepted answers and answer; `NO_VERDICT` without an answer."""
+    if isinstance(label, str):
+        return [
+            NO_VERDICT if answer is None else verdict(label, question, accepted, answer)
+            for question, accepted, answer in keys
+        ]
+    found = _judged(run, label, keys, lambda *key: verdict(label, *key).is_right)
+    return [Verdict(None if math.isnan(value) else bool(value)) for value in found]
+
+
 def check_label(label: object) -> None:
     """Refuse a label that is neither a rule nor a judge."""
     if callable(label) or (isinstance(label, str) and label in RULES):
@@ -200,8 +211,6 @@ JUDGING = (
     '5 right throughout. Neither length nor style counts. Reply with one JSON object: {"score": N}.'
 )
 LOWEST_SCORE, HIGHEST_SCORE = 1, 5
-JUDGED_AT_ONCE = 64
-"""Number of answers that are judged, and whose scores are saved, at a time."""
 
 Scorer: TypeAlias = Callable[[str, Sequence[str], str], float | None]
 """Function of a question, its accepted answers and an answer that returns a score from 1 to 5, or None."""
@@ -261,27 +270,34 @@ def score_in(reply: str) -> float | None:
 
 
 def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
-    """Return the score of each key, NaN without one; reuse the scores of an interrupted run."""
+    """Return the score of each key, NaN without one."""
+
+    def score(question: str, accepted: Sequence[str], answer: str) -> float:
+        with failures_named(f"The judge failed on the question {question!r}", in_a_run=False):
+            return checked_score(scorer(question, accepted, answer), f"The judge's answer to {question!r}")
+
+    return _judged(run, scorer, keys, score)
+
+
+def _judged(
+    run: Run, judge: object, keys: Sequence[Key], ask: Callable[[str, Sequence[str], str], float | None]
+) -> list[float]:
+    """Return what `ask` returns for each key, NaN for nothing; reuse the judgements of an interrupted run."""
     # In order, unlike a set: pieces are numbered, and a resumed run must split them in the same way.
-    different, workers, failures = list(dict.fromkeys(keys)), workers_of(scorer), FailureLimit()
-    size = workers if workers > 1 else JUDGED_AT_ONCE
+    different, size, failures = list(dict.fromkeys(keys)), asked_at_once(judge), FailureLimit()
     parts = [different[start : start + size] for start in range(0, len(different), size)]
     with run.bar("Judging", "answer", len(different)) as bar:
 
         def compute(part: Sequence[Key]) -> dict[str, Tensor]:
-            def score_of(key: Key) -> float:
+            def judged(key: Key) -> float | None:
                 question, accepted, answer = key
-                score = math.nan
-                if answer is not None:
-                    with failures_named(f"The judge failed on the question {question!r}", in_a_run=False):
-                        score = checked_score(scorer(question, accepted, answer), f"The judge's answer to {question!r}")
+                found = None if answer is None else ask(question, accepted, answer)
                 bar.update()
-                return score
+                return found
 
-            values = failures.map(score_of, part, workers)
+            values = failures.map(judged, part, workers_of(judge))
             return {"score": torch.tensor([math.nan if x is None else x for x in values], dtype=torch.float64)}
 
-        pieces = run.pieces("judged", parts, compute, bar, len)
-        scores = [score for piece in pieces for score in piece["score"].tolist()]
+        scores = [x for piece in run.pieces("judged", parts, compute, bar, len) for x in piece["score"].tolist()]
     by_key = dict(zip(different, scores, strict=True))
     return [by_key[key] for key in keys]
