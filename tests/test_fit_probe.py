@@ -231,7 +231,9 @@ def test_layers_that_tie_are_counted_and_the_first_is_taken(labels):
     states[1:, :, 3] += 30 * torch.from_numpy(labels)
     fit = fitted(states, labels, controls=0)
     assert fit.best == 1
-    assert fit.report()[0].startswith("2 layers tie at AUC 1.000 (1.000 to 1.000); the first is layer 1, accuracy")
+    assert fit.report()[0].startswith(
+        "The best probe is at layer 1 (the first of 2 that tie): AUC 1.000 (1.000 to 1.000), acc"
+    )
 
 
 def test_control_tasks_that_cannot_be_fitted_are_reported():

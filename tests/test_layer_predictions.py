@@ -129,13 +129,13 @@ def test_folders_that_hold_no_lens_of_the_model_are_named(models, tmp_path):
     with pytest.raises(InputError, match="of a model of 4 layers; this one has 3"):
         read(model, lens=tmp_path / "deep")
     tuned_folder(tmp_path / "wide", d_model=16)
-    with pytest.raises(InputError, match=r"needs \(32, 32\)"):
+    with pytest.raises(InputError, match=r"here of shapes \(32, 32\)"):
         read(model, lens=tmp_path / "wide")
     (tmp_path / "wide" / "config.json").write_text("{}")
     with pytest.raises(InputError, match=r"no config.json that gives its d_model"):
         read(model, lens=tmp_path / "wide")
     (tmp_path / "deep" / "params.pt").write_bytes(b"nothing")
-    with pytest.raises(InputError, match="is damaged or holds more than tensors"):
+    with pytest.raises(InputError, match="is damaged, lacks a layer or holds more than tensors"):
         read(model, lens=tmp_path / "deep")
 
 
@@ -143,7 +143,7 @@ def test_a_lens_that_gives_nan_is_refused_and_names_its_layer(models):
     with pytest.raises(InputError, match="NaN or infinity at layer 1"):
         read(models("llama"), PROMPTS[0], lens=lambda h, layer: h.log() if layer == 1 else h)
     broken = (torch.full((32, 32), torch.nan), torch.zeros(32))
-    with pytest.raises(InputError, match="translator of layer 0 holds NaN"):
+    with pytest.raises(InputError, match=r"finite tensors .* layer 0 has"):
         read(models("llama"), PROMPTS[0], lens={0: broken, 1: broken})
 
 

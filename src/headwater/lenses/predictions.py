@@ -17,7 +17,6 @@ with the model's own final norm, unembedding, its bias and its soft cap. lens(h)
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,7 +169,7 @@ def lens(
     """
     check_model(model)
     n_layers = model.shape.n_layers
-    opened, read = open_lens(lens, n_layers), read_prompts(model, prompts)
+    opened, read = open_lens(lens, n_layers, model.shape.d_model), read_prompts(model, prompts)
     # Always includes the last layer, which KL and the check against the model's own logits need.
     chosen = sorted({*resolve_layers(layers, n_layers), n_layers - 1})
     transform = reader(opened, chosen, n_layers)
@@ -329,7 +328,6 @@ def _target_table(model: HookedModel, where: Sequence[tuple[int, ...]], targets:
 
 
 CONFIG, PARAMETERS = "config.json", "params.pt"
-ENTRY = re.compile(r"(?:layer_translators\.)?(\d+)\.(weight|bias)")
 
 
 @checked_call
@@ -360,25 +358,14 @@ def load_tuned_lens(folder: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
         ) from None
     try:
         state = torch.load(path / PARAMETERS, "cpu", weights_only=True)
+        named = {name.removeprefix("layer_translators."): tensor for name, tensor in state.items()}
+        A = {layer: named[f"{layer + 1}.weight"].float() for layer in range(n_layers - 1)}
+        return {layer: (A[layer], named.get(f"{layer + 1}.bias", torch.zeros(d_model)).float()) for layer in A}
     except Exception as error:  # a damaged pickle leads torch to errors of every kind
         raise InputError(
-            f"The tuned lens file {path / PARAMETERS} is damaged or holds more than tensors "
+            f"The tuned lens file {path / PARAMETERS} is damaged, lacks a layer or holds more than tensors "
             f"({first_line(error)[:120]})."
         ) from None
-    entries = state.items() if isinstance(state, dict) else ()
-    matched = [(ENTRY.fullmatch(str(name)), tensor) for name, tensor in entries if isinstance(tensor, Tensor)]
-    parameters = {(int(match[1]), match[2]): tensor for match, tensor in matched if match}
-    lens = {}
-    for layer in range(n_layers - 1):
-        A = parameters.get((layer + 1, "weight"), torch.empty(0))
-        b = parameters.get((layer + 1, "bias"), torch.zeros(d_model))
-        if A.shape != (d_model, d_model) or b.shape != (d_model,):
-            raise InputError(
-                f"The tuned lens in {path} is damaged: translator {layer + 1} of {n_layers} is missing or not of width "
-                f"{d_model}."
-            )
-        lens[layer] = (A.float(), b.float())
-    return lens
 
 
 Lens: TypeAlias = str | Path | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
@@ -398,24 +385,29 @@ def resolve_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
     return resolve_indices(layers, n_layers, "layer")
 
 
-def open_lens(lens: Lens, n_layers: int) -> Lens:
-    """Return a lens, loaded if it is a folder; refuse a mapping that is not a tuned lens."""
-    pairs: Any = lens.items() if isinstance(lens, Mapping) else ()
-    for layer, pair in pairs:
-        if isinstance(layer, bool) or not isinstance(layer, Integral):
-            raise InputError(f"A tuned lens maps layers, whole numbers, to translators; found {shown(layer)}.")
-        if not (isinstance(pair, list | tuple) and [isinstance(part, Tensor) for part in pair] == [True, True]):
-            raise InputError(f"The translator of layer {layer} must be a pair of tensors (A, b), found {shown(pair)}.")
-        if not all(map(is_finite, pair)):
-            raise InputError(f"The translator of layer {layer} holds NaN or infinity.")
-    if not isinstance(lens, Path) and (not isinstance(lens, str) or lens == "logit"):
-        return lens
-    tuned = load_tuned_lens(lens)
-    if len(tuned) != n_layers - 1:
+def open_lens(lens: Lens, n_layers: int, d_model: int) -> Lens:
+    """Return a lens, loaded if it is a folder; refuse what is no lens of a model of this shape."""
+    if isinstance(lens, Path) or (isinstance(lens, str) and lens != "logit"):
+        lens = load_tuned_lens(lens)
+        if len(lens) != n_layers - 1:
+            raise InputError(f"The tuned lens is of a model of {len(lens) + 1} layers; this one has {n_layers} layers.")
+    if isinstance(lens, Mapping):
+        pairs: Any = lens.items()
+        for layer, pair in pairs:
+            is_layer = isinstance(layer, Integral) and not isinstance(layer, bool)
+            is_pair = isinstance(pair, list | tuple) and all(isinstance(part, Tensor) for part in pair)
+            shapes = [tuple(part.shape) for part in pair] if is_pair else []
+            if not is_layer or shapes != [(d_model, d_model), (d_model,)] or not all(map(is_finite, pair)):
+                raise InputError(
+                    "A tuned lens maps layers, whole numbers, to pairs of finite tensors (A, b), here of shapes "
+                    f"({d_model}, {d_model}) and ({d_model},); layer {shown(layer)} has {shapes or shown(pair)}."
+                )
+    elif not callable(lens) and not isinstance(lens, str):
         raise InputError(
-            f"The tuned lens in {lens} is of a model of {len(tuned) + 1} layers; this one has {n_layers} layers."
+            f"lens={shown(lens)} is neither 'logit', nor the folder of a tuned lens, nor a function, nor a mapping of "
+            "layers to (A, b)."
         )
-    return tuned
+    return lens
 
 
 def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor, int], Tensor]:
@@ -431,22 +423,10 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
                 return residual
             wide = residual.float()
             A, b = (part.to(wide) for part in lens[layer])
-            if A.shape != (residual.shape[1],) * 2 or b.shape != A.shape[:1]:
-                raise InputError(
-                    f"The tuned lens of layer {layer} has shapes {tuple(A.shape)} and {tuple(b.shape)}; the model "
-                    f"needs ({residual.shape[1]}, {residual.shape[1]}) and ({residual.shape[1]},)."
-                )
             return wide + wide @ A.T + b
 
         return translate
-    if callable(lens):
-        return partial(_called, lens)
-    if not isinstance(lens, str) or lens != "logit":
-        raise InputError(
-            f"lens={shown(lens)} is neither 'logit', nor the folder of a tuned lens, nor a function, nor a mapping of "
-            "layers to (A, b)."
-        )
-    return lambda residual, layer: residual
+    return partial(_called, lens) if callable(lens) else lambda residual, layer: residual
 
 
 def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int) -> Tensor:

@@ -234,7 +234,7 @@ def memorization(
     plan = plan_of(graph, answers, judge, span, alone=predecessors == NONE)
     asks = plan.answers == MODEL or predecessors in (PREDICTED, TURNS)
     checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if asks else None)
-    shares, lens = checked_shares(k), open_lens(lens, model.shape.n_layers)
+    shares, lens = checked_shares(k), open_lens(lens, model.shape.n_layers, model.shape.d_model)
     # Always include the final layer, because table and figure use it.
     read = sorted({*resolve_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
     after = predecessor_prompt

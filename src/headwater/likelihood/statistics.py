@@ -190,7 +190,7 @@ def token_statistics(
     texts = chats_written(texts, model.tokenizer)
     spans = None if spans is None else checked_several("spans", spans, "a list with (start, end) or None for each text")
     chosen = resolve_layers(layers, model.shape.n_layers)
-    lens = open_lens(lens, model.shape.n_layers)
+    lens = open_lens(lens, model.shape.n_layers, model.shape.d_model)
     read = reader(lens, chosen, model.shape.n_layers)
     checked_count("batch_size", batch_size)
     checked_name("precision", precision, PRECISIONS)

@@ -144,11 +144,10 @@ def components(changes: NDArray[np.float64]) -> dict[str, float | int | str]:
         `examples, bic_one, bic_two, peaks, dip, dip_critical, low_mean, high_mean, low_weight, verdict`.
     """
     x = changes[np.isfinite(changes)]
+    names = ("bic_one", "bic_two", "dip", "dip_critical", "low_mean", "high_mean", "low_weight")
+    result: dict[str, float | int | str] = {"examples": len(x), **dict.fromkeys(names, np.nan), "peaks": 0}
     if len(x) < FEWEST_FOR_COMPONENTS:
-        blank = dict.fromkeys(
-            ("bic_one", "bic_two", "dip", "dip_critical", "low_mean", "high_mean", "low_weight"), np.nan
-        )
-        return {"examples": len(x), **blank, "peaks": 0, "verdict": TOO_FEW}
+        return result | {"verdict": TOO_FEW}
     scale = float(x.std()) or 1.0
     data = (x[:, None] - x.mean()) / scale
     with warnings.catch_warnings():
@@ -161,22 +160,12 @@ def components(changes: NDArray[np.float64]) -> dict[str, float | int | str]:
     low, high = np.argsort(means)
     peaks = _peaks(means, np.sqrt(two.covariances_[:, 0, 0]), weights)
     depth, critical = dip(x), critical_dip(len(x))
-    apart = (means[high] - means[low]) * scale >= APART
+    low_mean, high_mean = (float(means[place] * scale + x.mean()) for place in (low, high))
     verdict = ONE_PEAK
-    if bic_one - bic_two > EVIDENCE and apart:
+    if bic_one - bic_two > EVIDENCE and (means[high] - means[low]) * scale >= APART:
         verdict = TWO_PEAKS if peaks == 2 and weights.min() >= 0.05 and depth > critical else SKEWED
-    return {
-        "examples": len(x),
-        "bic_one": bic_one,
-        "bic_two": bic_two,
-        "peaks": peaks,
-        "dip": depth,
-        "dip_critical": critical,
-        "low_mean": float(means[low] * scale + x.mean()),
-        "high_mean": float(means[high] * scale + x.mean()),
-        "low_weight": float(weights[low]),
-        "verdict": verdict,
-    }
+    numbers = (bic_one, bic_two, depth, critical, low_mean, high_mean, float(weights[low]))
+    return result | dict(zip(names, numbers, strict=True)) | {"peaks": peaks, "verdict": verdict}
 
 
 def within_relations(

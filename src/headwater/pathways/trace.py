@@ -13,9 +13,11 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, with added controls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -293,39 +295,33 @@ def trace_pathways(
     return run_or_resume(Pathways, "trace_pathways", model, options, work, out=out, seed=0, progress=progress)
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """The examples of a question set that go into the pooled probes."""
-
-    states: States
-    z: NDArray[np.int64]
-    questions: list[str]
-    half: NDArray[np.int64]
-    """Half of each example, of seed 0; a question of several sets stays in the half of its first set."""
+_Sample: TypeAlias = tuple[States, NDArray[np.int64], list[str], NDArray[np.int64]]
+"""The states, z and questions of a set's examples that go into the pooled probes, and the half of each, of seed 0."""
 
 
 def _sampled(measured: Effects, halves_before: dict[str, int]) -> _Sample:
     """Draw the examples of a set for the pooled probes; add the halves of its new questions to `halves_before`."""
     questions = measured.answered.table["question"].astype(str).tolist()
+    # A question of several sets stays in the half of its first set.
     half = [halves_before.setdefault(*row) for row in zip(questions, measured.fits.half[0].tolist(), strict=True)]
     rows = np.sort(np.random.default_rng(0).permutation(len(questions))[:POOLED_ROWS])
     states, z = measured.states[:, torch.from_numpy(rows)], measured.answered.z[rows]
-    return _Sample(states, z, [questions[row] for row in rows], np.array(half)[rows])
+    return states, z, [questions[row] for row in rows], np.array(half)[rows]
 
 
 def _pooled(run: Run, samples: list[_Sample], setup: Setup) -> list[Probes]:
     """Fit probes on all question sets together: one on all examples, and one per half on the other half."""
-    groups = [question for sample in samples for question in sample.questions]
-    z, half = (np.concatenate([getattr(sample, name) for sample in samples]) for name in ("z", "half"))
+    each_states, each_z, each_questions, each_half = zip(*samples, strict=True)
+    groups, z, half = list(chain(*each_questions)), np.concatenate(each_z), np.concatenate(each_half)
 
-    def compute(samples: list[_Sample]) -> dict[str, Tensor]:
-        states = torch.cat([sample.states for sample in samples], 1)
+    def compute(parts: Sequence[States]) -> dict[str, Tensor]:
+        states = torch.cat(list(parts), 1)
         fitted = fit_probes(states, z, site=setup.site, token=setup.token, groups=groups, cross_fit=False)
         probes = with_halves(fitted, states, z, groups, half)
         together = [probes, *probes.folds]
         weight, bias = (torch.stack([getattr(one, name) for one in together]) for name in ("weight", "bias"))
         return probes_as_tensors(probes) | {"weight": weight, "bias": bias}
 
-    (found,) = run.pieces("probes", [samples], compute)
+    (found,) = run.pieces("probes", [each_states], compute)
     each = zip(found["weight"], found["bias"], strict=True)
     return [probes_from_tensors(found | {"weight": weight, "bias": bias}, setup) for weight, bias in each]

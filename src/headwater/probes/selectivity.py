@@ -167,11 +167,9 @@ class ProbeFit(Result):
         auc_text = with_interval(row["auc"], row["auc_low"], row["auc_high"], ".3f")
         accuracy = with_interval(row["accuracy"], row["accuracy_low"], row["accuracy_high"], ".3f")
         ties = int((self.table["auc"] == row["auc"]).sum())
-        found = f"The best probe is at layer {row['layer']:.0f}: AUC {auc_text}"
-        if ties > 1:
-            found = f"{ties} layers tie at AUC {auc_text}; the first is layer {row['layer']:.0f}"
+        tied = f" (the first of {ties} that tie)" if ties > 1 else ""
         sentences = [
-            f"{found}, accuracy {accuracy} against "
+            f"The best probe is at layer {row['layer']:.0f}{tied}: AUC {auc_text}, accuracy {accuracy} against "
             f"{row['majority']:.3f} for the majority class, over {row['rows']:.0f} rows of {row['groups']:.0f} groups "
             "held out in turn."
         ]
@@ -285,16 +283,10 @@ def fit_probe(
     states = given_states(cache, site, layers)
     entries = checked_several("labels", labels, "a list with a label for each row")
     if len(entries) != states.rows:
-        n_groups = len(set(states.groups))
-        hint = (
-            f" There is one label for each of the {n_groups} texts, but a row for each token: cache them with "
-            "positions='last'."
+        raise InputError(
+            f"{len(entries)} labels were given for {states.rows} rows of states. A cache has a row for each token: for "
+            "a row per text, cache with positions='last'. An array of three axes is `layer row feature`."
         )
-        if states.site == "given" and len(entries) == len(states.layers) > 1:
-            hint = " An array of three axes is `layer row feature`; for `row layer feature` use transpose(0, 1)."
-        elif len(entries) != n_groups:
-            hint = " Give a label for each row."
-        raise InputError(f"{len(entries)} labels were given for {states.rows} rows of states.{hint}")
     wrong = [i for i, label in enumerate(entries) if not is_label(label)]
     if wrong:
         found = shown(entries[wrong[0]])
@@ -349,13 +341,10 @@ def _named(option: str, names: Iterable[Hashable] | None, rows: int) -> list[Has
     listed = checked_several(option, names, "a list with a name for each row")
     if len(listed) != rows:
         raise InputError(f"{len(listed)} {option} were given for {rows} rows of states.")
-    if unnamed := [i for i, one in enumerate(listed) if not isinstance(one, Hashable) or isinstance(one, Tensor)]:
-        raise InputError(
-            f"{option}: entry {unnamed[0]}, {shown(listed[unnamed[0]])}, is not a name; give texts or numbers."
-        )
     missing = pd.Series(listed, dtype=object).isna().to_numpy()
-    if missing.any():
-        raise InputError(f"{option}: entry {int(missing.argmax())} is missing; give a name for each row.")
+    for place, name in enumerate(listed):
+        if missing[place] or not isinstance(name, Hashable) or isinstance(name, Tensor):
+            raise InputError(f"{option}: entry {place}, {shown(name)}, is not a name; give texts or numbers.")
     return listed
 
 

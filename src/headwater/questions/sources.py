@@ -401,21 +401,26 @@ def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
     return fields | {"question": question, "answers": _answers(row.get(accepted), where, accepted)}
 
 
-def _triviaqa(row: dict[str, object], where: str) -> dict[str, object]:
-    row = _in_original_names(row, where) if _has_value_and_aliases(row) else row
-    _require(row, where, "triviaqa", "Question", "Answer")
-    answer = row["Answer"]
+def _triviaqa(row: dict[str, Any], where: str) -> dict[str, Any]:
+    # The original files have capitals, tables small letters; some have value and aliases beside the question.
+    fields = {name.replace("_", "").casefold(): value for name, value in row.items()}
+    if "question" not in fields:
+        _require(row, where, "triviaqa", "Question")
+    answer = fields.get("answer", fields)
+    if isinstance(answer, str) and answer.lstrip().startswith("{"):
+        answer = _parsed(answer, where, "answer")
     if not isinstance(answer, Mapping):
         raise InputError(f"{where}: Answer is not an object with Value and Aliases.")
-    aliases = answer.get("Aliases") or []
+    parts = {name.casefold(): value for name, value in answer.items()}
+    aliases = _answers(parts.get("aliases") or [], where, "aliases")
     if not isinstance(aliases, list):
         raise InputError(f"{where}: Answer.Aliases is not a list.")
-    answers = [text for text in (answer.get("Value"), *aliases) if isinstance(text, str) and text.strip()]
-    answers = [text for text in answers if text != WITHHELD]
-    if not answers:
+    texts = [text for text in (parts.get("value"), *aliases) if isinstance(text, str) and text.strip()]
+    texts = [text for text in texts if text != WITHHELD]
+    if not texts:
         raise InputError(f"{where}: Answer has neither a Value nor Aliases.")
-    kept = {"id": row["QuestionId"]} if "QuestionId" in row else {}
-    return kept | {"question": unquoted(row["Question"]), "answers": list(dict.fromkeys(answers))}
+    identity = {"id": fields.get("questionid", fields.get("id"))}
+    return identity | {"question": unquoted(fields["question"]), "answers": list(dict.fromkeys(texts))}
 
 
 def _has_value_and_aliases(row: Mapping[str, object]) -> bool:
@@ -425,20 +430,6 @@ def _has_value_and_aliases(row: Mapping[str, object]) -> bool:
     return is_object or (
         {"question", "value", "aliases"} <= row.keys() and not row.keys() & {*ANSWER_COLUMNS, "Answer"}
     )
-
-
-def _in_original_names(row: dict[str, object], where: str) -> dict[str, object]:
-    """Rename the fields of a row with lowercase value and aliases to the names of the original files."""
-    _require(row, where, "triviaqa", "question")
-    answer = row.get("answer", row)
-    if isinstance(answer, str):
-        answer = _parsed(answer, where, "answer")
-    assert isinstance(answer, Mapping)  # also if parsed from a text, which begins with a brace
-    fields = {name.capitalize(): answer[name] for name in ("value", "aliases") if name in answer}
-    if "Aliases" in fields:
-        fields["Aliases"] = _answers(fields["Aliases"], where, "aliases")
-    name = next((name for name in ("question_id", "id") if name in row), None)
-    return ({"QuestionId": row[name]} if name else {}) | {"Question": row["question"], "Answer": fields}
 
 
 def _hotpotqa(row: dict[str, object], where: str) -> dict[str, object]:
