@@ -65,8 +65,8 @@ def test_no_question_stands_on_both_sides_of_a_split_and_every_answer_on_one(mod
 
 
 def recipe(**changes):
-    given = {"methods": METHODS, "site": "mlp_out", "token": "exact_answer_last", "layer": None, "variant": "mask"}
-    return DetectorSetup(**given | {"cross_fit": True, "reweighting": QUICK, "batch_size": 64} | changes)
+    given = {"site": "mlp_out", "token": "exact_answer_last", "variant": "mask", "edges": "after", "batch_size": 64}
+    return DetectorSetup(**given | {"reweighting": QUICK} | changes)
 
 
 def test_states_before_and_after_the_knockout_are_those_of_plain_runs(model, answered):
@@ -257,8 +257,7 @@ def test_training_moves_strength_and_probe_down_the_slope_of_their_loss(model, a
 
 
 def test_the_gate_that_training_weighs_by_has_not_seen_the_answer_it_weighs(model, answered, monkeypatch):
-    recipe = DetectorSetup(("pr",), "mlp_out", "exact_answer_last", 2, "mask", True, QUICK, 64)
-    one, gates = AnswerSet.of(model, answered, "natural", recipe), []
+    one, gates = AnswerSet.of(model, answered, "natural", recipe(methods=("pr",), layer=2)), []
 
     def noted(inputs, *rest, **options):
         gates.append(inputs.gate.numpy())

@@ -182,7 +182,7 @@ def detect(
     layer = None if layer is None else checked_layer("layer", layer, model.shape.n_layers)
     reweighting = Reweighting() if reweighting is None else reweighting
     checked_kind("reweighting", reweighting, Reweighting, "hw.detection.Reweighting(...)").check()
-    recipe = DetectorSetup(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
+    recipe = DetectorSetup(site, token, variant, "after", batch_size, methods, layer, cross_fit, reweighting)
     check_probe_options(site, token, batch_size)
     checked_name("variant", variant, VARIANTS)
     checked_repeats("seeds", seeds)

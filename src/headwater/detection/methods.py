@@ -19,7 +19,7 @@ All except `p_true` and `pr`, which need another run each, come from one ordinar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -38,8 +38,7 @@ from headwater.errors import InputError, RunFolderError
 from headwater.models.generation import next_logits
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import by_length, chat_text, encode
-from headwater.options import checked_name, checked_path
-from headwater.patching.edge_knockout import VariantName
+from headwater.options import checked_name, checked_path, one_or_several
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens, untouched
 from headwater.probes.linear import (
     C,
@@ -52,7 +51,7 @@ from headwater.probes.linear import (
     read_linear,
 )
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.states import ProbeSiteName, TokenName, probe_states
+from headwater.questions.states import probe_states
 from headwater.runs.storage import make_folder, read_sealed, read_tensors, refuse_foreign, write_sealed, write_tensors
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
@@ -235,32 +234,30 @@ def truth_tokens(model: HookedModel) -> tuple[int, int]:
 
 def check_methods(methods: Sequence[str], allowed: Sequence[str] = METHODS) -> tuple[str, ...]:
     """Raise on unknown methods."""
-    listed: list[Any] = list(methods) if isinstance(methods, list | tuple) else [methods]
+    listed = tuple(dict.fromkeys(checked_name("methods", method, allowed) for method in one_or_several(methods)))
     if not listed:
         raise InputError("No detection method was requested.")
-    return tuple(dict.fromkeys(checked_name("methods", method, allowed) for method in listed))
+    return listed
 
 
 # Fit detectors on half of a question set: probe, gate, experts and reweighted edges (`detection` explains how and why).
 
 
+Folds: TypeAlias = Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]
+"""Pairs of rows to fit on and to predict."""
 Reading: TypeAlias = tuple[Float[np.ndarray, " feature"], float]
 """Weight and bias of a logistic regression."""
 COUNTS = ("train", "q_right", "q_wrong", "a_right", "a_wrong")
 
 
 @dataclass(frozen=True)
-class DetectorSetup:
+class DetectorSetup(Setup):
     """How detectors are fitted; see `detect`."""
 
-    methods: tuple[str, ...]
-    site: ProbeSiteName
-    token: TokenName
-    layer: int | None
-    variant: VariantName
-    cross_fit: bool
-    reweighting: Reweighting
-    batch_size: int
+    methods: tuple[str, ...] = METHODS
+    layer: int | None = None
+    cross_fit: bool = True
+    reweighting: Reweighting = field(default_factory=Reweighting)
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,25 +282,20 @@ class AnswerSet:
     @cached_property
     def states(self) -> States:
         """States of every layer at the token that the probe reads."""
-        return after_states(self.model, untouched(self.answered, self._setup), self._setup)
+        return after_states(self.model, untouched(self.answered, self.recipe), self.recipe)
 
     @cached_property
     def severed(self) -> States:
         """The same states after the knockout of E_Q; unchanged if no edge from E_Q can be severed."""
-        knockout = block_exact_tokens(self.answered, self._setup)
+        knockout = block_exact_tokens(self.answered, self.recipe)
         states = self.states.clone()
-        states[:, torch.from_numpy(knockout.examples)] = after_states(self.model, knockout, self._setup)
+        states[:, torch.from_numpy(knockout.examples)] = after_states(self.model, knockout, self.recipe)
         return states
 
-    @property
-    def _setup(self) -> Setup:
-        r = self.recipe
-        return Setup(r.site, r.token, r.variant, "after", r.batch_size)
-
     @cached_property
-    def self_reports(self) -> NDArray[np.float64]:
-        """P(False) of every answer, according to the model."""
-        return 1 - p_true(self.model, self.answered, self.recipe.batch_size)
+    def p_true(self) -> NDArray[np.float64]:
+        """P(True) of every answer, according to the model."""
+        return p_true(self.model, self.answered, self.recipe.batch_size)
 
     def forget(self) -> None:
         """Drop the states, which take gigabytes per set for a large model; they are recomputed if needed again."""
@@ -339,13 +331,21 @@ class AnswerSet:
             `counts` (`COUNTS`) of the training half; `gate_auc`, with the 95 % interval over questions.
         """
         train, test = self.halves(seed)
-        z, recipe = self.answered.z, self.recipe
-        layer = self._best_layer(train, seed) if recipe.layer is None else recipe.layer
-        states, severed = (s[layer].double().numpy() for s in (self.states, self.severed))
-        anchored = self._modes(states, severed, train, seed)
-        linear = _fit_readings(states[train], z[train], anchored, seed)
+        z, groups, recipe = self.answered.z[train], [self.groups[row] for row in train], self.recipe
+        layer = recipe.layer
+        if layer is None:
+            options = {"site": recipe.site, "token": recipe.token, "groups": groups, "seed": seed, "cross_fit": False}
+            layer = fit_probes(self.states[:, torch.from_numpy(train)], z, **options).best  # type: ignore[arg-type]
+        states, severed = (every[layer].double().numpy() for every in (self.states, self.severed))
+        # Pairs of training answers to fit on and to predict: swapped halves, or all without `cross_fit`.
+        everything = np.arange(len(train))
+        folds = grouped_folds(z, groups, 2, seed) if recipe.cross_fit else [(everything, everything)]
+        anchored = np.zeros(len(train), dtype=bool)
+        for fitted, predicted in folds:
+            reading = fit_linear(states[train[fitted]], z[fitted])
+            anchored[predicted] = _flipped(reading, states[train[predicted]], severed[train[predicted]])
+        linear = _fit_readings(states[train], z, anchored, seed)
         features = question_features(self.answered.table, self.relations)
-        question = fit_linear(features[train], z[train])
         detector = Detector(
             dataset=self.dataset,
             fingerprint=self.model.fingerprint,
@@ -355,63 +355,38 @@ class AnswerSet:
             weight=torch.from_numpy(np.stack([weight for weight, _ in linear])),
             bias=torch.tensor([bias for _, bias in linear], dtype=torch.float64),
             alpha=torch.full((2, layer + 1, self.model.shape.n_heads), torch.nan, dtype=torch.float64),
-            question_weight=torch.from_numpy(np.append(*question)),
+            question_weight=torch.from_numpy(np.append(*fit_linear(features[train], z))),
             relations=self.relations,
         )
         if "pr" in recipe.methods:
-            detector = self._with_reweighting(detector, train, anchored, seed)
+            detector = self._with_reweighting(detector, train, states[train], anchored, folds, seed)
         flipped = _flipped(linear[0], states[test], severed[test]).astype(np.int64)
         gate = read_linear(states[test], *linear[1])
-        right, wrong = z[train] == 0, z[train] == 1
-        counts = [
-            len(train),
-            *(int((mode & label).sum()) for mode in (anchored, ~anchored) for label in (right, wrong)),
-        ]
+        counts = [int((mode & (z == label)).sum()) for mode in (anchored, ~anchored) for label in (0, 1)]
         draws = Bootstrap.of([self.groups[row] for row in test])
         gate_auc = interval(draws.apply(lambda counts: auc(gate, flipped, counts=counts)))
-        return {
+        kept = {name: getattr(detector, name) for name in ("weight", "bias", "alpha", "question_weight")}
+        return kept | {
             "layer": torch.tensor(layer),
-            "weight": detector.weight,
-            "bias": detector.bias,
-            "alpha": detector.alpha,
-            "question_weight": detector.question_weight,
             "test": torch.from_numpy(self.rows[test]),
             "scores": self._scores(detector, test),
-            "counts": torch.tensor(counts),
+            "counts": torch.tensor([len(train), *counts]),
             "gate_auc": torch.tensor(gate_auc, dtype=torch.float64),
         }
 
-    def _best_layer(self, train: NDArray[np.int64], seed: int) -> int:
-        states, z, recipe = self.states[:, torch.from_numpy(train)], self.answered.z[train], self.recipe
-        groups = [self.groups[i] for i in train]
-        return fit_probes(
-            states, z, site=recipe.site, token=recipe.token, groups=groups, seed=seed, cross_fit=False
-        ).best
-
-    def _modes(
-        self, states: NDArray[np.float64], severed: NDArray[np.float64], train: NDArray[np.int64], seed: int
-    ) -> NDArray[np.bool_]:
-        """Return which training answers are Q-anchored."""
-        z, anchored = self.answered.z[train], np.zeros(len(train), dtype=bool)
-        for fitted, predicted in self._folds(train, seed):
-            reading = fit_linear(states[train[fitted]], z[fitted])
-            anchored[predicted] = _flipped(reading, states[train[predicted]], severed[train[predicted]])
-        return anchored
-
-    def _folds(self, train: NDArray[np.int64], seed: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return pairs of training answers to fit on and to predict: swapped halves, or all without `cross_fit`."""
-        if not self.recipe.cross_fit:
-            return [(np.arange(len(train)), np.arange(len(train)))]
-        return grouped_folds(self.answered.z[train], [self.groups[i] for i in train], 2, seed)
-
     def _with_reweighting(
-        self, detector: Detector, train: NDArray[np.int64], anchored: NDArray[np.bool_], seed: int
+        self,
+        detector: Detector,
+        train: NDArray[np.int64],
+        states: NDArray[np.float64],
+        anchored: NDArray[np.bool_],
+        folds: Folds,
+        seed: int,
     ) -> Detector:
         part = replace(self.answered, table=self.answered.table.iloc[train])
-        states = self.states[detector.layer].double().numpy()[train]
         # Cross-fitted, so that the gate is as confident on each answer as on answers that it has not seen.
         gate = np.empty(len(train))
-        for fitted, predicted in self._folds(train, seed):
+        for fitted, predicted in folds:
             gate[predicted] = read_linear(states[predicted], *fit_linear(states[fitted], anchored[fitted]))
         spread = states.std(0)
         alpha, reads = train_reweighting(
@@ -434,7 +409,7 @@ class AnswerSet:
         states = self.states[detector.layer][torch.from_numpy(test)]
         scores, unusable = detector.from_states(states, part.table), self.notes()
         if "p_true" in self.recipe.methods and "p_true" not in unusable:
-            scores["p_true"] = self.self_reports[test]
+            scores["p_true"] = 1 - self.p_true[test]
         if "pr" in self.recipe.methods:
             scores["pr"] = detector.reweighted_scores(self.model, part, states, self.recipe.batch_size)
         nothing = np.full(len(test), np.nan)
