@@ -104,23 +104,21 @@ class ChatEndpoint:
         request shows the reply and the complaint to the model.
         """
         best: T | None = None
-        sent, failure = list(messages), None
+        sent, is_silent = list(messages), True
         for attempt in range(self.tries):
             try:
                 reply = self.request(sent)
-            except NoReplyError as error:
-                failure = error
+            except NoReplyError:
                 if attempt < self.tries - 1:
                     time.sleep(self.pause * 2**attempt)
+                elif is_silent:  # an unreadable reply counts as a reply
+                    raise
                 continue
-            found, complaint = read(reply)
+            is_silent, (found, complaint) = False, read(reply)
             best = best if found is None else found
             if not complaint:
-                return best
+                break
             sent = [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": complaint}]
-        # Only if no try brought a reply; an unreadable reply counts as a reply.
-        if len(sent) == len(messages) and failure is not None:
-            raise failure
         return best
 
     def _read(self, request: urllib.request.Request) -> bytes:

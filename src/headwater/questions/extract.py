@@ -128,15 +128,6 @@ def call_extractor_on(
     return failures.map(lambda pair: call_extractor(extractor, *pair), pairs, workers_of(extractor))
 
 
-# How often extractors find the words that a question set itself marks, such as PopQA's by its wordings.
-#
-# 1. Subject and property are the words that the set marks.
-# 2. No set has answers with marked exact words. So accepted answers are put into sentences (`SENTENCES`, used in turn),
-#    where they are the exact answers.
-# 3. Every extractor has a control: the whole question and the whole answer, which contain all marked words but select
-#    nothing.
-
-
 WHOLE = "whole question"
 SENTENCES = ("{answer}", "It is {answer}.", "The answer is {answer}.", "{answer}, I think.", "I would say {answer}.")
 """Sentences for the accepted answers of a set, used in turn."""
@@ -145,7 +136,10 @@ SENTENCES = ("{answer}", "It is {answer}.", "The answer is {answer}.", "{answer}
 def agreement(
     questions: Questions, extractor: str | Extractor | HookedModel = "rules", *, model: HookedModel | None = None
 ) -> pd.DataFrame:
-    """Compare an extractor with the words that question sets themselves mark.
+    """Compare an extractor with the words that question sets themselves mark, such as PopQA's by its wordings.
+
+    No set marks the exact words of answers, so accepted answers are put into sentences (`SENTENCES`, used in turn). The
+    control, the whole question and answer, contains all marked words but selects nothing.
 
     Args:
         questions: questions with subject and property.
@@ -176,57 +170,38 @@ def agreement(
         start = sentence.index("{answer}")
         pairs.append((question, sentence.replace("{answer}", accepted[0])))
         answers.append(((start, start + len(accepted[0])),))
-    extracted = call_extractor_on(ask, pairs, FailureLimit())
     name = extractor if isinstance(extractor, str) else getattr(extractor, "__name__", type(extractor).__name__)
-    whole: list[Mapping[str, tuple[Span, ...]] | None] = [
-        {"subject": ((0, len(question)),), "answer": ((0, len(answer)),)} for question, answer in pairs
-    ]
+    whole = [{"subject": ((0, len(question)),), "answer": ((0, len(answer)),)} for question, answer in pairs]
+    marked = list(zip(named["subject"], named["property"], answers, strict=True))
     tables = []
-    for title, spans in ((name, extracted), (WHOLE, whole)):
-        columns = zip(named["subject"], named["property"], answers, spans, strict=True)
-        each = pd.DataFrame([_compared(*row) for row in columns]).groupby(named["dataset"].to_numpy(), sort=False)
+    for title, replies in ((name, call_extractor_on(ask, pairs, FailureLimit())), (WHOLE, whole)):
+        rows = [_compared(words, reply) for words, reply in zip(marked, replies, strict=True)]
+        each = pd.DataFrame(rows).groupby(named["dataset"].to_numpy(), sort=False)
         counted = pd.DataFrame({"extractor": title, "questions": each.size()})
         tables.append(counted.join(each.mean()).rename_axis("dataset").reset_index())
     return pd.concat(tables, ignore_index=True)
 
 
-def _compared(
-    subject: Iterable[Span],
-    prop: Iterable[Span],
-    answer: Iterable[Span],
-    extracted: Mapping[str, tuple[Span, ...]] | None,
-) -> dict[str, float]:
-    named = [_places(part) for part in (subject, prop, answer)]
-    predicted = [_places((extracted or {}).get(part, ())) for part in PARTS]
-    named_any, predicted_any = named[0] | named[1], predicted[0] | predicted[1]
+def _compared(marked: Sequence[Iterable[Span]], extracted: Mapping[str, tuple[Span, ...]] | None) -> dict[str, float]:
+    """Compare the characters of subject, property and answer that are marked with those that were extracted."""
+    subject, prop, answer = map(_places, marked)
+    found_subject, found_prop, found_answer = (_places((extracted or {}).get(part, ())) for part in PARTS)
+    words, found = subject | prop, found_subject | found_prop
     return {
-        "subject": float(named[0] == predicted[0]),
-        "property": float(named[1] == predicted[1]),
-        "found": float(bool(predicted_any)),
-        "overlap": len(named_any & predicted_any) / len(named_any),
-        "named": len(named_any & predicted_any) / len(predicted_any) if predicted_any else float("nan"),
-        "answer": float(named[2] == predicted[2]),
-        "answer_overlap": len(named[2] & predicted[2]) / len(named[2]),
-        "answer_named": len(named[2] & predicted[2]) / len(predicted[2]) if predicted[2] else float("nan"),
+        "subject": float(subject == found_subject),
+        "property": float(prop == found_prop),
+        "found": float(bool(found)),
+        "overlap": len(words & found) / len(words),
+        "named": len(words & found) / len(found) if found else float("nan"),
+        "answer": float(answer == found_answer),
+        "answer_overlap": len(answer & found_answer) / len(answer),
+        "answer_named": len(answer & found_answer) / len(found_answer) if found_answer else float("nan"),
         "no_reply": float(extracted is None),
     }
 
 
 def _places(spans: Iterable[Span]) -> set[int]:
     return {place for start, end in spans for place in range(start, end)}
-
-
-# Exact words from a loaded model: a few-shot prompt with marked questions, which the model continues.
-#
-# 1. Prompt: examples of `Question`, `Answer`, `Subject`, `Property`, `Exact answer`, a line each, then the question and
-#    its answer, up to `Subject:`. A model with a chat template gets the prompt as a user message. The prompt has as
-#    many examples as fit into the context; if none fits, the model is not asked.
-# 2. Greedy generation of at most three lines. A part is valid if its words are a substring of the text, character for
-#    character (`exact_words`).
-# 3. If a part is not valid, the model is asked again with the examples in another order, at most `TRIES` times (Orgad
-#    et al. 2024; Luo et al. 2026: five); the first valid reply for each part is used.
-#
-# Small models cannot do this; `agreement` measures how well a model does if the words are known.
 
 
 TRIES = 5
@@ -270,7 +245,17 @@ SHOTS = (
 
 @dataclass(frozen=True, eq=False)
 class ModelExtractor:
-    """Asks a loaded model for the exact words; by default the model that gave the answers."""
+    """Asks a loaded model for the exact words; by default the model that gave the answers.
+
+    1. Prompt: examples of `Question`, `Answer`, `Subject`, `Property`, `Exact answer`, a line each, then the question
+       and its answer, up to `Subject:`; as many examples as fit into the context, or the model is not asked. A model
+       with a chat template gets the prompt as a user message.
+    2. Greedy generation of at most three lines. A part is valid if its words are a substring of the text.
+    3. If a part is not valid, the model is asked again with the examples in another order, at most `tries` times (Orgad
+       et al. 2024; Luo et al. 2026: five); the first valid reply for each part is used.
+
+    Small models cannot do this; `agreement` measures how well a model does if the words are known.
+    """
 
     model: HookedModel | None = None
     tries: int = TRIES
@@ -298,23 +283,20 @@ class ModelExtractor:
         if self.model is None:
             raise InputError("This extractor names no model: give hw.answer extractor='model', or a loaded model.")
         words: list[dict[str, object]] = [{} for _ in pairs]
-        is_open = set(range(len(pairs)))
+        remaining = set(range(len(pairs)))
         for turn in range(self.tries):
-            if not is_open:
-                break
-            prompts = {place: _prompt(self.model, *pairs[place], turn) for place in sorted(is_open)}
-            fitting = {place: tokens for place, tokens in prompts.items() if tokens}
-            for place, text in _written(self.model, fitting).items():
-                parts = parts_of(text)
-                valid = exact_words(parts, *pairs[place])
-                new = {part: parts[part] for part in PARTS if part in valid and part not in words[place]}
-                words[place] |= new
+            prompts = {place: _prompt(self.model, *pairs[place], turn) for place in sorted(remaining)}
+            # A pair that leaves no room for one example is not asked in any turn.
+            prompts = {place: tokens for place, tokens in prompts.items() if tokens}
+            remaining = set(prompts)
+            for place, text in _written(self.model, prompts).items():
+                parts, (question, answer) = parts_of(text), pairs[place]
+                valid = exact_words(parts, question, answer)
+                words[place] |= {part: parts[part] for part in valid if part not in words[place]}
                 # "none" is a valid reply, so an answer without exact words is not asked about again.
-                has_none = not pairs[place][1].strip() or parts.get("answer", "").strip(". ").lower() == NONE
+                has_none = not answer.strip() or parts.get("answer", "").strip(". ").lower() == NONE
                 if {*PARTS} - {*words[place]} <= ({"answer"} if has_none else set()):
-                    is_open.discard(place)
-            # A pair that leaves no room for one example counts as too long in every turn.
-            is_open &= set(fitting)
+                    remaining.discard(place)
         return words
 
 
