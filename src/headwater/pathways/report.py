@@ -69,18 +69,17 @@ def _conclusion(views: Sequence[SetAtBest]) -> str:
     """Say where two modes are found, and where this could not be tested."""
     verdicts = {view.dataset: view.verdict(WITHIN) for view in views}
     tested = [name for name, verdict in verdicts.items() if verdict not in (TOO_FEW, NO_RELATIONS)]
-    surviving = [view.dataset for view in views if view.survives]
-    untested = [f"{name}: {verdict}" for name, verdict in verdicts.items() if verdict == TOO_FEW]
-    where = ", ".join(surviving) if surviving else "none of the question sets"
+    few, unknown = ([name for name, one in verdicts.items() if one == kind] for kind in (TOO_FEW, NO_RELATIONS))
+    where = ", ".join(view.dataset for view in views if view.survives) or "none of the question sets"
     tested_on = f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"
-    unknown = [name for name, verdict in verdicts.items() if verdict == NO_RELATIONS]
-    note = (
-        f" The questions of {', '.join(unknown)} have no relations: two peaks may be two kinds of question, so two "
-        "modes cannot be tested there."
-        if unknown
-        else ""
-    )
-    return f"Two modes survive the controls on {where} ({'; '.join([tested_on, *untested])}).{note}"
+    tests = "; ".join([tested_on, *(f"{name}: {TOO_FEW}" for name in few)])
+    conclusion = f"Two modes survive the controls on {where} ({tests})."
+    if unknown:
+        conclusion += (
+            f" The questions of {', '.join(unknown)} have no relations: two peaks may be two kinds of question, so two "
+            "modes cannot be tested there."
+        )
+    return conclusion
 
 
 def _probe(view: SetAtBest) -> Iterator[str]:
@@ -97,32 +96,33 @@ def _probe(view: SetAtBest) -> Iterator[str]:
         f"{_interval(auc)}.{at_chance}"
     )
     for name, information in (
-        (RELATION, "the question's relation"),
-        (RELATION_ANSWER, "the relation and the answer's words"),
+        (RELATION, "the question's relation alone gives"),
+        (RELATION_ANSWER, "the relation and the answer's words alone give"),
     ):
-        baseline = view.baseline(WRONG_ANSWER, name)
-        if np.isfinite(baseline.value):
-            difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {name}")
-            yield (
-                f"{information} alone {'give' if name == RELATION_ANSWER else 'gives'} AUC {_interval(baseline)}; the "
-                f"probe {_against_zero(difference, *AGAINST_BASELINE)}: difference {_interval(difference)}."
-            )
+        if np.isfinite(view.baseline(WRONG_ANSWER, name).value):
+            yield f"{information} {_beside_probe(view, name)}"
+
+
+def _beside_probe(view: SetAtBest, name: str) -> str:
+    """Say the AUC of a baseline, and whether the probe exceeds it."""
+    difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {name}")
+    return (
+        f"AUC {_interval(view.baseline(WRONG_ANSWER, name))}; the probe "
+        f"{_against_zero(difference, *AGAINST_BASELINE)}: difference {_interval(difference)}."
+    )
 
 
 def _spans(view: SetAtBest) -> Iterator[str]:
     """Compare length and place of the exact answer in right and wrong answers; report the AUC of these alone."""
-    auc = view.baseline(WRONG_ANSWER, SPANS)
-    if np.isfinite(auc.value):
+    if np.isfinite(view.baseline(WRONG_ANSWER, SPANS).value):
         sides = (view.modes[view.modes["correct"] == side] for side in (True, False))
         right, wrong = (
             f"{side['exact_length'].mean():.1f} tokens ({side['exact_share'].mean():.0%} of the answer)"
             for side in sides
         )
-        difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
         yield (
             f"the exact answer has on average {right} in right answers and {wrong} in wrong ones. Its length and "
-            f"position alone give AUC {_interval(auc)}; the probe {_against_zero(difference, *AGAINST_BASELINE)}: "
-            f"difference {_interval(difference)}."
+            f"position alone give {_beside_probe(view, SPANS)}"
         )
 
 
@@ -188,31 +188,28 @@ def _shape(view: SetAtBest) -> Iterator[str]:
             "cannot be tested."
         )
         return
-    rejects = "rejects" if test["q"] <= LEVEL else "does not reject"
-    beside = ", though two Gaussians fit no better than one" if test["q"] <= LEVEL else ""
-    if test["verdict"] == TWO:
-        beside = ", and two Gaussians fit better than one"
+    found = "does not reject a single mode"
+    if test["q"] <= LEVEL:
+        fit = "and two Gaussians fit better" if test["verdict"] == TWO else "though two Gaussians fit no better"
+        found = f"rejects a single mode, {fit} than one"
     yield (
         f"within relations and predictions ({test['cells']:.0f} group{'s' if test['cells'] != 1 else ''} of at least "
         f"{FEWEST_FOR_COMPONENTS} questions, {test['examples']:,.0f} in all; {test['left_out']:,.0f} left out), the "
-        f"dip test {rejects} a single mode (q = {test['q']:.2g}){beside}."
+        f"dip test {found} (q = {test['q']:.2g})."
     )
 
 
 def _direction(view: SetAtBest) -> Iterator[str]:
     rows = view.modes.assign(flips=view.modes["mode"] == MODES[0])
-    right, wrong = (share_of(rows[rows["predicted_wrong"] == side], "flips") for side in (False, True))
-    note = ""
-    if max(right.value, wrong.value) > 3 * min(right.value, wrong.value) + 0.02:
+    sides = {name: rows[rows["predicted_wrong"] == (name == "wrong")] for name in ("right", "wrong")}
+    shares = {name: share_of(side, "flips") for name, side in sides.items() if len(side)}
+    listed = [f"{_percent(share)} of {len(sides[name]):,} predictions '{name}'" for name, share in shares.items()]
+    values, note = [share.value for share in shares.values()], ""
+    if len(values) == 2 and max(values) > 3 * min(values) + 0.02:
         note = (
             " The knockout shifts predictions in one direction: examples already on that side cannot flip, and count "
             "as A-anchored whatever they depend on."
         )
-    listed = [
-        f"{_percent(share)} of {(rows['predicted_wrong'] == side).sum():,} predictions '{name}'"
-        for name, side, share in (("right", False, right), ("wrong", True, wrong))
-        if np.isfinite(share.value)
-    ]
     yield f"flipped over seeds: {' and '.join(listed)}.{note}"
 
 
@@ -223,11 +220,11 @@ AWARENESS = ("predict the mode better than", "predict the mode less well than", 
 def _awareness(view: SetAtBest) -> Iterator[str]:
     aware, margin, logit = (view.baseline(ANY_MODE, name) for name in (AWARE, MARGIN, BY_LOGIT))
     if np.isfinite(aware.value):
-        difference = view.baseline(ANY_MODE, f"{AWARE} − {BY_LOGIT}")
+        difference = _against_zero(view.baseline(ANY_MODE, f"{AWARE} − {BY_LOGIT}"), *AWARENESS)
         yield (
             f"a probe of the unmodified states detects Q-anchored examples with AUC {_interval(aware)}, the truth "
             f"probe's margin −|logit| with {_interval(margin)}, and its logit with |logit| with {_interval(logit)}: "
-            f"the states {_against_zero(difference, *AWARENESS)} the truth probe's own output."
+            f"the states {difference} the truth probe's own output."
         )
 
 
