@@ -72,15 +72,6 @@ def test_popqa_is_read_from_every_kind_of_file_with_popularity_and_exact_words(t
     assert words(row, "property") == ["occupation"]
 
 
-def test_popqa_with_its_fields_under_metadata_is_read_like_the_original(tmp_path):
-    metadata = {key: POPQA[key] for key in ("subj", "prop", "s_pop", "o_pop")}
-    row = {"id": "test_1", "question": POPQA["question"], "metadata": metadata, "golden_answers": ["politician"]}
-    table = load_questions(lines(tmp_path / "a.jsonl", row)).table
-    assert table.at[0, "dataset"] == "popqa"
-    assert table.at[0, "answers"] == ("politician",)
-    assert words(table.iloc[0], "subject") == ["George Rankin"]
-
-
 def test_a_popqa_question_in_another_wording_keeps_what_can_be_found(tmp_path):
     other = POPQA | {"id": 1, "question": "George Rankin did what?"}
     absent = POPQA | {"id": 2, "question": "He did what?"}
@@ -113,14 +104,6 @@ def test_triviaqa_takes_all_aliases_from_the_array_in_its_object(tmp_path, domai
     assert questions.datasets == ("triviaqa",)
     assert questions.table["id"].tolist() == [f"tc_{i}" for i in range(5)]
     assert questions.table.at[2, "answers"] == ("Chicago", "Chi-Town", "Chicago, Illinois")
-
-
-def test_quotation_marks_that_a_csv_writer_left_standing_are_undone(tmp_path):
-    wrapped = '"Who wrote ""A cauliflower"" and ""B""?"'
-    quoting = '"A" and "B" are by whom? "C"'
-    rows = [{"question": text, "golden_answers": ["x"]} for text in (wrapped, quoting)]
-    table = load_questions(lines(tmp_path / "a.jsonl", *rows)).table
-    assert table["question"].tolist() == ['Who wrote "A cauliflower" and "B"?', quoting]
 
 
 def test_hotpotqa_and_nq_open_are_told_apart_by_their_answers(tmp_path):

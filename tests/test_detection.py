@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 
 import numpy as np
 import pandas as pd
@@ -15,7 +14,7 @@ import headwater as hw
 from headwater.detection import detection as detection_module
 from headwater.detection import methods
 from headwater.detection.detection import NAMES, Detection, detect, evaluate
-from headwater.detection.methods import CLASSIFIERS, COUNTS, METHODS, AnswerSet, Detector, DetectorSetup, p_true
+from headwater.detection.methods import CLASSIFIERS, COUNTS, METHODS, AnswerSet, DetectorSetup, p_true
 from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError, RunFolderError
 from headwater.patching.edge_knockout import Edges, knocked_out_states
@@ -328,8 +327,9 @@ def test_a_tokenizer_without_the_two_words_leaves_p_true_out_and_says_so(answere
 
 
 def test_a_detector_scores_answers_as_in_the_test_half_also_when_saved_and_loaded(detection, model, answered, tmp_path):
+    saved = Detection.load(detection.save(tmp_path / "saved"))
     for dataset in detection.datasets:
-        detector = Detector.load(detection.detector(dataset).save(tmp_path / dataset))
+        detector = saved.detector(dataset)
         rows = answered.table["dataset"] == dataset
         new = dataclasses.replace(answered, table=answered.table[rows].reset_index(drop=True))
         found = detector.score(model, new, methods=METHODS, progress=False)
@@ -338,13 +338,10 @@ def test_a_detector_scores_answers_as_in_the_test_half_also_when_saved_and_loade
         again = found.iloc[[place[row] for row in held_out["example"]]]
         for method in set(METHODS) - {"random_gate"}:
             np.testing.assert_allclose(again[method], held_out[method], atol=1e-4, err_msg=method)
-    assert not [file for file in (tmp_path / "natural").iterdir() if file.suffix not in (".json", ".safetensors")]
     assert "p_true" not in detector.score(model, new, progress=False)
 
 
-def test_a_detector_refuses_another_model_an_unknown_method_and_a_damaged_folder(
-    detection, model, answered, checkpoint, tmp_path
-):
+def test_a_detector_refuses_another_model_and_an_unknown_method(detection, model, answered, checkpoint):
     detector = detection.detector("natural")
     with pytest.raises(InputError, match="fitted on a model other than"):
         detector.score(hw.load(checkpoint("llama")), answered)
@@ -360,13 +357,6 @@ def test_a_detector_refuses_another_model_an_unknown_method_and_a_damaged_folder
         detection.detector()
     with pytest.raises(InputError, match=r"name='gates' is not one of .*'gate'"):
         detector.probe("gates")
-    with pytest.raises(RunFolderError, match=r"contains no detector.json"):
-        Detector.load(tmp_path)
-    folder = detector.save(tmp_path / "a")
-    description = json.loads((folder / "detector.json").read_text())
-    (folder / "detector.json").write_text(json.dumps(description | {"more": 1}))
-    with pytest.raises(RunFolderError, match="was changed since headwater wrote it"):
-        Detector.load(folder)
 
 
 def test_an_interrupted_run_continues_and_gives_what_one_run_gives(detection, model, answered, tmp_path, monkeypatch):

@@ -65,7 +65,6 @@ QUESTION_ROWS = {
     },
     "hotpotqa": {"question": TEXTS, "answer": WORDS, "type": WORDS, "level": WORDS, "_id": WORDS},
     "nq_open": {"question": TEXTS, "answer": ANSWERS, "id": WORDS},
-    "copy": {"question": TEXTS, "golden_answers": ANSWERS, "metadata": st.just({"relation": "x", "depth": 2})},
 }
 
 

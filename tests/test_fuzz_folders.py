@@ -1,4 +1,4 @@
-"""Whatever the folders of runs, detectors and models hold, reading them ends with a result or a HeadwaterError.
+"""Whatever the folders of runs and models hold, reading them ends with a result or a HeadwaterError.
 
 `fuzzing` says how inputs are made. CI reads the same few hundred for each reader, the slow suite 100,000 fresh
 ones.
@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
-from headwater.detection.methods import Detector
 from headwater.likelihood.files import ScoredTexts
 from headwater.models import checkpoint
 from headwater.models.checkpoint import load_tokenizer
@@ -99,20 +98,6 @@ def read_run(folder: Path) -> None:
             assert all(isinstance(value, Tensor) for value in piece.values())
 
 
-def detector_files() -> Files:
-    ones = torch.ones(7, 4, dtype=torch.float64)
-    alpha = torch.ones(2, 2, 3)
-    detector = Detector("a", "abc", "mlp_out", "exact", 1, ones, ones[:, 0], alpha, torch.ones(3), ("capital",))
-    return written(detector.save)
-
-
-def read_detector(folder: Path) -> None:
-    seal_again(folder / "detector.json")
-    detector = Detector.load(folder)
-    detector.probe()
-    repr(detector)
-
-
 @cache
 def checkpoint_files() -> Files:
     def write(folder: Path) -> None:
@@ -186,7 +171,6 @@ READERS: dict[str, Callable[[], Reader]] = {
     "a run": lambda: Reader(
         run_folders({kind: written(lambda folder, kind=kind: small(kind).save(folder)) for kind in RESULTS}), read_run
     ),
-    "a detector": lambda: Reader(st.just(detector_files()), read_detector),
     "a state dict": lambda: Reader(
         st.sampled_from([pickled(STATE, True), pickled(STATE, False), {"model.safetensors": save(STATE)}]), read_state
     ),

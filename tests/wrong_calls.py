@@ -817,7 +817,6 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "detect": lambda: (hw.detect, {**g.two, "methods": ("question",), "seeds": 1, **QUIET}),
         "Detection.detector": lambda: (g.detection.detector, {"dataset": "lookup"}),
         "Detector.score": lambda: (g.detection.detector("lookup").score, {**g.two, **QUIET}),
-        "Detector.save": lambda: (g.detection.detector("lookup").save, {"folder": g.folder / "detector"}),
         "saliency": lambda: (hw.saliency, {**g.two, "probe": g.pathways.probe, **QUIET}),
         "Saliency.of": lambda: (g.saliency.of, {"target": "logit"}),
         "Probe": lambda: (

@@ -80,7 +80,7 @@ class Detection(HasDatasets, Result):
     run: RunRecord
 
     def detector(self, dataset: str | None = None) -> Detector:
-        """Return the detector fitted on a question set (with the first seed): it can be saved, and scores new answers.
+        """Return the detector fitted on a question set (with the first seed), which scores new answers.
 
         Args:
             dataset: the question set; optional if there is only one.

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,11 +33,11 @@ from torch import Tensor
 
 from headwater.calls import checked_calls
 from headwater.detection.reweighting import Reweighted, Reweighting, Strength, train_reweighting
-from headwater.errors import InputError, RunFolderError
+from headwater.errors import InputError
 from headwater.models.generation import next_logits
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import by_length, chat_text, encode
-from headwater.options import checked_name, checked_path, one_or_several
+from headwater.options import checked_name, one_or_several
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens, untouched
 from headwater.probes.linear import (
     C,
@@ -52,7 +51,6 @@ from headwater.probes.linear import (
 )
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import probe_states
-from headwater.runs.storage import make_folder, read_sealed, read_tensors, refuse_foreign, write_sealed, write_tensors
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
 
@@ -65,7 +63,6 @@ ASK = "Question: {question}\nProposed answer: {answer}\nIs the proposed answer t
 WORDS = (("True", "False"), ("true", "false"))
 """Pairs in order of preference."""
 QUESTION_NUMBERS = ("popularity", "depth")
-TENSORS, DESCRIPTION = "detector.safetensors", "detector.json"
 
 
 @checked_calls
@@ -163,29 +160,6 @@ class Detector:
         for rows in inputs.batches(range(len(states)), batch_size):
             scores[rows] = torch.sigmoid(reads.logits(inputs.states(rows, self.alpha).cpu()))
         return scores.numpy()
-
-    def save(self, folder: str | Path) -> Path:
-        """Write the detector: tensors as safetensors, the rest as JSON."""
-        path = checked_path("folder", folder)
-        refuse_foreign(path, DESCRIPTION, [TENSORS])
-        make_folder(path)
-        plain = {k: v for k, v in vars(self).items() if not isinstance(v, Tensor)}
-        write_tensors(path / TENSORS, {k: v for k, v in vars(self).items() if isinstance(v, Tensor)})
-        write_sealed(path / DESCRIPTION, plain)
-        return path
-
-    @classmethod
-    def load(cls, folder: str | Path) -> Detector:
-        """Read back a detector."""
-        path = checked_path("folder", folder)
-        if not (path / DESCRIPTION).exists():
-            raise RunFolderError(f"{path} contains no {DESCRIPTION}: it is not a folder written by Detector.save.")
-        plain = read_sealed(path / DESCRIPTION)
-        try:
-            plain = {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
-            return cls(**(plain | read_tensors(path / TENSORS)))
-        except TypeError as error:
-            raise RunFolderError(f"The detector in {path} is damaged ({error}). Fit it again.") from None
 
 
 def question_features(table: pd.DataFrame, relations: Sequence[str]) -> NDArray[np.float64]:

@@ -155,9 +155,9 @@ def _read(name: str, rows: Iterator[tuple[int, Row]], format: str | None) -> pd.
     row_of: dict[tuple[str, str], int] = {}
     checked = []
     for number, row in chain([first], rows):
-        where, fields = f"{name}, row {number}", flat(row)
-        added = {key: fields[key] for key in ADDED if fields.get(key) not in (None, "", [])}
-        checked.append(_checked(where, FORMATS[format](fields, where) | added, row, dataset, number))
+        where = f"{name}, row {number}"
+        added = {key: row[key] for key in ADDED if row.get(key) not in (None, "", [])}
+        checked.append(_checked(where, FORMATS[format](dict(row), where) | added, row, dataset, number))
         key = checked[-1]["dataset"], checked[-1]["id"]
         if key in row_of:
             raise InputError(f"{where}: row {row_of[key]} has the same id, {key[1]!r}; ids must be unique.")
@@ -270,7 +270,6 @@ def _as_text(value: object) -> str | None:
 # nq_open    answer, a list (or its JSON text), alone   answer
 # table      anything else                              the first of `ANSWER_COLUMNS`      all columns
 #
-# A copy with a set's own fields under "metadata" and its answers under "golden_answers" is read like the original.
 # Columns added to a set's rows (`ADDED`) are kept, and take precedence over the values from the format.
 # PopQA: Mallen et al., ACL 2023. TriviaQA: Joshi et al., ACL 2017. HotpotQA: Yang et al., EMNLP 2018. NQ-open: Lee et
 # al., ACL 2019.
@@ -328,7 +327,7 @@ def _pattern(wording: str) -> re.Pattern[str]:
 _PATTERNS = {relation: _pattern(wording) for relation, wording in WORDINGS.items()}
 
 
-ANSWER_COLUMNS = ("answers", "answer", "golden_answers", "possible_answers")
+ANSWER_COLUMNS = ("answers", "answer", "possible_answers")
 POPULARITY = ("s_pop", "o_pop")
 ADDED = ("dataset", "subject", "property")
 """Fields that a row may have in addition to those of its set: another set name, the exact words of the question."""
@@ -338,8 +337,8 @@ WITHHELD = "<unk>"
 
 def detect_format(row: Mapping[str, object]) -> str:
     """Return the format of a file, from its first row."""
-    fields = flat(row).keys()
-    if {"Question", "Answer"} <= fields or _has_value_and_aliases(flat(row)):
+    fields = row.keys()
+    if {"Question", "Answer"} <= fields or _has_value_and_aliases(row):
         return "triviaqa"
     if {"subj", "prop"} <= fields or "s_pop" in fields:
         return "popqa"
@@ -351,17 +350,9 @@ def detect_format(row: Mapping[str, object]) -> str:
     return "hotpotqa" if {"type", "level", "supporting_facts"} & fields else "table"
 
 
-def flat(row: Mapping[str, object]) -> dict[str, object]:
-    """Return a row with the fields under "metadata" moved to the top level."""
-    metadata = row.get("metadata")
-    if not isinstance(metadata, Mapping):
-        return dict(row)
-    return {key: value for key, value in row.items() if key != "metadata"} | dict(metadata)
-
-
 def columns_found(row: Mapping[str, object], *missing: str) -> str:
     """Return sentences that list a row's columns, and suggest similar names for missing columns."""
-    names = [str(name) for name in flat(row)]
+    names = [str(name) for name in row]
     others = [name for name in names if name not in missing]
     near = [(found, name) for name in missing for found in difflib.get_close_matches(name, others, n=1)]
     meant = "".join(f" Is {found!r} meant to be {name!r}?" for found, name in near)
@@ -375,10 +366,7 @@ def _table(row: dict[str, object], where: str) -> dict[str, object]:
     if column is None:
         return row
     others = {key: value for key, value in row.items() if key != column}
-    answers = _answers(row[column], where, column)
-    if column == "golden_answers":
-        others["question"] = unquoted(row.get("question"))
-    return others | {"answers": answers}
+    return others | {"answers": _answers(row[column], where, column)}
 
 
 def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -420,7 +408,7 @@ def _triviaqa(row: dict[str, Any], where: str) -> dict[str, Any]:
     if not texts:
         raise InputError(f"{where}: Answer has neither a Value nor Aliases.")
     identity = {"id": fields.get("questionid", fields.get("id"))}
-    return identity | {"question": unquoted(fields["question"]), "answers": list(dict.fromkeys(texts))}
+    return identity | {"question": fields["question"], "answers": list(dict.fromkeys(texts))}
 
 
 def _has_value_and_aliases(row: Mapping[str, object]) -> bool:
@@ -453,14 +441,6 @@ FORMATS: Mapping[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
     "nq_open": _nq_open,
     "table": _table,
 }
-
-
-def unquoted(text: object) -> object:
-    """Remove a CSV writer's quotation marks around a whole text, if any are left."""
-    if not isinstance(text, str) or len(text) < 3 or not text.startswith('"') or not text.endswith('"'):
-        return text
-    inner = text[1:-1]
-    return text if '"' in inner.replace('""', "") else inner.replace('""', '"')
 
 
 def _answers(value: object, where: str, name: str) -> object:
