@@ -272,9 +272,6 @@ def _span_note(answer_set: AnswerSet, scored: pd.DataFrame, questions: pd.Series
     }
 
 
-# How well scores separate wrong answers from right ones: AUCs with intervals over questions, and a paragraph on them.
-
-
 NAMES = {
     "question": "relation, popularity",
     "p_true": "P(True)",
@@ -292,11 +289,7 @@ NAMES = {
 def evaluate(
     scores: pd.DataFrame, questions: pd.Series, methods: Sequence[str], notes: Mapping[str, str]
 ) -> pd.DataFrame:
-    """Return rows of `Detection.table`: the AUC of every method on one question set, with intervals over questions.
-
-    `scores` are rows of `Detection.scores`; their `example` is an index label of `questions`, the texts of all
-    questions of the set.
-    """
+    """Return rows of `Detection.table` from a set's rows of `Detection.scores`, and the questions of all examples."""
     draws = Bootstrap.of(questions)
     places = pd.Series(np.arange(len(questions)), index=questions.index)
     seeds = [part for _, part in scores.groupby("seed")]

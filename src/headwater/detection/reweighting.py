@@ -138,10 +138,10 @@ def train_reweighting(
     seed: int,
     batch_size: int,
 ) -> tuple[Strength, Probe]:
-    """Train α and the probe, starting from the given probe, on all rows; return α and the probe of reweighted states.
+    """Train α and the probe of reweighted states, starting from the given probe; the seed orders the rows.
 
-    `spread` is the standard deviation of every dimension of the states that the probe was fitted on; `penalty` is the
-    weight of |w|²/2 in standardized units, added to the mean cross-entropy. The seed orders the rows.
+    `spread` is the standard deviation of the states that the probe was fitted on; `penalty` is the weight of |w|²/2 in
+    standardized units.
     """
     inputs = inputs.begin()
     n_heads = inputs.model.shape.n_heads if options.per_head else 1

@@ -307,9 +307,6 @@ def _totals(totals: Float[Tensor, " row"], spots: Sequence[_ReadAt], correct: Te
     return pd.DataFrame(named | roles | {"logit_difference": means})
 
 
-# The measurement: steps 1 to 6.
-
-
 Part: TypeAlias = tuple[str, int | None, int | None]
 """Component, layer, head."""
 

@@ -343,11 +343,6 @@ def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
 
 
 # The saliency of the edges of a few examples at every layer: which positions matter, what is run, what is read.
-#
-# For each example only the tokens up to the probe's are run, and gradients are needed from its first edge on: from E_Q
-# for E_Q→*, from E_A for E_Q→E_A. Earlier tokens are run without gradients; the prefix shared by all examples is run
-# once. Examples run together in a batch; as many of them record a graph at once as fit in memory (and half of them if
-# memory still runs out).
 
 
 BEFORE_A_GRAPH = 16

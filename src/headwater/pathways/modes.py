@@ -235,9 +235,7 @@ def _peaks(means: NDArray[np.float64], spreads: NDArray[np.float64], weights: ND
     return int((np.diff(rises[rises != 0]) < 0).sum())
 
 
-# Mean effects of every intervention: flips, ΔP and logit change by layer, for all examples and by mode.
-#
-# One long table (`Pathways.mean_effects`); figures and reports select rows of it: `curves_of`, `controls_of`.
+# Mean effects of every intervention, in one long table (`Pathways.mean_effects`) of which figures and reports read rows.
 
 
 ALL, UNSPLIT = "all", "not split"
@@ -256,11 +254,10 @@ def mean_effects_of(
     best: Int[np.ndarray, "seed example"],
     draws: Bootstrap,
 ) -> pd.DataFrame:
-    """Average the effects of every intervention, at each layer and at l* of each fit.
+    """Average the effects of every intervention, one per draw of its tokens, at each layer and at l* of each fit.
 
     The knockout of E_Q is split in every way, a control by the mode under another seed's probe (with one seed, under
-    its own probe), and random question tokens also by their own flips. `done` has the effects of each intervention, one
-    per draw of its tokens; `windowed` those of the knockout in a window around each layer, if one was requested.
+    its own probe), and random question tokens also by their own flips.
     """
     tables = []
     for is_at_best in (False, True):
@@ -284,14 +281,7 @@ def mean_effects_of(
 
 
 def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.DataFrame:
-    """Average one intervention's effects by way to split, group and layer, with 95 % intervals over questions.
-
-    Each draw of its tokens counts as additional seeds.
-
-    Returns:
-        `split_by, group, layer, examples` (that are ever in the group), `share` of the group among the examples that
-        the intervention applies to, and each of `VALUES` with `_low` and `_high`.
-    """
+    """Return `split_by, group, layer, examples, share`, and means of `VALUES` with intervals, of one intervention."""
     applies = np.swapaxes(measured.applies, 1, 2)
     numbers = {
         "flip_rate": measured.flipped.astype(float),
@@ -321,11 +311,7 @@ def member_means(
     values: Float[np.ndarray, "seed example *column"],
     member: Bool[np.ndarray, "seed example *column"],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Average over the seeds and examples that are members, with intervals.
-
-    Returns:
-        By column: mean, low, high (NaN if fewer than `FEWEST` examples are ever members), number of such examples.
-    """
+    """Return, by column, the mean over members, its interval (NaN below `FEWEST` examples), and the number of these."""
     sizes = member.sum(0)
     means = draws.ratio(np.where(member, values, 0.0).sum(0), sizes)
     examples = (sizes > 0).sum(0)
@@ -339,13 +325,7 @@ def _split_for_controls(splits: Collection[str]) -> str:
 
 
 def curves_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
-    """Return the rows by mode of the knockout (in windows, if these were requested) and of the random split.
-
-    With `at_best`: the rows at l*, without a column for the layer and without windows.
-
-    Returns:
-        `dataset, split_by, mode, layer, examples, delta_p, delta_logit` with their intervals, and `share`.
-    """
+    """Return the rows by mode of the knockout (by layer in windows, if requested) and of the random split."""
     of_layers = not at_best and (table["intervention"] == WINDOWED).any()
     knockout = (table["intervention"] == (WINDOWED if of_layers else EXACT)) & (table["split_by"] != UNSPLIT)
     rows = table[knockout | (table["split_by"] == RANDOM_SPLIT)].rename(columns={"group": "mode"})
@@ -354,11 +334,7 @@ def curves_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
 
 
 def controls_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
-    """Return the rows of every intervention except windows, of all examples and by mode; `at_best`: the rows at l*.
-
-    Returns:
-        `dataset, intervention, group, layer, examples, flip_rate, delta_p, delta_logit`, with their intervals.
-    """
+    """Return the rows of every intervention except windows, of all examples and by mode."""
     split = table["split_by"].isin([UNSPLIT, _split_for_controls(set(table["split_by"]))])
     rows = table[split & (table["intervention"] != WINDOWED)]
     return _at(rows, at_best, ["dataset", "intervention", "group", "layer", "examples", *MEASURES])

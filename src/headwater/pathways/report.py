@@ -279,9 +279,6 @@ def _points(found: Interval) -> str:
     return with_interval(*found, "+.1f", " points")
 
 
-# The main numbers of a trace, per question set, and whether two modes survive.
-
-
 class SetAtBest:
     """One question set's numbers at l*."""
 

@@ -42,10 +42,7 @@ KEPT = ("question", "relation", "popularity", "depth")
 
 
 def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[str, pd.DataFrame]:
-    """Return every table of one question set, by the names of the fields of `Pathways`.
-
-    `rows` are the set's rows in the whole answered table; with `controls`, baselines are computed too.
-    """
+    """Return every table of one question set, by the names of the fields of `Pathways`; `rows` are the set's rows."""
     dataset = measured.answered.datasets[0]
     best, windowed = measured.fits.best, None
     draws = Bootstrap.of(measured.answered.table["question"])
@@ -228,18 +225,12 @@ def stacked(parts: Sequence[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFra
     return found | {"components": decided(found["components"])}
 
 
-# Baselines for the probe and for the modes, which the published analysis lacks.
-#
-# - `relation_logits`: how often answers of this relation are wrong, in the examples the probe was fitted on. A probe
-#   that is not better has learnt which questions are hard, not whether this answer is true.
-# - `relation_answer_logits`: how often this same answer to questions of this relation is wrong there. A probe that is
-#   no better may know only that an answer given to many questions is often wrong.
-# - `span_logits`: the length and place of the exact answer alone. If right and wrong answers differ in these, a
-#   probe reads a different kind of token per label, and needs to know nothing else.
-# - `aware_logits`: a probe on untouched states that predicts the mode ("self-awareness"), fitted on one half of the
-#   examples and evaluated on the other. Its baselines: −|logit| of the truth probe, since undecided predictions flip
-#   easily, and logit with |logit| (`logit_baseline`), since often one prediction flips and the other does not.
-# - `compare`: AUCs with intervals, and the difference of two AUCs on the same resamples.
+# Baselines for the probe and for the modes, which the published analysis lacks. A probe no better than
+# - `relation_logits` has learnt which questions are hard, not whether this answer is true;
+# - `relation_answer_logits` may know only that an answer given to many questions is often wrong;
+# - `span_logits` may read a different kind of token per label, and know nothing else.
+# `aware_logits` predicts the mode ("self-awareness"). Its baselines: −|logit| of the truth probe, since undecided
+# predictions flip easily, and logit with |logit| (`logit_baseline`), since often one prediction flips, the other not.
 
 
 FEWEST_OF_A_MODE = 10
@@ -265,10 +256,7 @@ def relation_logits(relations: NDArray[np.object_], z: NDArray[np.int64], half: 
 def relation_answer_logits(
     relations: NDArray[np.object_], answers: Iterable[str], z: NDArray[np.int64], half: Halves
 ) -> PerExample:
-    """Return the log-odds of a wrong answer by relation and answer, counted in the other half.
-
-    The share of the relation counts as `PRIOR` additional answers; an answer absent from the other half has this share.
-    """
+    """Return the same by relation and answer; the share of the relation counts as `PRIOR` additional answers."""
     words = pd.Series(list(answers), dtype=str).str.strip().str.casefold().to_numpy(dtype=object)
     keys = pd.MultiIndex.from_arrays([relations, words])
     by_relation, logits = relation_logits(relations, z, half), np.empty(half.shape)
@@ -321,11 +309,7 @@ def compare(
     scores: Mapping[str, PerExample],
     question: str,
 ) -> pd.DataFrame:
-    """Return the AUC of each score, and the first score's lead over each other, with 95 % intervals.
-
-    An AUC is computed within each half of each seed, where all scores come from one probe, and averaged. A difference
-    is computed on the examples that have both scores.
-    """
+    """Return the AUC of each score, and the first score's lead over each other where both are known, with intervals."""
     truth = np.asarray(truth, dtype=np.int64)
     rows: list[dict[str, object]] = []
     first, reference = next(iter(scores.items()))
@@ -344,7 +328,7 @@ def compare(
 def mean_auc(
     draws: Bootstrap, truth: NDArray[np.int64], half: Halves, scores: PerExample
 ) -> Float[np.ndarray, " draw"]:
-    """Average the AUCs of each half of each seed in every draw, ignoring undefined ones."""
+    """Average the AUCs of each half of each seed, where all scores come from one probe, ignoring undefined ones."""
     aucs, expected = [], np.broadcast_to(truth, half.shape)
     for seed, _, test in each_half(half):
         finite = test[np.isfinite(scores[seed, test])]

@@ -203,10 +203,7 @@ def fit_probes(
 def with_halves(
     probes: Probes, states: States, z: ArrayLike, groups: Sequence[Hashable], half: NDArray[np.int64], C: float = C
 ) -> Probes:
-    """Return the probes with two folds, for half 0 and for half 1, each fitted on the rows of the other half.
-
-    All rows of a group must be in the same half; otherwise as in `fit_probes`.
-    """
+    """Return the probes with two folds, for half 0 and half 1 (of whole groups), each fitted on the other half."""
     wrong = np.asarray(z, dtype=np.int64)
     folds = []
     for side in (0, 1):
@@ -225,10 +222,7 @@ def _questions(groups: Iterable[Hashable]) -> frozenset[str]:
 def grouped_folds(
     z: NDArray[np.int64], groups: Sequence[Hashable], folds: int, seed: int
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Split rows into folds that keep groups whole and classes even: (the others, the fold) for each.
-
-    Groups are sorted by their share of wrong answers, ties in random order, and assigned to the folds in turn.
-    """
+    """Split rows into folds that keep groups whole and classes even: (the others, the fold) for each."""
     checked_count("folds", folds, least=2)
     codes = pd.factorize(pd.Series(list(groups), dtype=object))[0]
     per_class = [len(np.unique(codes[z == value])) for value in (0, 1)]
@@ -239,7 +233,7 @@ def grouped_folds(
     if min(per_class) < folds:
         raise short
     shares = np.bincount(codes, weights=z) / np.bincount(codes)
-    # lexsort uses its last key first: by share, and at random within equal shares.
+    # Groups are dealt in turn, by their share of wrong answers. lexsort uses its last key first; ties are random.
     dealt = np.lexsort((np.random.default_rng(seed).random(len(shares)), shares))
     fold_of = np.empty(len(shares), dtype=np.int64)
     fold_of[dealt] = np.arange(len(shares)) % folds
@@ -338,10 +332,8 @@ def _threads() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-# The states that a probe is fitted on, from any input format: `row feature` by layer.
-#
-# A cache, an array `row feature` (one layer, with index 0), an array `layer row feature`, or a mapping of layers to
-# arrays. A row of a cache is a real token of a prompt, in the order of prompts and positions.
+# The states that a probe is fitted on: `row feature` by layer. A row of a cache is a real token of a prompt, in the
+# order of prompts and positions; an array of two axes is layer 0.
 
 
 WANTED = "Give what model.cache gives, an array `row feature` or `layer row feature`, or a mapping of layers to arrays."

@@ -358,13 +358,10 @@ def _result(questions: Questions, rows: Sequence[dict[str, Any] | Dropped], run:
     return AnsweredQuestions(pd.DataFrame(used), dropped, run)
 
 
-# The outcome of one question and its generated answer: a row with exact tokens, or the cause why it is dropped.
+# The steps that need no model: the cut to the first line, and the spans of exact words as characters and tokens.
 #
-# These are the steps of `answers` that need no model: the cut to the first line, the label, and the spans of exact
-# words as characters and tokens.
-#
-# E_A is found in one way for every label: it is the extractor's selection, or without an extractor the whole answer. If
-# it were the accepted answer if found, and the whole answer otherwise, its length and position would reveal the label.
+# E_A is found in one way for every label: if it were the accepted answer where that is found, and the whole answer
+# otherwise, its length and position would reveal the label.
 
 
 NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS, NO_REPLY = (

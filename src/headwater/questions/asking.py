@@ -107,10 +107,7 @@ def question_frame(
 
 
 def answering_frame(model: HookedModel, prompt: str | None, examples: Sequence[Example] | None) -> Frame:
-    """Return the frame for `hw.answer`.
-
-    `examples=None` means no examples if a prompt is passed, else `EXAMPLES` if the context is long enough (`ROOM`).
-    """
+    """Return the frame for `hw.answer`: without examples= and prompt= with `EXAMPLES`, if there is `ROOM`."""
     if examples is not None or prompt is not None:
         return question_frame(model, prompt=prompt, examples=_checked(() if examples is None else examples))
     frame = question_frame(model, examples=EXAMPLES)
@@ -120,10 +117,7 @@ def answering_frame(model: HookedModel, prompt: str | None, examples: Sequence[E
 
 
 def limit_of(model: HookedModel, frame: Frame, requested: int | None) -> int:
-    """Return the token limit of an answer in a frame: the requested limit, or the default of `LIMITS`.
-
-    With a short context the limit is not raised for a chat, so that questions still fit.
-    """
+    """Return the requested token limit of an answer, or the default; a chat's only if the context has room for it."""
     if requested is not None:
         return checked_count("max_new_tokens", requested, most=model.shape.n_ctx - 1)
     has_room = ROOM * LIMITS[True] <= model.shape.n_ctx

@@ -92,10 +92,7 @@ class EndpointExtractor(ChatEndpoint):
 
 
 def extractor_of(choice: object, model: HookedModel | None) -> Extractor | None:
-    """Resolve a choice of extractor: a callable, the name of one of `EXTRACTORS`, or a loaded model.
-
-    "model" selects `model`, which gave the answers.
-    """
+    """Resolve a callable, the name of one of `EXTRACTORS`, or a loaded model; "model" is `model`, which answered."""
     if isinstance(choice, str):
         choice = EXTRACTORS[choice]
     if isinstance(choice, HookedModel):
@@ -118,11 +115,7 @@ def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str
 def call_extractor_on(
     extractor: Extractor, pairs: Sequence[tuple[str, str]], failures: FailureLimit
 ) -> list[dict[str, tuple[Span, ...]] | None]:
-    """Call an extractor on several examples: all at once if it has `many`, else `workers` at a time.
-
-    Returns:
-        The spans of each example; None without a reply.
-    """
+    """Call an extractor on examples, all at once if it has `many`, else `workers` at a time; None without a reply."""
     if (many := getattr(extractor, "many", None)) is not None:
         return [exact_words(one, *pair) for one, pair in zip(many(pairs), pairs, strict=True)]
     return failures.map(lambda pair: call_extractor(extractor, *pair), pairs, workers_of(extractor))

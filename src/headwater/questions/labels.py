@@ -198,10 +198,8 @@ def _as_written(answer: str, alias: str, rule: str) -> Span | None:
     return None if rule == EXACT and answer[found.end() :].strip() else found.span()
 
 
-# Scores of answers, from 1 to 5: a judge's score, or 5 if an accepted answer occurs in the answer, else 1.
-#
-# A judge is any function of question, accepted answers and answer. Judges may be slow, or cost money, so each distinct
-# answer is judged once, and with `out=` the scores are saved.
+# Scores of answers, from 1 to 5. Judges may be slow, or cost money, so each distinct answer is judged once, and with
+# `out=` the scores are saved.
 
 
 LABEL = "label"

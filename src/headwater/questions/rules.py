@@ -111,10 +111,7 @@ class _Word(str):
 
 @EXTRACTORS.add("rules")
 def by_rules(question: str, answer: str) -> dict[str, object]:
-    """Return the words of a question that name its subject and property, and the exact words of an answer.
-
-    An extractor as described in `headwater.questions.extract`; it omits a part that no rule finds.
-    """
+    """Return the words of a question that name its subject and property, and the exact words of an answer, if found."""
     words = _Word.all(question)
     subjects = _subjects(question, words)
     subjects, properties = (subjects, _properties(words, subjects)) if subjects else _without_names(words)

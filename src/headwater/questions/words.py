@@ -217,14 +217,8 @@ def _kind(character: str) -> str:
     return "j" if character in "\u1039\u17d2" else "m" if category[0] == "M" or character in "ะาະາ" else "t"
 
 
-# From characters to tokens: the positions of the exact tokens of a question and of its answer.
-#
-# 1. Exact words are spans of characters: from the question table, from a known wording, or found as words in a text.
-# 2. The tokens of a text are the tokenized prompt and the generated tokens; each has its span of characters
-#    (`models.tokens`, `continuation_offsets`). Nothing is tokenized a second time.
-# 3. A span of characters maps to the run of tokens that contain any of them.
-# 4. `span_shapes`: length and position of E_A. If these separate right from wrong answers, a probe at E_A may know no
-#    more than that.
+# From characters to tokens. The tokens of a text are the tokenized prompt and the generated tokens, each with its span
+# of characters: nothing is tokenized a second time.
 
 
 def shifted(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
