@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -43,13 +43,9 @@ from headwater.questions.states import ProbeSiteName, TokenName, check_probe_opt
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, with_interval
+from headwater.runs.result import Result, with_interval
 from headwater.stats.discrimination import against_chance, auc
 from headwater.stats.resample import Bootstrap, percentile_interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 ONE_KIND = "in some mode all training answers are right, or all wrong: that expert is a constant"
 
@@ -119,10 +115,6 @@ class Detection(HasDatasets, Result):
         """Return one paragraph per question set, in plain sentences computed from the numbers."""
         left_out = [f"{row['dataset']} was left out: {row['cause']}." for row in self.dropped.to_dict("records")]
         return left_out + [paragraph(str(name), part) for name, part in self.table.groupby("dataset", sort=False)]
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw the AUC of every method with its interval, a marker per question set."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 @checked_call

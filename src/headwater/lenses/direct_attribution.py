@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -51,12 +51,7 @@ from headwater.patching.prompts import Prompts, read_prompts
 from headwater.patching.summaries import strongest_first, summarize
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, whole_summary, with_interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+from headwater.runs.result import Result, whole_summary, with_interval
 
 BY = {
     "head": ["component", "layer", "head"],
@@ -129,10 +124,6 @@ class DirectAttribution(Result):
         if examples < 2:
             sentences.append("One prompt has no intervals, and other prompts may differ.")
         return [*sentences, "These are direct effects: what a part does through later parts counts as theirs."]
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the mean contribution of every head and MLP as a map, or of layers or components as bars."""
-        return self._drawn(ax, title, figsize)
 
 
 @checked_call

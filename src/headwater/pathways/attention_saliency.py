@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
@@ -55,14 +55,10 @@ from headwater.questions.sources import HasDatasets
 from headwater.questions.states import PROBE_SITES, PROBE_TOKENS, probe_positions
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, frame_of, rounded, whole_summary
+from headwater.runs.result import Result, frame_of, rounded, whole_summary
 from headwater.stats.discrimination import CHANCE
 from headwater.stats.resample import DRAWS
 from headwater.stats.significance import critical_dip, dip, wilson_interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,10 +120,6 @@ class Saliency(HasDatasets, Result):
                 "with the cross-entropy may only mean that it has memorized them."
             )
         return [seen, *(line for name, edges in product(self.datasets, EDGES) for line in sentences(self, name, edges))]
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the densities of S(E_Q→E_A) and S(E_Q→*); several models: `hw.figures.saliency([...])`."""
-        return self._drawn(ax, title, figsize)
 
 
 OVER_HEADS, OVER_PAIRS = get_args(Heads), get_args(Pairs)

@@ -235,7 +235,7 @@ def _peaks(means: NDArray[np.float64], spreads: NDArray[np.float64], weights: ND
     return int((np.diff(rises[rises != 0]) < 0).sum())
 
 
-# Mean effects of every intervention, in one long table (`Pathways.mean_effects`) of which figures and reports read rows.
+# Mean effects of every intervention, in one long table (`Pathways.mean_effects`); figures and reports read its rows.
 
 
 ALL, UNSPLIT = "all", "not split"

@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -37,11 +37,8 @@ from headwater.questions.labels import is_refusal
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, each_row, whole_summary, with_interval
+from headwater.runs.result import Result, each_row, whole_summary, with_interval
 from headwater.stats.resample import NOTHING, Bootstrap, interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 ALLOWED = 'If you do not know the answer, say "I don\'t know".'
 PROMPT = f"{ALLOWED}\nQ: {SLOT}\nA:"
@@ -92,10 +89,6 @@ class Refusals(Result):
                     f"{name}, modes by {row['split_by']}: refusal rate, A-anchored minus Q-anchored: {controlled}."
                 )
         return lines
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw the rate of refusals of both modes, a row per question set and way to split the modes."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 @checked_call

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -37,12 +36,8 @@ from headwater.questions.states import MAP_TOKENS, PROBE_SITES, ProbeSiteName, p
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, with_interval
+from headwater.runs.result import Result, with_interval
 from headwater.stats.resample import Bootstrap, interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 BOUNDS = ("auc", "low", "high")
 
@@ -89,10 +84,6 @@ class ProbeMap(HasDatasets, Result):
                     f"{name}: the exact answer's length and position alone give AUC {alone}; the states {more}."
                 )
         return lines
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw a map of AUC by token and layer per question set; on a given `ax`, only the first set's."""
-        return self._drawn(ax, title, figsize)
 
 
 @checked_call

@@ -22,7 +22,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -46,13 +46,9 @@ from headwater.probes.linear import C, GivenStates, Probe, fit_linear, given_sta
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, each_row, with_interval
+from headwater.runs.result import Result, each_row, with_interval
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 INNER = 3
 
@@ -198,10 +194,6 @@ class ProbeFit(Result):
             )
         sentences.append("That a probe can decode a label does not show that the model uses it.")
         return sentences
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw AUC by layer with its interval, the control task's AUC, and selectivity."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -44,11 +44,8 @@ from headwater.questions.words import Span, continuation_offsets, normalised_wor
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, each_row, frame_of, rounded, whole_summary
+from headwater.runs.result import Result, each_row, frame_of, rounded, whole_summary
 from headwater.stats.significance import wilson_interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -154,10 +151,6 @@ class AnsweredQuestions(HasDatasets, Result):
                     "answers."
                 )
         return sentences
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Plot a bar per question set: right, wrong, cut at the token limit, dropped for other reasons."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 @checked_call
