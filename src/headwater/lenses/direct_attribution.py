@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -169,17 +169,15 @@ def direct_logit_attribution(
     read = read_prompts(model, prompts)
     correct, wrong = _answers(model, tokens, len(read))
     warn_of_missing_spaces(tuple(tokens), [prompt.strings[-1] for prompt in read], model.tokenizer)
-    spots = _read_positions(at, read)
-    where: list[tuple[int, ...]] = [()] * len(read)
-    for spot in spots:
-        where[spot.example] += spot.places
+    reads = _positions_read(at, read)
+    where = [tuple(reads.loc[reads["example"] == i, "position"]) for i in range(len(read))]
     options = {
         "prompts": [list(prompt.ids) for prompt in read],
         "tokens": [correct.tolist(), wrong.tolist()],
         "positions": [list(places) for places in where],
         "by": by,
         **note_on_chats(prompt.text for prompt in read),
-    } | ({"roles": [[spot.role, list(spot.places)] for spot in spots]} if isinstance(at, Mapping) else {})
+    } | ({"roles": reads["role"].tolist()} if isinstance(at, Mapping) else {})
 
     def work(run: Run) -> DirectAttribution:
         writer = Contributions(model, read, where, torch.stack([correct, wrong], 1), by == "position", run.record)
@@ -187,33 +185,30 @@ def direct_logit_attribution(
         with run.bar("Attributing", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, writer.measure, bar, len))
         contributions, totals = (torch.cat([piece[name] for piece in pieces]) for name in ("contributions", "totals"))
+        table = _table(contributions, writer.parts, reads, by)
         if by == "position":
             sources = torch.cat([piece["sources"] for piece in pieces])
-            table = _by_source(sources, writer.parts, spots, contributions)
-        else:
-            table = _table(contributions, writer.parts, spots, by)
-        return DirectAttribution(table, _totals(totals, spots, correct, wrong), run.record)
+            heads = _by_source(sources, reads)
+            parts = pd.concat([table[table["component"] != "head"], heads])
+            table = parts.sort_values("example", kind="stable", ignore_index=True)
+        return DirectAttribution(table, _totals(totals, reads, correct, wrong), run.record)
 
     name = "direct_logit_attribution"
     return run_or_resume(DirectAttribution, name, model, options, work, out=out, progress=progress)
 
 
-class _ReadAt(NamedTuple):
-    """Positions of an example that are averaged: those of a role, or all that are read."""
-
-    example: int
-    role: str | None
-    places: tuple[int, ...]
-
-
-def _read_positions(at: object, prompts: Sequence[Prompt]) -> list[_ReadAt]:
-    """Return the positions that are read in each prompt, one role at a time."""
+def _positions_read(at: object, prompts: Sequence[Prompt]) -> pd.DataFrame:
+    """Return a row per position read: `example, position, of` (the number of positions averaged), `role` if any."""
     n = len(prompts)
     refuse_two_meanings(at, n, "at")
-    if not isinstance(at, Mapping):
-        return [_ReadAt(i, None, positions_of(at, prompt, i, n)) for i, prompt in enumerate(prompts)]
-    by_role = [roles_of(at, prompt, i, n) for i, prompt in enumerate(prompts)]
-    return [_ReadAt(i, role, places) for i, roles in enumerate(by_role) for role, places in roles.items()]
+    rows = []
+    for i, prompt in enumerate(prompts):
+        has_roles = isinstance(at, Mapping)
+        by_role = roles_of(at, prompt, i, n) if isinstance(at, Mapping) else {"": positions_of(at, prompt, i, n)}
+        for role, places in by_role.items():
+            named = {"role": role} if has_roles else {}
+            rows += [{"example": i, "position": place, "of": len(places)} | named for place in places]
+    return pd.DataFrame(rows)
 
 
 def _answers(
@@ -239,63 +234,54 @@ def _answers(
 
 
 def _table(
-    contributions: Float[Tensor, "row part"], parts: Sequence[Part], spots: Sequence[_ReadAt], by: str
+    contributions: Float[Tensor, "row part"], parts: Sequence[Part], reads: pd.DataFrame, by: str
 ) -> pd.DataFrame:
     """Return the contributions as rows, without biases that are 0 everywhere (because the model lacks them)."""
-    counts = [len(spot.places) for spot in spots]
-    shares = (contributions / torch.tensor(counts).repeat_interleave(torch.tensor(counts))[:, None]).numpy()
+    shares = contributions.numpy() / reads[["of"]].to_numpy()
     present = [p for p, (component, *_) in enumerate(parts) if component != "bias" or np.any(shares[:, p])]
-    n_rows = len(shares)
+    n_rows, each = len(shares), reads.loc[reads.index.repeat(len(present))].reset_index(drop=True)
+    component, layer, head = zip(*(parts[p] for p in present), strict=True)
     table = pd.DataFrame(
         {
-            "example": np.repeat(np.repeat([spot.example for spot in spots], counts), len(present)),
-            "component": [parts[p][0] for p in present] * n_rows,
-            "layer": pd.array([parts[p][1] for p in present] * n_rows, dtype="Int64"),
-            "head": pd.array([parts[p][2] for p in present] * n_rows, dtype="Int64"),
-            "position": np.repeat([place for spot in spots for place in spot.places], len(present)),
+            "example": each["example"],
+            "component": component * n_rows,
+            "layer": pd.array(layer * n_rows, dtype="Int64"),
+            "head": pd.array(head * n_rows, dtype="Int64"),
+            "position": each["position"],
+            **({"role": each["role"]} if "role" in each else {}),
             "contribution": shares[:, present].flatten(),
         }
     )
-    roles = ["role"] if spots[0].role is not None else []
-    if roles:
-        table.insert(5, "role", np.repeat(np.repeat([str(spot.role) for spot in spots], counts), len(present)))
-    if by == "head":
+    if by in ("head", "position"):
         return table
-    columns = list(table.columns)
-    keys = ["example", *BY[by], *roles, "position"]
+    keys = ["example", *BY[by], *(["role"] if "role" in each else []), "position"]
     # dropna=False, because rows without a layer or head are parts too.
-    table = table.groupby(keys, sort=False, dropna=False)["contribution"].sum().reset_index()
-    return table.reindex(columns=columns).astype({"layer": "Int64", "head": "Int64"})
+    summed = table.groupby(keys, sort=False, dropna=False)["contribution"].sum().reset_index()
+    return summed.reindex(columns=table.columns).astype({"layer": "Int64", "head": "Int64"})
 
 
-def _by_source(
-    sources: Float[Tensor, "row layer head key"],
-    parts: Sequence[Part],
-    spots: Sequence[_ReadAt],
-    contributions: Float[Tensor, "row part"],
-) -> pd.DataFrame:
-    """Return each head's contributions by source position, up to the position read; other parts are unchanged."""
-    others = _table(contributions, parts, spots, "head")
-    tables, row = [others[others["component"] != "head"]], 0
-    for spot in spots:
-        length, n_places = max(spot.places) + 1, len(spot.places)
-        mean = sources[row : row + n_places, :, :, :length].sum(0).numpy() / n_places
-        row += n_places
+def _by_source(sources: Float[Tensor, "row layer head key"], reads: pd.DataFrame) -> pd.DataFrame:
+    """Return each head's contributions by source position, up to the position read."""
+    tables = []
+    for _, spot in reads.groupby([name for name in ("example", "role") if name in reads], sort=False):
+        mean = sources[spot.index.tolist(), :, :, : spot["position"].max() + 1].sum(0).numpy() / len(spot)
         layer, head, position = (index.reshape(-1) for index in np.indices(mean.shape))
-        found = {"example": spot.example, "component": "head", "layer": pd.array(layer, dtype="Int64")}
+        found = {"example": spot["example"].iloc[0], "component": "head", "layer": pd.array(layer, dtype="Int64")}
         found |= {"head": pd.array(head, dtype="Int64"), "position": position}
-        found |= ({} if spot.role is None else {"role": spot.role}) | {"contribution": mean.reshape(-1)}
-        tables.append(pd.DataFrame(found))
-    return pd.concat(tables).sort_values("example", kind="stable").reset_index(drop=True)
+        found |= {"role": spot["role"].iloc[0]} if "role" in spot else {}
+        tables.append(pd.DataFrame(found | {"contribution": mean.reshape(-1)}))
+    return pd.concat(tables)
 
 
-def _totals(totals: Float[Tensor, " row"], spots: Sequence[_ReadAt], correct: Tensor, wrong: Tensor) -> pd.DataFrame:
+def _totals(totals: Float[Tensor, " row"], reads: pd.DataFrame, correct: Tensor, wrong: Tensor) -> pd.DataFrame:
     """Return the logit difference of each example, the sum of its contributions, as a table."""
-    means = [part.mean().item() for part in totals.split([len(spot.places) for spot in spots])]
-    examples = [spot.example for spot in spots]
-    named: dict[str, Any] = {"example": examples, "correct": correct[examples], "wrong": wrong[examples]}
-    roles = {"role": [spot.role for spot in spots]} if spots[0].role is not None else {}
-    return pd.DataFrame(named | roles | {"logit_difference": means})
+    keys = [name for name in ("example", "role") if name in reads]
+    means = reads.assign(logit_difference=totals.numpy()).groupby(keys, sort=False)["logit_difference"].mean()
+    table = means.reset_index()
+    examples = table["example"].tolist()
+    table.insert(1, "correct", correct[examples].tolist())
+    table.insert(2, "wrong", wrong[examples].tolist())
+    return table
 
 
 Part: TypeAlias = tuple[str, int | None, int | None]
