@@ -355,7 +355,10 @@ def test_bad_input_is_one_clear_line(models):
         ({"probe": random_probe(model, layer=7)}, "The probe is of layer 7"),
         ({"probe": random_probe(model, site="mlp_post")}, "site='mlp_post'"),
         ({"probe": random_probe(model, token="first")}, "token='first' is not one of prompt_last, .*answer_last"),
-        ({"probe": Probe("mlp_out", "answer_last", 1, torch.zeros(3), 0.0)}, "The probe reads 3 numbers"),
+        (
+            {"probe": Probe("mlp_out", "answer_last", 1, torch.zeros(3), 0.0)},
+            r"found \(3,\) and 0.0",
+        ),
         ({"answered": answered_by(parallel)}, "other weights than"),
         ({"model": frozen}, r"was loaded under torch.inference_mode\(\)"),
         (

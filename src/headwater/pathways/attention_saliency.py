@@ -28,6 +28,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -48,7 +49,7 @@ from headwater.models.gradients import Descent, graphs_in_memory, refuse_cut_tex
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, by_length
-from headwater.options import checked_count, checked_name, resolve_indices, shown
+from headwater.options import checked_count, checked_name, one_or_several, resolve_indices, shown
 from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.sources import HasDatasets
@@ -172,13 +173,14 @@ def saliency(
         RunFolderError: `out` holds another run.
     """
     check_answered(model, answered)
-    named = list(edges) if isinstance(edges, list | tuple) else [edges]
     spec = WantedPairs(
-        edges=tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in named)),
+        edges=tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in one_or_several(edges))),
         heads=checked_name("heads", heads, OVER_HEADS),
         pairs=checked_name("pairs", pairs, OVER_PAIRS),
         layers=_layers(model, probe, layers),
     )
+    if not spec.edges:
+        raise InputError(f"edges is empty; choose from {', '.join(EDGES)}.")
     checked_name("target", target, TARGETS)
     if not hasattr(model.raw, "original_model"):
         raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
@@ -186,14 +188,12 @@ def saliency(
     refuse_cut_texts(model, "Saliency", answered.table["tokens"].map(len))
     checked_name("the probe's site", probe.site, PROBE_SITES)
     checked_name("the probe's token", probe.token, PROBE_TOKENS)
-    if not isinstance(probe.weight, Tensor) or probe.weight.ndim != 1 or not isinstance(probe.bias, float):
-        raise InputError("A probe needs a weight (a one-dimensional tensor) and a bias (a float); this one has others.")
-    if len(probe.weight) != model.shape.d_model:
+    width = tuple(probe.weight.shape) if isinstance(probe.weight, Tensor) else shown(probe.weight)
+    if width != (model.shape.d_model,) or not isinstance(probe.bias, float):
         raise InputError(
-            f"The probe reads {len(probe.weight)} numbers; the states of {model.name} have {model.shape.d_model}."
+            f"A probe of {model.name} needs a weight of shape ({model.shape.d_model},) and a bias (a float), "
+            f"found {width} and {shown(probe.bias)}."
         )
-    if not spec.edges:
-        raise InputError(f"edges is empty; choose from {', '.join(EDGES)}.")
     checked_count("batch_size", batch_size)
     fold = _folds(answered, probe)
     options = {
@@ -222,82 +222,56 @@ def saliency(
                 "cannot depend on the attention of their answer tokens, and S(E_Q→E_A) is NaN there.",
                 stacklevel=4,
             )
-        # Inference mode set by the caller would forbid autograd graphs.
-        with torch.inference_mode(False):
-            measured = _measure(model, rows, probe, fold, spec, batch_size, run)
-        return _result(answered, measured, fold, spec.layers, target, run.record)
+        readers = (*probe.folds, probe)  # the probe itself is last: fold -1
+        first = min(row.first for row in rows)
+        shared = common_start(torch.tensor([row.tokens[:first] for row in rows], dtype=torch.long))
+
+        @cache  # only when a piece needs it: a resumed run may find all pieces in its folder
+        def start() -> KeysValues:
+            return keys_values(model, torch.tensor([rows[0].tokens[:shared]], dtype=torch.long), {}, probe.layer + 1)
+
+        def compute(places: list[int]) -> dict[str, Tensor]:
+            # Inference mode set by the caller would forbid autograd graphs.
+            with torch.inference_mode(False):
+                read = readers[fold[places[0]]]
+                return measure_batch(model, [rows[i] for i in places], read, spec, start(), shared)
+
+        batches = []
+        # One probe measures a batch, so rows of different folds are not mixed.
+        for place in np.unique(fold):
+            part = np.flatnonzero(fold == place).tolist()
+            # Batches of rows with a similar first position and a similar length.
+            dealt = by_length([len(rows[i].tokens) for i in part], batch_size, before=[rows[i].first for i in part])
+            batches += [[part[i] for i in batch] for batch in dealt]
+        nothing = torch.full((len(rows), len(spec.layers)), torch.nan, dtype=torch.float64)
+        measured = {name: nothing.clone() for name in EDGES} | {"logit": nothing[:, 0].clone()}
+        with run.bar("Saliency", "example", len(rows)) as bar:
+            for places, piece in zip(batches, run.pieces("rows", batches, compute, bar, len), strict=True):
+                for name, values in piece.items():
+                    measured[name][places] = values
+        return Saliency(*_tables(answered, measured, fold, spec.layers), target, run.record)
 
     return run_or_resume(Saliency, "saliency", model, options, work, out=out, progress=progress)
 
 
-def _measure(
-    model: HookedModel,
-    rows: Sequence[SaliencyRow],
-    probe: Probe,
-    fold: NDArray[np.int64],
-    spec: WantedPairs,
-    batch_size: int,
-    run: Run,
-) -> dict[str, Tensor]:
-    """Return the probe's `logit` of every row, and its saliency by row and layer for each kind of edge."""
-    readers = (*probe.folds, probe)  # the probe itself is last: fold -1
-    first = min(row.first for row in rows)
-    shared = common_start(torch.tensor([row.tokens[:first] for row in rows], dtype=torch.long))
-    start: KeysValues | None = None
-    n_layers = probe.layer + 1
-    shape = (len(rows), len(spec.layers))
-    results = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in spec.edges}
-    results["logit"] = torch.empty(len(rows), dtype=torch.float64)
-    cut = []
-    # One probe measures a batch, so rows of different folds are not mixed.
-    for place in np.unique(fold):
-        part = np.flatnonzero(fold == place).tolist()
-        # Batches of rows with a similar first position and a similar length.
-        dealt = by_length([len(rows[i].tokens) for i in part], batch_size, before=[rows[i].first for i in part])
-        cut += [[part[i] for i in batch] for batch in dealt]
-
-    def compute(places: list[int]) -> dict[str, Tensor]:
-        nonlocal start
-        # Computed only when a piece needs it: a resumed run may find all pieces in its folder.
-        if start is None:
-            start = keys_values(model, torch.tensor([rows[0].tokens[:shared]], dtype=torch.long), {}, n_layers)
-        return measure_batch(model, [rows[i] for i in places], readers[fold[places[0]]], spec, start, shared)
-
-    with run.bar("Saliency", "example", len(rows)) as bar:
-        for places, piece in zip(cut, run.pieces("rows", cut, compute, bar, len), strict=True):
-            for name, values in piece.items():
-                results[name][places] = values
-    return results
-
-
-def _result(
-    answered: AnsweredQuestions,
-    measured: dict[str, Tensor],
-    fold: NDArray[np.int64],
-    layers: Sequence[int],
-    target: LossName,
-    run: RunRecord,
-) -> Saliency:
-    """Build the tables; the gradient of the cross-entropy is the logit's times |p - z|."""
-    z = torch.tensor(answered.z, dtype=torch.float64)
-    logit = measured["logit"]
+def _tables(
+    answered: AnsweredQuestions, measured: dict[str, Tensor], fold: NDArray[np.int64], layers: Sequence[int]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the tables; the gradient of the cross-entropy is the logit's times |p - z|."""
+    z, logit = torch.tensor(answered.z, dtype=torch.float64), measured["logit"]
     # |z - p| from the signed logit, since 1 - sigmoid(logit) is exactly 0 from logits of 37 on.
-    distance = torch.where(z == 1, torch.sigmoid(-logit), torch.sigmoid(logit))
-    nothing = torch.full((len(z), len(layers)), torch.nan, dtype=torch.float64)
-    flows = {column: measured.get(name, nothing) for name, column in zip(EDGES, COLUMNS, strict=True)}
+    slopes = {"cross_entropy": torch.where(z == 1, torch.sigmoid(-logit), torch.sigmoid(logit)), "logit": z * 0 + 1}
     names = {"dataset": answered.table["dataset"].to_numpy(), "example": np.arange(len(z))}
+    probe = {"z": answered.z, "fold": fold, "logit": logit.numpy(), "probability": torch.sigmoid(logit).numpy()}
     tables, by_layer = [], []
-    for name in TARGETS:
-        scaled = {
-            column: flow * (distance[:, None] if name == "cross_entropy" else 1) for column, flow in flows.items()
-        }
-        probe = {"z": answered.z, "fold": fold, "logit": logit.numpy(), "probability": torch.sigmoid(logit).numpy()}
-        means = {column: flow.nanmean(1).numpy() for column, flow in scaled.items()}
-        tables.append(pd.DataFrame({**names, "target": name, **probe, **means}))
+    for target in TARGETS:
+        flows = {f"saliency_{name}": measured[name] * slopes[target][:, None] for name in EDGES}
+        means = {column: flow.nanmean(1).numpy() for column, flow in flows.items()}
+        tables.append(pd.DataFrame({**names, "target": target, **probe, **means}))
         repeated = {key: np.repeat(values, len(layers)) for key, values in names.items()}
-        flat = {column: flow.flatten().numpy() for column, flow in scaled.items()}
-        by_layer.append(pd.DataFrame({**repeated, "target": name, "layer": np.tile(layers, len(z)), **flat}))
-    return Saliency(pd.concat(tables, ignore_index=True), pd.concat(by_layer, ignore_index=True), target, run)
+        flat = {column: flow.flatten().numpy() for column, flow in flows.items()}
+        by_layer.append(pd.DataFrame({**repeated, "target": target, "layer": np.tile(layers, len(z)), **flat}))
+    return pd.concat(tables, ignore_index=True), pd.concat(by_layer, ignore_index=True)
 
 
 def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None) -> tuple[int, ...]:
@@ -365,12 +339,15 @@ class SaliencyRow:
 def rows_of(answered: AnsweredQuestions, probe: Probe, edges: Sequence[str]) -> list[SaliencyRow]:
     """Return the tokens to run for each example, and the ends of its edges."""
     rows = []
-    positions = probe_positions(answered, probe.token)
-    exact = answered.table["exact_answer_tokens"]
-    columns = zip(answered.table["tokens"], positions, answered.exact_question_tokens(), exact, strict=True)
+    columns = zip(
+        answered.table["tokens"],
+        probe_positions(answered, probe.token),
+        answered.exact_question_tokens(),
+        answered.table["exact_answer_tokens"],
+        strict=True,
+    )
     for tokens, position, question, answer in columns:
-        keys = tuple(key for key in question if key <= position)
-        queries = tuple(query for query in answer if query <= position)
+        keys, queries = (tuple(place for place in places if place <= position) for places in (question, answer))
         first = min((position, *(keys if "all" in edges else queries)))
         rows.append(SaliencyRow(list(tokens[: position + 1]), keys, queries, first))
     return rows

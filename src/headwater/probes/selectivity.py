@@ -51,6 +51,7 @@ from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
 
 INNER = 3
+Splits = Sequence[tuple[Int[ndarray, " _"], Int[ndarray, " _"]]]
 
 
 class CrossFit(NamedTuple):
@@ -66,7 +67,7 @@ def cross_fitted(
     states: Float[ndarray, "row feature"],
     labels: Int[ndarray, " row"],
     groups: Sequence[Hashable],
-    splits: Sequence[tuple[Int[ndarray, " _"], Int[ndarray, " _"]]],
+    splits: Splits,
     strengths: Sequence[float],
     seed: int,
 ) -> CrossFit:
@@ -210,10 +211,10 @@ class _Task:
     seed: int
     draws: Bootstrap = field(repr=False)
 
-    def splits(self, labels: Int[ndarray, " row"]) -> list[tuple[ndarray, ndarray]] | None:
+    def splits(self, labels: Int[ndarray, " row"]) -> Splits | None:
         """Assign the rows to folds for the given labels; None if a class has too few groups."""
         try:
-            return list(grouped_folds(labels, self.groups, self.folds, self.seed))
+            return grouped_folds(labels, self.groups, self.folds, self.seed)
         except InputError:
             return None
 
@@ -340,31 +341,25 @@ def _named(option: str, names: Iterable[Hashable] | None, rows: int) -> list[Has
     return listed
 
 
-def _of_layer(
-    states: Float[ndarray, "row feature"], task: _Task, splits: list[tuple[ndarray, ndarray]]
-) -> dict[str, Tensor]:
+def _of_layer(states: Float[ndarray, "row feature"], task: _Task, splits: Splits) -> dict[str, Tensor]:
     """Return the logits of one layer, those of its control tasks, and a probe fitted on all rows."""
     fit = cross_fitted(states, task.labels, task.groups, splits, task.strengths, task.seed)
     chosen = chosen_strength(states, task.labels, task.groups, task.strengths, task.seed)
     weight, bias = fit_linear(states, task.labels, chosen)
-    logits, folds, labels = [], [], []
-    for number in range(task.controls):
-        drawn = task.control(number)
-        # Separate folds, because the folds of the labels need not contain both of the drawn labels.
-        dealt = task.splits(drawn)
-        if dealt is not None:
-            control = cross_fitted(states, drawn, task.groups, dealt, task.strengths, task.seed)
-            logits.append(control.logit)
-            folds.append(control.fold)
-            labels.append(drawn)
-    shape = (len(logits), len(task.labels))
-    return {
-        "logit": torch.from_numpy(fit.logit), "fold": torch.from_numpy(fit.fold), "C": torch.from_numpy(fit.C),
-        "weight": torch.from_numpy(weight), "bias": torch.tensor(bias, dtype=torch.float64),
-        "control_logit": torch.from_numpy(np.array(logits, dtype=float).reshape(shape)),
-        "control_fold": torch.from_numpy(np.array(folds, dtype=np.int64).reshape(shape)),
-        "control_label": torch.from_numpy(np.array(labels, dtype=np.int64).reshape(shape)),
+    drawn = [task.control(number) for number in range(task.controls)]
+    # Separate folds, because the folds of the labels need not contain both of the drawn labels.
+    dealt = [(labels, folds) for labels in drawn if (folds := task.splits(labels)) is not None]
+    controls = [
+        (cross_fitted(states, labels, task.groups, folds, task.strengths, task.seed), labels) for labels, folds in dealt
+    ]
+    shape = (len(controls), len(task.labels))
+    arrays = {
+        "logit": fit.logit, "fold": fit.fold, "C": fit.C, "weight": weight, "bias": np.array(bias),
+        "control_logit": np.array([control.logit for control, _ in controls], dtype=float).reshape(shape),
+        "control_fold": np.array([control.fold for control, _ in controls], dtype=np.int64).reshape(shape),
+        "control_label": np.array([labels for _, labels in controls], dtype=np.int64).reshape(shape),
     }  # fmt: skip
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def _numbers(piece: Mapping[str, Tensor], task: _Task) -> dict[str, float]:
@@ -377,15 +372,12 @@ def _numbers(piece: Mapping[str, Tensor], task: _Task) -> dict[str, float]:
         tasks = list(zip(arrays["control_logit"], arrays["control_label"], arrays["control_fold"], strict=True))
         control_auc = float(np.mean([auc(logit, drawn, strata=fold) for logit, drawn, fold in tasks]))
         control = np.mean([_right(logit, drawn) for logit, drawn, _ in tasks], axis=0)
-
-    def bounded(name: str, estimates: Float[ndarray, " draw"]) -> dict[str, float]:
-        return dict(zip((name, f"{name}_low", f"{name}_high"), interval(estimates, task.level), strict=True))
-
     aucs = draws.apply(lambda counts: auc(arrays["logit"], labels, counts=counts, strata=arrays["fold"]))
-    numbers = bounded("auc", aucs) | bounded("accuracy", draws.mean(right))
-    numbers |= {"majority": float(max(labels.mean(), 1 - labels.mean()))}
-    numbers |= {"control_auc": control_auc, "control_accuracy": float(control.mean())}
-    return numbers | bounded("selectivity", draws.mean(right - control))
+    found = {"auc": aucs, "accuracy": draws.mean(right), "selectivity": draws.mean(right - control)}
+    numbers = {name: interval(estimates, task.level).named(name) for name, estimates in found.items()}
+    beside = {"majority": float(max(labels.mean(), 1 - labels.mean()))}
+    beside |= {"control_auc": control_auc, "control_accuracy": float(control.mean())}
+    return numbers["auc"] | numbers["accuracy"] | beside | numbers["selectivity"]
 
 
 def _right(logits: Float[ndarray, " row"], labels: Shaped[ndarray, " row"]) -> Float[ndarray, " row"]:
