@@ -281,6 +281,8 @@ class ModelExtractor:
             prompts = {place: _prompt(self.model, *pairs[place], turn) for place in sorted(remaining)}
             # A pair that leaves no room for one example is not asked in any turn.
             prompts = {place: tokens for place, tokens in prompts.items() if tokens}
+            if not prompts:
+                break
             remaining = set(prompts)
             for place, text in _written(self.model, prompts).items():
                 parts, (question, answer) = parts_of(text), pairs[place]
