@@ -35,7 +35,6 @@ from headwater.calls import checked_call
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, callers_level, first_line
 from headwater.kernels.devices import failures_named, to_device
-from headwater.kernels.likelihood import UnembeddingHead
 from headwater.kernels.likelihood_blocked import layer_predictions
 from headwater.models.bridge_check import is_finite
 from headwater.models.edits import read_hook
@@ -43,7 +42,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of, refuse_two_meanings, roles_of
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
-from headwater.models.unembedding import Normalise, refuse_other_logits, unembedding_head
+from headwater.models.unembedding import refuse_other_logits, unembedding_head
 from headwater.options import checked_count, checked_path, resolve_indices, shown
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
@@ -190,7 +189,36 @@ def lens(
 
     def work(run: Run) -> LayerPredictions:
         normalise, head = unembedding_head(model, run.record)
-        measure = partial(_measured, model, read, where, targets, chosen, transform, top_k, normalise, head)
+
+        @torch.inference_mode()
+        def measure(examples: range) -> dict[str, Tensor]:
+            """Return the predictions of layers, `layer row ...`; a row is a position read in an example."""
+            batch = Batch.of([read[i].ids for i in examples], pad_id(model.tokenizer)).named(examples)
+            rows = torch.tensor([i - examples.start for i in examples for _ in where[i]])
+            places = torch.tensor([place for i in examples for place in where[i]])
+            recorded: dict[int, Tensor] = {}
+            ends: list[Tensor] = []
+
+            def keep(residual: Tensor, hook: object, layer: int) -> None:
+                there = residual.device
+                recorded[layer] = residual[to_device(rows, there), to_device(places, there)]
+                if layer == chosen[-1]:
+                    ends.append(
+                        residual[torch.arange(len(residual), device=there), to_device(batch.lengths - 1, there)]
+                    )
+
+            hooks = [(hook_name("resid_post", layer), read_hook(partial(keep, layer=layer))) for layer in chosen]
+            expected = model.run(batch, hooks, keep="last")[:, 0]
+            # Checked at the last tokens whatever positions are read, because the run computes these logits anyway.
+            refuse_other_logits(model, head.logits(normalise(ends[0]).float(), slice(None)), expected)
+            device = head.W_U.device
+            last = normalise(recorded[chosen[-1]]).to(device)
+            hidden = [normalise(transform(recorded[layer], layer)).to(device).float() for layer in chosen]
+            # A position without a next token gets token 0, and its rank is removed from the table.
+            target = to_device(torch.cat([targets[i] for i in examples]).clamp(min=0), device)
+            found = layer_predictions(torch.stack(hidden), last, head, target, top_k)
+            return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
+
         batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
         with run.bar("Reading layers", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, measure, bar, len))
@@ -221,45 +249,6 @@ def _targets(
             stacklevel=callers_level(),
         )
     return targets
-
-
-@torch.inference_mode()
-def _measured(
-    model: HookedModel,
-    prompts: Sequence[Prompt],
-    where: Sequence[tuple[int, ...]],
-    targets: Sequence[Tensor],
-    layers: Sequence[int],
-    transform: Callable[[Tensor, int], Tensor],
-    top_k: int,
-    normalise: Normalise,
-    head: UnembeddingHead,
-    examples: range,
-) -> dict[str, Tensor]:
-    """Run some prompts; return the predictions of layers, `layer row ...`; a row is a position read in an example."""
-    batch = Batch.of([prompts[i].ids for i in examples], pad_id(model.tokenizer)).named(examples)
-    rows = torch.tensor([i - examples.start for i in examples for _ in where[i]])
-    places = torch.tensor([place for i in examples for place in where[i]])
-    recorded: dict[int, Tensor] = {}
-    ends: list[Tensor] = []
-
-    def keep(residual: Tensor, hook: object, layer: int) -> None:
-        there = residual.device
-        recorded[layer] = residual[to_device(rows, there), to_device(places, there)]
-        if layer == layers[-1]:
-            ends.append(residual[torch.arange(len(residual), device=there), to_device(batch.lengths - 1, there)])
-
-    hooks = [(hook_name("resid_post", layer), read_hook(partial(keep, layer=layer))) for layer in layers]
-    expected = model.run(batch, hooks, keep="last")[:, 0]
-    # Checked at the last tokens whatever positions are read, because the run computes these logits anyway.
-    refuse_other_logits(model, head.logits(normalise(ends[0]).float(), slice(None)), expected)
-    device = head.W_U.device
-    last = normalise(recorded[layers[-1]]).to(device)
-    hidden = [normalise(transform(recorded[layer], layer)).to(device).float() for layer in layers]
-    # A position without a next token gets token 0, and its rank is removed from the table.
-    target = to_device(torch.cat([targets[i] for i in examples]).clamp(min=0), device)
-    found = layer_predictions(torch.stack(hidden), last, head, target, top_k)
-    return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
 
 
 def _table(

@@ -67,27 +67,21 @@ class Refusals(Result):
         """Return how often each mode is declined, and whether margin and accuracy explain the difference."""
         lines = [] if len(self.table) else ["No reply ended within max_new_tokens, so nothing can be compared."]
         for row in each_row(whole_summary(self)):
-            name, answers = row["dataset"], int(row["answers"])
+            where = f"{row['dataset']}, modes by {row['split_by']}"
             if not math.isfinite(row["difference"]):
-                lines.append(
-                    f"{name}, modes by {row['split_by']}: one mode has no answers, so nothing can be compared."
-                )
+                lines.append(f"{where}: one mode has no answers, so nothing can be compared.")
                 continue
             q, a = (_interval_text(row, name) for name in ("q_refused", "a_refused"))
             lines.append(
-                f"{name}, modes by {row['split_by']}: on {answers:,} questions asked again, the refusal rate is {q} "
-                f"for Q-anchored and {a} for A-anchored answers."
+                f"{where}: on {int(row['answers']):,} questions asked again, the refusal rate is {q} for Q-anchored and "
+                f"{a} for A-anchored answers."
             )
-            here = self.table[(self.table["dataset"] == name) & (self.table["split_by"] == row["split_by"])]
-            controlled = "; ".join(
+            here = self.table[(self.table[["dataset", "split_by"]] == [row["dataset"], row["split_by"]]).all(axis=1)]
+            controlled = [
                 f"{one['control']} {_interval_text(one, 'difference')}"
-                for one in each_row(here)
-                if math.isfinite(one["difference"])
-            )
-            if controlled:
-                lines.append(
-                    f"{name}, modes by {row['split_by']}: refusal rate, A-anchored minus Q-anchored: {controlled}."
-                )
+                for one in each_row(here[here["difference"].notna()])
+            ]
+            lines.append(f"{where}: refusal rate, A-anchored minus Q-anchored: {'; '.join(controlled)}.")
         return lines
 
 

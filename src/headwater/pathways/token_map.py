@@ -168,13 +168,10 @@ def _logits(
 
 def _drawn_again(answered: AnsweredQuestions, half: Halves) -> Int[ndarray, "seed example"]:
     """Permute the labels within each half, for every seed."""
-    drawn = np.empty(half.shape, dtype=np.int64)
-    for seed, sides in enumerate(half):
-        rng = np.random.default_rng(seed)
-        for side in (0, 1):
-            places = np.flatnonzero(sides == side)
-            # Within each half, so that both halves keep their share of wrong answers.
-            drawn[seed, places] = answered.z[rng.permutation(places)]
+    drawn, generators = np.empty(half.shape, dtype=np.int64), [np.random.default_rng(seed) for seed in range(len(half))]
+    for seed, _, here in each_half(half):
+        # Within each half, so that both halves keep their share of wrong answers.
+        drawn[seed, here] = answered.z[generators[seed].permutation(here)]
     return drawn
 
 

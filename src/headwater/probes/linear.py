@@ -71,16 +71,10 @@ class Probe:
     """The questions whose answers were used to fit it or to choose its layer, if known."""
     folds: tuple[Probe, ...] = ()
     """The same probe fitted on parts of these answers; for every question, one at least has not seen its answers."""
-    rows: int | None = None
-    """The number of rows that it was fitted on, if known."""
 
     def __repr__(self) -> str:
-        fitted_on = f"{len(self.fitted_on)} questions" if self.rows is None else f"{self.rows} rows"
         folds = f", {len(self.folds)} folds" if self.folds else ""
-        return (
-            f"Probe({self.site} at {self.token}, layer {self.layer}: {len(self.weight)} weights, "
-            f"fitted on {fitted_on}{folds})"
-        )
+        return f"Probe({self.site} at {self.token}, layer {self.layer}: {len(self.weight)} weights{folds})"
 
     def reader(self, question: str) -> int | None:
         """Return which coefficients were not fitted on a question: -1 for this probe, the index of a fold, or None."""

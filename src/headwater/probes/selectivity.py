@@ -152,10 +152,7 @@ class ProbeFit(Result):
             raise InputError(f"There is no probe of layer {shown(layer)}; there are {', '.join(map(str, layers))}.")
         place = layers.index(wanted)
         seen = frozenset(one for one in self.predictions["group"] if isinstance(one, str))
-        rows = self.predictions["row"].nunique()
-        return Probe(
-            self.site, "given rows", layers[place], self.weight[place], float(self.bias[place]), seen, rows=rows
-        )
+        return Probe(self.site, "given rows", layers[place], self.weight[place], float(self.bias[place]), seen)
 
     def report(self) -> list[str]:
         """Return the performance at the best layer, and how much of it a probe reaches on random labels."""

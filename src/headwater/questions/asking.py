@@ -90,9 +90,10 @@ def question_frame(
     if checked_name("context", context, CONTEXTS) == CHAT:
         if examples and prompt is None:
             # As turns, after the instruction to be brief.
-            said = [(role, text) for one in examples for role, text in zip(("user", "assistant"), one, strict=True)]
-            turns = (("system", BRIEFLY), *said, ("user", SLOT))
-            prompt = [{"role": role, "content": text} for role, text in turns]
+            turns = [("system", BRIEFLY)]
+            for question, answer in examples:
+                turns += [("user", question), ("assistant", answer)]
+            prompt = [{"role": role, "content": text} for role, text in (*turns, ("user", SLOT))]
         return _chat(model, prompt)
     if prompt is None:
         warn_of_no_template(model, [PROMPT])
@@ -125,15 +126,13 @@ def limit_of(model: HookedModel, frame: Frame, requested: int | None) -> int:
 
 
 def _checked(examples: Sequence[Example]) -> list[Example]:
-    pairs = list(examples) if isinstance(examples, list | tuple) else None
-    for pair in [examples] if pairs is None else pairs:
-        is_pair = isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-        if pairs is None or not is_pair:
+    for pair in examples if isinstance(examples, list | tuple) else [examples]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise InputError(
                 f"examples must be pairs of a question and its answer, as [('What is ...?', 'Lisbon')]; found "
                 f"{shown(pair)}."
             )
-    return [(question.strip(), answer.strip()) for question, answer in pairs or ()]
+    return [(question.strip(), answer.strip()) for question, answer in examples]
 
 
 def _chat(model: HookedModel, messages: str | Messages | None) -> Frame:
@@ -159,21 +158,18 @@ def _written_chat(tokenizer: Any, messages: Messages | None) -> str | None:
     """Apply the chat template; if it takes no system message, prepend that message to the next one."""
     if messages is None:
         return chat_text(tokenizer, SLOT)
+    has_system = len(messages) > 1 and messages[0].get("role") == "system"
+    written = None
     try:
         written = chat_text(tokenizer, messages)
     except InputError:
-        if not _opens_with_system(messages):
+        if not has_system:
             raise
-    else:
-        # Some templates raise on a system message, others drop it silently, so the result is searched for it.
-        if written is None or not _opens_with_system(messages) or messages[0]["content"].strip() in written:
-            return written
+    # Some templates raise on a system message, others drop it silently, so the result is searched for it.
+    if not has_system or (written is not None and messages[0]["content"].strip() in written):
+        return written
     system, first, *others = messages
     return chat_text(tokenizer, [{**first, "content": f"{system['content']}\n{first['content']}"}, *others])
-
-
-def _opens_with_system(messages: Messages) -> bool:
-    return len(messages) > 1 and messages[0].get("role") == "system"
 
 
 def ask(

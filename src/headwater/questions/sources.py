@@ -223,22 +223,19 @@ def _spans(where: str, name: str, value: object, question: str) -> tuple[Span, .
         value = _parsed(value, where, name)
     is_single = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
     parts = [value] if is_single or not isinstance(value, list) else value
-    return tuple(_span(where, name, part, question) for part in parts)
-
-
-def _span(where: str, name: str, part: Any, question: str) -> Span:
-    if isinstance(part, str):
-        found = find_words(question, part)
-        if found is None:
+    spans = []
+    for part in parts:
+        span = find_words(question, part) if isinstance(part, str) else part
+        if span is None:
             raise InputError(f"{where}: {name} {part!r} does not occur in the question {question!r}.")
-        return found
-    # `type is int`, because True is an int but not an index.
-    is_pair = isinstance(part, list) and len(part) == 2 and all(type(place) is int for place in part)
-    if not is_pair or not 0 <= part[0] < part[1] <= len(question):
-        raise InputError(
-            f"{where}: {name} {part!r} is not a span [start, end] of the question ({len(question)} characters)."
-        )
-    return part[0], part[1]
+        # `type is int`, because True is an int but not an index.
+        is_pair = isinstance(span, list | tuple) and len(span) == 2 and all(type(place) is int for place in span)
+        if not is_pair or not 0 <= span[0] < span[1] <= len(question):
+            raise InputError(
+                f"{where}: {name} {part!r} is not a span [start, end] of the question ({len(question)} characters)."
+            )
+        spans.append((span[0], span[1]))
+    return tuple(spans)
 
 
 def _tidy(table: pd.DataFrame) -> pd.DataFrame:
@@ -356,9 +353,8 @@ def columns_found(row: Mapping[str, object], *missing: str) -> str:
     others = [name for name in names if name not in missing]
     near = [(found, name) for name in missing for found in difflib.get_close_matches(name, others, n=1)]
     meant = "".join(f" Is {found!r} meant to be {name!r}?" for found, name in near)
-    listed = [name if len(name) <= 40 else f"{name[:40]}..." for name in names]
-    written = ", ".join(listed[:20]) + ", ..." * (len(listed) > 20) or "none"
-    return f"Columns found: {written}.{meant}"
+    listed = [name if len(name) <= 40 else f"{name[:40]}..." for name in (names[:20] or ["none"])]
+    return f"Columns found: {', '.join(listed + ['...'] * (len(names) > 20))}.{meant}"
 
 
 def _table(row: dict[str, object], where: str) -> dict[str, object]:
@@ -422,16 +418,14 @@ def _has_value_and_aliases(row: Mapping[str, object]) -> bool:
 
 def _hotpotqa(row: dict[str, object], where: str) -> dict[str, object]:
     _require(row, where, "hotpotqa", "question", "answer")
-    kept: dict[str, object] = {name: row[name] for name in ("type", "level") if name in row}
-    if "_id" in row or "id" in row:
-        kept["id"] = row.get("_id", row.get("id"))
-    return kept | {"question": row["question"], "answers": [row["answer"]]}
+    kept = {name: row[name] for name in ("type", "level") if name in row}
+    return kept | {"id": row.get("_id", row.get("id")), "question": row["question"], "answers": [row["answer"]]}
 
 
 def _nq_open(row: dict[str, object], where: str) -> dict[str, object]:
     _require(row, where, "nq_open", "question", "answer")
-    kept = {"id": row["id"]} if "id" in row else {}
-    return kept | {"question": row["question"], "answers": _answers(row["answer"], where, "answer")}
+    answers = _answers(row["answer"], where, "answer")
+    return {"id": row.get("id"), "question": row["question"], "answers": answers}
 
 
 FORMATS: Mapping[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
