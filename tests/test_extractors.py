@@ -283,11 +283,11 @@ def test_the_key_comes_from_the_environment_and_stands_nowhere(monkeypatch):
         EndpointExtractor("localhost:8000", "judge")
 
 
-def test_a_set_without_exact_words_among_others_is_named_with_its_first_row(asked):
+def test_a_set_without_exact_words_among_others_is_named(asked):
     model, questions = asked
     named = pd.DataFrame([{"dataset": "named", "question": "big cat", "answers": ["x"], "subject": "cat"}])
     both = hw.load_questions(pd.concat([named, questions.table.drop(columns=["subject", "property"])]))
-    with pytest.raises(InputError, match=r"None of the 40 questions of 'own' says where.*row 2 \(own-1: 'big cat 0'\)"):
+    with pytest.raises(InputError, match=r"None of the 40 questions of 'own' says where"):
         hw.answer(model, both, progress=False)
 
 

@@ -415,20 +415,22 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
             return wide + wide @ A.T + b
 
         return translate
-    return partial(_called, lens) if callable(lens) else lambda residual, layer: residual
+    if not callable(lens):
+        return lambda residual, layer: residual
 
+    def called(residual: Tensor, layer: int) -> Tensor:
+        with failures_named("The lens failed"):
+            result = lens(residual.float(), layer)
+        if not isinstance(result, Tensor) or result.shape != residual.shape:
+            what = tuple(result.shape) if isinstance(result, Tensor) else f"a {type(result).__name__}"
+            raise InputError(
+                f"The lens must give a tensor of shape {tuple(residual.shape)} at layer {layer}, found {what}."
+            )
+        if not is_finite(result):
+            raise InputError(f"The lens gives NaN or infinity at layer {layer}: check its function.")
+        return result
 
-def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int) -> Tensor:
-    with failures_named("The lens failed"):
-        result = lens(residual.float(), layer)
-    if not isinstance(result, Tensor) or result.shape != residual.shape:
-        what = tuple(result.shape) if isinstance(result, Tensor) else f"a {type(result).__name__}"
-        raise InputError(
-            f"The lens must give a tensor of shape {tuple(residual.shape)} at layer {layer}, found {what}."
-        )
-    if not is_finite(result):
-        raise InputError(f"The lens gives NaN or infinity at layer {layer}: check its function.")
-    return result
+    return called
 
 
 def lens_named(lens: Lens) -> Any:

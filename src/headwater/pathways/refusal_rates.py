@@ -73,14 +73,12 @@ class Refusals(Result):
                 continue
             q, a = (_interval_text(row, name) for name in ("q_refused", "a_refused"))
             lines.append(
-                f"{where}: on {int(row['answers']):,} questions asked again, the refusal rate is {q} for Q-anchored and "
-                f"{a} for A-anchored answers."
+                f"{where}: on {int(row['answers']):,} questions asked again, the refusal rate is {q} for Q-anchored "
+                f"and {a} for A-anchored answers."
             )
             here = self.table[(self.table[["dataset", "split_by"]] == [row["dataset"], row["split_by"]]).all(axis=1)]
-            controlled = [
-                f"{one['control']} {_interval_text(one, 'difference')}"
-                for one in each_row(here[here["difference"].notna()])
-            ]
+            measured = each_row(here[here["difference"].notna()])
+            controlled = [f"{one['control']} {_interval_text(one, 'difference')}" for one in measured]
             lines.append(f"{where}: refusal rate, A-anchored minus Q-anchored: {'; '.join(controlled)}.")
         return lines
 

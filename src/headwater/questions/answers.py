@@ -279,12 +279,9 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
     for name, rows in asked.groupby(table["dataset"], sort=False):
         if rows.any():
             continue
-        first = int(rows.index[0])
-        others = "" if len(questions.datasets) == 1 else " Answer it separately from the others."
         raise InputError(
-            f"None of the {len(rows):,} questions of {name!r} says where its subject and property are, for example row "
-            f"{first + 1} ({table['id'][first]}: {table['question'][first]!r}).{others} Give the columns subject and "
-            "property, or an extractor: extractor='rules' or another (headwater.questions.extract). "
+            f"None of the {len(rows):,} questions of {name!r} says where its subject and property are. Give the "
+            "columns subject and property, or extractor='rules' or another (headwater.questions.extract). "
             f"{columns_found({str(column): None for column in table}, *SPAN_COLUMNS)}"
         )
     prompts, records = {}, table.to_dict("records")
