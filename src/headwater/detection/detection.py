@@ -30,7 +30,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.detection.methods import COUNTS, METHODS, AnswerSet, Detector, DetectorSetup, check_methods, relations_of
+from headwater.detection.methods import (
+    COUNTS,
+    METHODS,
+    NAMES,
+    AnswerSet,
+    Detector,
+    DetectorSetup,
+    check_methods,
+    relations_of,
+)
 from headwater.detection.reweighting import Reweighting
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_kind, checked_layer, checked_name, checked_repeats
@@ -262,20 +271,6 @@ def _span_note(answer_set: AnswerSet, scored: pd.DataFrame, questions: pd.Series
         "probe": f"the length and position of the exact answer alone give AUC {_auc(row)}: this is no evidence that "
         "the states encode which answer is wrong"
     }
-
-
-NAMES = {
-    "question": "relation, popularity",
-    "p_true": "P(True)",
-    "logit_mean": "logit mean",
-    "logit_min": "logit min",
-    "probe": "single probe",
-    "random_gate": "MoP, random gate",
-    "vanilla_experts": "MoP, random experts",
-    "mop": "mixture of probes (MoP)",
-    "pr": "pathway reweighting (PR)",
-}
-"""Display name of each method."""
 
 
 def evaluate(

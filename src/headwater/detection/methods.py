@@ -54,9 +54,19 @@ from headwater.questions.states import probe_states
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
 
-METHODS = (
-    "question", "p_true", "logit_mean", "logit_min", "probe", "random_gate", "vanilla_experts", "mop", "pr",
-)  # fmt: skip
+NAMES = {
+    "question": "relation, popularity",
+    "p_true": "P(True)",
+    "logit_mean": "logit mean",
+    "logit_min": "logit min",
+    "probe": "single probe",
+    "random_gate": "MoP, random gate",
+    "vanilla_experts": "MoP, random experts",
+    "mop": "mixture of probes (MoP)",
+    "pr": "pathway reweighting (PR)",
+}
+"""Display name of each method."""
+METHODS = tuple(NAMES)
 CLASSIFIERS = ("probe", "gate", "question_expert", "answer_expert", "first_half", "second_half", "pr")
 """The linear classifiers of the state at l*, in the order of `Detector.weight`."""
 ASK = "Question: {question}\nProposed answer: {answer}\nIs the proposed answer true or false? It is"

@@ -333,27 +333,17 @@ def load_tuned_lens(folder: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
         InputError: the folder has no tuned lens, or a damaged one.
     """
     path = checked_path("lens", folder)
-    if not (path / PARAMETERS).is_file():
-        raise InputError(
-            f"lens={str(folder)!r} is neither 'logit' nor the folder of a tuned lens, which holds {CONFIG} and "
-            f"{PARAMETERS}."
-        )
     try:
         config = parse_json((path / CONFIG).read_bytes())
         d_model, n_layers = int(config["d_model"]), int(config["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise InputError(
-            f"The tuned lens in {path} has no {CONFIG} that gives its d_model and num_hidden_layers."
-        ) from None
-    try:
         state = torch.load(path / PARAMETERS, "cpu", weights_only=True)
         named = {name.removeprefix("layer_translators."): tensor for name, tensor in state.items()}
         A = {layer: named[f"{layer + 1}.weight"].float() for layer in range(n_layers - 1)}
         return {layer: (A[layer], named.get(f"{layer + 1}.bias", torch.zeros(d_model)).float()) for layer in A}
     except Exception as error:  # a damaged pickle leads torch to errors of every kind
         raise InputError(
-            f"The tuned lens file {path / PARAMETERS} is damaged, lacks a layer or holds more than tensors "
-            f"({first_line(error)[:120]})."
+            f"lens={str(folder)!r} is neither 'logit' nor the folder of a tuned lens: {CONFIG} or {PARAMETERS} is "
+            f"missing or damaged, or lacks a layer ({first_line(error)[:120]})."
         ) from None
 
 

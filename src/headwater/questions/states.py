@@ -33,14 +33,9 @@ from headwater.questions.answers import AnsweredQuestions
 ProbeSiteName: TypeAlias = Literal["mlp_out", "attn_out", "resid_post"]
 PROBE_SITES = get_args(ProbeSiteName)
 TokenName: TypeAlias = Literal[
-    "prompt_last",
-    "answer_first",
-    "before_answer",
-    "exact_answer_first",
-    "exact_answer_last",
-    "after_answer",
+    "prompt_last", "answer_first", "before_answer", "exact_answer_first", "exact_answer_last", "after_answer",
     "answer_last",
-]
+]  # fmt: skip
 PROBE_TOKENS = get_args(TokenName)
 MAP_TOKENS = ("question_last", *PROBE_TOKENS)
 BEFORE = ("prompt_last", "before_answer")
