@@ -3,11 +3,9 @@
 import json
 
 import pytest
-import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.models.generation import Generated
 from headwater.questions import extract
 from headwater.questions.extract import SHOTS, ModelExtractor, agreement, parts_of
 from tests.ending import every_answer_ends
@@ -82,13 +80,6 @@ def test_prompts_hold_as_many_examples_as_fit_in_another_order_each_time():
     assert ModelExtractor(model)("word " * 5000, "") == {}
 
 
-def test_a_model_stops_behind_the_third_line_that_holds_something():
-    text = ["\n", "a", "\n", "b", "\n\n", "c", "\n"]
-    wrote = extract._three_lines(lambda token: text[token])
-    assert [wrote(0, step, step) for step in range(len(text))] == [False] * 6 + [True]
-    assert not wrote(0, 0, 1)
-
-
 def test_answers_are_extracted_by_the_model_itself_or_by_another_and_the_record_tells_them_apart(tmp_path, monkeypatch):
     model, other = embedded(), hw.load()
     asked = []
@@ -110,18 +101,13 @@ def test_answers_are_extracted_by_the_model_itself_or_by_another_and_the_record_
         agreement(questions, "model")
 
 
-def test_what_a_model_writes_is_cut_to_its_own_tokens(monkeypatch):
-    model = embedded()
-    word = model.tokenizer.encode("cat", add_special_tokens=False)[:1]
-
-    def generate(model, batch, **options):
-        tokens = torch.tensor([word * 3] * len(batch))
-        return Generated(tokens, tokens.float(), torch.full((len(batch),), 1), torch.ones(len(batch), dtype=torch.bool))
-
-    monkeypatch.setattr(extract, "generate_tokens", generate)
-    found = extract._written(model, {4: [5, 6], 9: [5]})
-    assert set(found) == {4, 9}
-    assert set(found.values()) == {model.tokenizer.decode(word)}
+def test_what_a_model_writes_is_its_continuation_of_each_prompt():
+    model, prompts = embedded(), {4: [5, 6], 9: [5]}
+    alone = {
+        place: model.generate([ids], max_new_tokens=extract.NEW_TOKENS, stop=extract.NEXT_SHOT, progress=False)[0]
+        for place, ids in prompts.items()
+    }
+    assert extract._written(model, prompts) == alone
 
 
 def test_agreement_is_stated_for_every_extractor_beside_the_whole_question(monkeypatch):

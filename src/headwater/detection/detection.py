@@ -237,18 +237,15 @@ def _result(
     first = [by_seed[0] for _, by_seed in fitted]
     n_layers = fitted[0][0].model.shape.n_layers
     # l* differs between sets; beyond it α is NaN.
-    alphas = [
-        torch.nn.functional.pad(alpha, (0, 0, 0, n_layers - alpha.shape[1]), value=torch.nan)
-        for alpha in (piece["alpha"] for piece in first)
-    ]
+    pad = torch.nn.functional.pad
+    alphas = [pad(p["alpha"], (0, 0, 0, n_layers - p["alpha"].shape[1]), value=torch.nan) for p in first]
+    stacked = {name: torch.stack([piece[name] for piece in first]) for name in ("weight", "bias", "question_weight")}
     return Detection(
         table=pd.concat(tables, ignore_index=True),
         scores=pd.concat(scores, ignore_index=True),
         fits=pd.DataFrame(fits),
-        weight=torch.stack([piece["weight"] for piece in first]),
-        bias=torch.stack([piece["bias"] for piece in first]),
+        **stacked,
         alpha=torch.stack(alphas),
-        question_weight=torch.stack([piece["question_weight"] for piece in first]),
         relations=list(relations_of(answered.table)),
         dropped=dropped,
         run=run,
@@ -316,7 +313,7 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
         f"{dataset}: {best['wrong']:,.0f} of {best['answers']:,.0f} test answers are wrong; {many}"
         f"{NAMES[best['method']]} has the highest AUC, {_auc(best)}{f', {chance}' if chance else ''}."
     ]
-    rows: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
+    rows = {row["method"]: row for row in measured.to_dict("records")}
     # Only the first letter changes case, so that abbreviations at the start of a sentence stay in capitals.
     sentences += [
         f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(rows[name])} the single probe: AUC difference "

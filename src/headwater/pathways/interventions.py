@@ -185,8 +185,7 @@ def block_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Place
 
 def other_question_tokens(model: HookedModel, answered: AnsweredQuestions) -> Places:
     """Return the positions of every row's question tokens outside E_Q, except the first token of the text."""
-    before, _ = prompt_parts_of(answered)
-    places = []
+    places, (before, _) = list[tuple[int, ...]](), prompt_parts_of(answered)
     rows = zip(prompts_of(answered), answered.table["question"], answered.exact_question_tokens(), strict=True)
     for prompt, question, exact in rows:
         _, offsets = encode(model.tokenizer, prompt, model.bos)  # type: ignore[arg-type]

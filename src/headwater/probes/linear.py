@@ -405,23 +405,23 @@ def _of_cache(cache: Any, site: str | None, layers: Sequence[int] | int | None) 
     for key in cache.keys():  # noqa: SIM118  (a cache is not a dictionary)
         if isinstance(key, tuple):
             layers_by_site.setdefault(key[0], []).append(key[1])
-    if site is None and len(layers_by_site) > 1:
-        raise InputError(f"This cache holds {', '.join(layers_by_site)}: name one as site=.")
-    chosen = next(iter(layers_by_site), "") if site is None else checked_name("site", site, tuple(layers_by_site))
     if not layers_by_site:
         raise InputError("This cache holds no activations by layer to probe.")
+    if site is None and len(layers_by_site) > 1:
+        raise InputError(f"This cache holds {', '.join(layers_by_site)}: name one as site=.")
+    chosen = checked_name("site", next(iter(layers_by_site)) if site is None else site, tuple(layers_by_site))
+
+    def of_layer(layer: int) -> Float[ndarray, "row feature"]:
+        # flatten(1) concatenates the heads of a site.
+        return np.asarray(cache.rows(chosen, layer).flatten(1).double().cpu().numpy())
+
     # Loaded when a layer is fitted, because a cache in files may be larger than memory.
-    states = {layer: partial(_of_site, cache, chosen, layer) for layer in _chosen(layers, layers_by_site[chosen])}
+    states = {layer: partial(of_layer, layer) for layer in _chosen(layers, layers_by_site[chosen])}
     run = cache.run
     return GivenStates(
         states, chosen, str(cache.digest()), tuple(cache.frame["example"].tolist()), name=run.model,
         fingerprint=run.fingerprint, revision=run.revision, tokenizer_digest=run.tokenizer or "none",
     )  # fmt: skip
-
-
-def _of_site(cache: Any, site: str, layer: int) -> Float[ndarray, "row feature"]:
-    # flatten(1) concatenates the heads of a site.
-    return np.asarray(cache.rows(site, layer).flatten(1).double().cpu().numpy())
 
 
 def _chosen(layers: Sequence[int] | int | None, keys: Sequence[object]) -> list[int]:

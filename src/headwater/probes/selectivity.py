@@ -158,8 +158,10 @@ class ProbeFit(Result):
         """Return the performance at the best layer, and how much of it a probe reaches on random labels."""
         row = max(each_row(self.table), key=lambda one: one["auc"])
         layers = len(self.table)
-        auc_text = with_interval(row["auc"], row["auc_low"], row["auc_high"], ".3f")
-        accuracy = with_interval(row["accuracy"], row["accuracy_low"], row["accuracy_high"], ".3f")
+        auc_text, accuracy, selectivity = (
+            with_interval(row[name], row[f"{name}_low"], row[f"{name}_high"], ".3f")
+            for name in ("auc", "accuracy", "selectivity")
+        )
         ties = int((self.table["auc"] == row["auc"]).sum())
         tied = f" (the first of {ties} that tie)" if ties > 1 else ""
         sentences = [
@@ -179,7 +181,6 @@ class ProbeFit(Result):
         if not row["auc_low"] > 0.5 and not row["auc_high"] < 0.5:
             sentences.append("This is indistinguishable from chance.")
         if np.isfinite(row["selectivity"]):
-            selectivity = with_interval(row["selectivity"], row["selectivity_low"], row["selectivity_high"], ".3f")
             sentences.append(
                 f"The accuracy on random labels is {row['control_accuracy']:.3f}, so the selectivity is {selectivity}."
             )

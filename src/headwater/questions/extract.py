@@ -21,9 +21,8 @@ import pandas as pd
 
 from headwater.errors import InputError
 from headwater.kernels.devices import failures_named
-from headwater.models.generation import Wrote, end_tokens, generate_tokens
 from headwater.models.hooked import HookedModel
-from headwater.models.tokens import by_length, chat_text, encode
+from headwater.models.tokens import chat_text, encode
 from headwater.options import checked_kind, shown
 from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object, workers_of
 from headwater.questions.sources import Questions
@@ -199,6 +198,8 @@ def _places(spans: Iterable[Span]) -> set[int]:
 
 TRIES = 5
 NEW_TOKENS = 48
+NEXT_SHOT = "\n\nQ"
+"""What a model writes where it continues with another example."""
 BATCH = 16
 ASKED = (
     "Mark the words of each question that name its subject and the property asked about, and the shortest words of the "
@@ -243,7 +244,7 @@ class ModelExtractor:
     1. Prompt: examples of `Question`, `Answer`, `Subject`, `Property`, `Exact answer`, a line each, then the question
        and its answer, up to `Subject:`; as many examples as fit into the context, or the model is not asked. A model
        with a chat template gets the prompt as a user message.
-    2. Greedy generation of at most three lines. A part is valid if its words are a substring of the text.
+    2. Greedy generation up to the next example. A part is valid if its words are a substring of the text.
     3. If a part is not valid, the model is asked again with the examples in another order, at most `tries` times (Orgad
        et al. 2024; Luo et al. 2026: five); the first valid reply for each part is used.
 
@@ -328,32 +329,9 @@ def _prompt(model: HookedModel, question: str, answer: str, turn: int) -> list[i
 
 
 def _written(model: HookedModel, prompts: Mapping[int, Sequence[int]]) -> dict[int, str]:
-    """Let the model continue prompts for up to three lines."""
-    places, ends = list(prompts), end_tokens(model)
-
-    def text_of(*tokens: int) -> str:
-        return str(model.tokenizer.decode(list(tokens), skip_special_tokens=True))  # type: ignore[union-attr]
-
-    texts: dict[int, str] = {}
-    for batch in by_length([len(prompts[place]) for place in places], BATCH):
-        rows = [places[i] for i in batch]
-        generated = generate_tokens(
-            model, model.tokenize([list(prompts[place]) for place in rows]),
-            max_new_tokens=NEW_TOKENS, stop=lambda token: token in ends, wrote=_three_lines(text_of),
-        )  # fmt: skip
-        for row, place in enumerate(rows):
-            tokens = generated.tokens[row, : generated.lengths[row]].tolist()
-            texts[place] = text_of(*tokens)
-    return texts
-
-
-def _three_lines(text_of: Callable[[int], str]) -> Wrote:
-    """Return a callback that ends a row after its third nonempty line."""
-    texts: dict[int, str] = {}
-
-    def wrote(row: int, step: int, token: int) -> bool:
-        texts[row] = text_of(token) if step == 0 else texts[row] + text_of(token)
-        lines = texts[row].lstrip().split("\n")
-        return sum(bool(line.strip()) for line in lines[:-1]) >= len(PARTS)
-
-    return wrote
+    """Let the model continue prompts, up to where another example would begin."""
+    if not prompts:
+        return {}
+    ids, options = [list(tokens) for tokens in prompts.values()], {"batch_size": BATCH, "progress": False}
+    texts = model.generate(ids, max_new_tokens=NEW_TOKENS, stop=NEXT_SHOT, **options)  # type: ignore[arg-type]
+    return dict(zip(prompts, texts, strict=True))
