@@ -313,19 +313,19 @@ def compare(
     truth = np.asarray(truth, dtype=np.int64)
     rows: list[dict[str, object]] = []
     first, reference = next(iter(scores.items()))
-    whole = mean_auc(draws, truth, half, reference)
+    whole = _mean_auc(draws, truth, half, reference)
     for name, values in scores.items():
-        aucs = whole if name == first else mean_auc(draws, truth, half, values)
+        aucs = whole if name == first else _mean_auc(draws, truth, half, values)
         rows.append({"question": question, "score": name, "difference": False} | interval(aucs)._asdict())
         if name != first:
             both = np.isfinite(values)
-            beside = whole if both.all() else mean_auc(draws, truth, half, np.where(both, reference, np.nan))
+            beside = whole if both.all() else _mean_auc(draws, truth, half, np.where(both, reference, np.nan))
             difference = interval(beside - aucs)._asdict()
             rows.append({"question": question, "score": f"{first} − {name}", "difference": True} | difference)
     return pd.DataFrame(rows)
 
 
-def mean_auc(
+def _mean_auc(
     draws: Bootstrap, truth: NDArray[np.int64], half: Halves, scores: PerExample
 ) -> Float[np.ndarray, " draw"]:
     """Average the AUCs of each half of each seed, where all scores come from one probe, ignoring undefined ones."""

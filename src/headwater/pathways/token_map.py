@@ -28,7 +28,7 @@ from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, checked_several
 from headwater.pathways.effects import Halves, each_half, halves
-from headwater.pathways.tables import mean_auc, span_logits
+from headwater.pathways.tables import span_logits
 from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.sources import HasDatasets
@@ -37,6 +37,7 @@ from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, with_interval
+from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
 
 BOUNDS = ("auc", "low", "high")
@@ -146,8 +147,8 @@ def probe_map(
         for name, subset in sets.items():
             alone = span_logits(span_shapes(subset.table), subset.z, split[name])
             draws = Bootstrap.of(subset.table["question"])
-            auc = dict(zip(BOUNDS, interval(mean_auc(draws, subset.z, split[name], alone)), strict=True))
-            spans.append({"dataset": name} | auc)
+            found = dict(zip(BOUNDS, interval(_mean_auc(draws, subset.z, split[name], alone)), strict=True))
+            spans.append({"dataset": name} | found)
         return ProbeMap(pd.concat(tables, ignore_index=True), pd.DataFrame(spans), run.record)
 
     return run_or_resume(ProbeMap, "probe_map", model, options, work, out=out, progress=progress)
@@ -175,15 +176,27 @@ def _drawn_again(answered: AnsweredQuestions, half: Halves) -> Int[ndarray, "see
     return drawn
 
 
+def _mean_auc(
+    draws: Bootstrap,
+    z: Int[ndarray, " example"] | Int[ndarray, "seed example"],
+    half: Halves,
+    logits: Float[ndarray, "seed example"],
+) -> Float[ndarray, " draw"]:
+    """Average the AUCs of each half of each seed in every draw: NaN, outside the interval, if a half has one kind."""
+    z = np.broadcast_to(z, half.shape)
+    aucs = [auc(logits[seed, here], z[seed, here], counts=draws.per_example(here)) for seed, _, here in each_half(half)]
+    return np.asarray(np.mean(aucs, axis=0))
+
+
 def _rows(answered: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Tensor]) -> pd.DataFrame:
     """Measure every layer at one token."""
     draws, again = Bootstrap.of(answered.table["question"]), _drawn_again(answered, half)
     rows = []
     for layer in range(piece["logit"].shape[1]):
-        auc = interval(mean_auc(draws, answered.z, half, piece["logit"][:, layer].numpy()))
+        found = interval(_mean_auc(draws, answered.z, half, piece["logit"][:, layer].numpy()))
         control = np.nan
         if "control" in piece:
-            control = float(mean_auc(draws, again, half, piece["control"][:, layer].numpy())[0])
-        row = {"dataset": answered.datasets[0], "token": token, "layer": layer} | dict(zip(BOUNDS, auc, strict=True))
+            control = float(_mean_auc(draws, again, half, piece["control"][:, layer].numpy())[0])
+        row = {"dataset": answered.datasets[0], "token": token, "layer": layer} | dict(zip(BOUNDS, found, strict=True))
         rows.append(row | {"control_auc": control, "answers": half.shape[1]})
     return pd.DataFrame(rows)

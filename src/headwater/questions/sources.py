@@ -225,7 +225,7 @@ def _spans(where: str, name: str, value: object, question: str) -> tuple[Span, .
     parts = [value] if is_single or not isinstance(value, list) else value
     spans = []
     for part in parts:
-        span = find_words(question, part) if isinstance(part, str) else part
+        span: Any = find_words(question, part) if isinstance(part, str) else part
         if span is None:
             raise InputError(f"{where}: {name} {part!r} does not occur in the question {question!r}.")
         # `type is int`, because True is an int but not an index.
