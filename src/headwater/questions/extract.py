@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
 
@@ -332,6 +332,6 @@ def _written(model: HookedModel, prompts: Mapping[int, Sequence[int]]) -> dict[i
     """Let the model continue prompts, up to where another example would begin."""
     if not prompts:
         return {}
-    ids, options = [list(tokens) for tokens in prompts.values()], {"batch_size": BATCH, "progress": False}
-    texts = model.generate(ids, max_new_tokens=NEW_TOKENS, stop=NEXT_SHOT, **options)  # type: ignore[arg-type]
+    ids = [list(tokens) for tokens in prompts.values()]
+    texts: Any = model.generate(ids, max_new_tokens=NEW_TOKENS, stop=NEXT_SHOT, batch_size=BATCH, progress=False)
     return dict(zip(prompts, texts, strict=True))
