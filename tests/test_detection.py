@@ -13,8 +13,8 @@ from sklearn.metrics import roc_auc_score
 import headwater as hw
 from headwater.detection import detection as detection_module
 from headwater.detection import methods
-from headwater.detection.detection import NAMES, Detection, detect, evaluate
-from headwater.detection.methods import CLASSIFIERS, COUNTS, METHODS, AnswerSet, DetectorSetup, p_true
+from headwater.detection.detection import Detection, detect, evaluate
+from headwater.detection.methods import CLASSIFIERS, COUNTS, METHODS, NAMES, AnswerSet, DetectorSetup, p_true
 from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError, RunFolderError
 from headwater.patching.edge_knockout import Edges, knocked_out_states

@@ -21,7 +21,7 @@ from headwater.causes.naming import BASELINES, NAMED
 from headwater.causes.results import Evidence
 from headwater.circuits.circuit_runs import CircuitRuns
 from headwater.circuits.result import EdgeEffects
-from headwater.detection.detection import NAMES
+from headwater.detection.methods import NAMES
 from headwater.errors import HeadwaterError
 from headwater.heads.behaviour import AttentionBehaviour
 from headwater.likelihood.profile import DepthProfile

@@ -313,7 +313,7 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
         f"{dataset}: {best['wrong']:,.0f} of {best['answers']:,.0f} test answers are wrong; {many}"
         f"{NAMES[best['method']]} has the highest AUC, {_auc(best)}{f', {chance}' if chance else ''}."
     ]
-    rows = {row["method"]: row for row in measured.to_dict("records")}
+    rows: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
     # Only the first letter changes case, so that abbreviations at the start of a sentence stay in capitals.
     sentences += [
         f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(rows[name])} the single probe: AUC difference "

@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE, UNSEEN, looks_of_sets
-from headwater.detection.detection import NAMES, Detection
+from headwater.detection.detection import Detection
+from headwater.detection.methods import NAMES
 from headwater.errors import InputError
 from headwater.figures.style import (
     BANDS_ARE,
