@@ -1,9 +1,9 @@
-"""What was found of dictionaries, modules and tensors stands for as long as they hold the very same, and no longer."""
+"""What was found of dictionaries and modules stands for as long as they hold the very same, and no longer."""
 
 import pytest
 import torch
 
-from headwater.models.fingerprint import SameModules, SameObjects, SameTensors
+from headwater.models.fingerprint import SameModules, SameObjects
 
 
 class Block(torch.nn.Module):
@@ -63,44 +63,12 @@ def test_tensors_that_are_kept_of_the_last_run_do_not_count_and_what_comes_into_
     assert not seen.are_there()
 
 
-CHANGES = {
-    "a replaced parameter": lambda m: setattr(m[1].inner, "weight", torch.nn.Parameter(torch.ones(3, 3))),
-    "a replaced module": lambda m: setattr(m[1], "other", torch.nn.Linear(3, 3)),
-    "a module within another": lambda m: m[1].other.add_module("more", torch.nn.Linear(1, 1)),
-    "a further parameter": lambda m: m[0].register_parameter("more", torch.nn.Parameter(torch.ones(1))),
-    "a parameter less": lambda m: m[0].inner.register_parameter("bias", None),
-    "a module less, whose tensors go by their other name": lambda m: delattr(m[0], "inner"),
-    "a replaced buffer": lambda m: setattr(m[0], "_seen", torch.ones(2)),
-    "a further buffer": lambda m: m[0].register_buffer("more", torch.ones(1)),
-    "all parameters in another dictionary": lambda m: vars(m[0].inner).update(_parameters={}),
-    "another object of the same name": lambda m: m[0]._modules.update(inner=torch.nn.Linear(3, 3)),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_tensors_are_those_of_a_walk_whatever_came_or_went(change):
-    root = model()
-    tensors = SameTensors(root)
-
-    def walked():
-        return [[(name, id(one)) for name, one in listed] for listed in (root.named_parameters(), root.named_buffers())]
-
-    def found():
-        return [[(name, id(one)) for name, one in listed] for listed in tensors.named()]
-
-    before = found()
-    assert before == walked() == found()
-    with torch.no_grad():
-        root[0].inner.weight.mul_(2)
-    assert found() == before, "an edit in place leaves the tensor"
-    CHANGES[change](root)
-    assert found() == walked() != before
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        *[CHANGES[name] for name in ("a replaced parameter", "a replaced module", "a further parameter")],
+        lambda m: setattr(m[1].inner, "weight", torch.nn.Parameter(torch.ones(3, 3))),
+        lambda m: setattr(m[1], "other", torch.nn.Linear(3, 3)),
+        lambda m: m[0].register_parameter("more", torch.nn.Parameter(torch.ones(1))),
         lambda m: setattr(m[0], "width", 3.0),
         lambda m: m[0].inner.register_forward_hook(print),
         lambda m: setattr(m[0].inner, "forward", print),

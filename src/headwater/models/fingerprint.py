@@ -35,9 +35,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from huggingface_hub import cached_assets_path
@@ -114,7 +114,6 @@ class KnownWeights:
 
     def __init__(self, raw: Any, shape: ModelShape, anew: Sequence[torch.nn.Module] = ()):
         self._raw, self._shape, self._anew = raw, shape, anew
-        self._tensors = SameTensors(raw)
         self._buffers = {name: _hash_of(buffer) for name, buffer in self._named()[1]}
         self._seen: Any = None
         self._fingerprint = ""
@@ -137,9 +136,9 @@ class KnownWeights:
         return self._fingerprint
 
     def _named(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-        parameters, buffers = self._tensors.named()
         anew = {id(buffer) for module in self._anew for buffer in module.buffers()}
-        return parameters, [(name, buffer) for name, buffer in buffers if id(buffer) not in anew]
+        buffers = [(name, buffer) for name, buffer in self._raw.named_buffers() if id(buffer) not in anew]
+        return list(self._raw.named_parameters()), buffers
 
 
 def _tensors_of(raw: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
@@ -289,25 +288,25 @@ WITHIN = (*TORCH_HOOKS, "_modules", "_parameters")
 
 
 class SameObjects:
-    """The current objects of dictionaries, except tensors under names that begin with "_", unless `all_count`."""
+    """The current objects of dictionaries, except tensors under names that begin with "_"."""
 
-    def __init__(self, dictionaries: Iterable[Mapping[str, Any]], all_count: bool = False):
-        listed, self._all_count = list(dictionaries), all_count
+    def __init__(self, dictionaries: Iterable[Mapping[str, Any]]):
+        listed = list(dictionaries)
         self._empty = [one for one in listed if not one]
         # The objects and not their ids, because an id is reused once its object is freed.
-        self._held = [(one, tuple(one), self._lasting(one)) for one in listed if one]
+        self._held = [(one, tuple(one), _lasting(one)) for one in listed if one]
 
     def are_there(self) -> bool:
         """Return whether each dictionary holds the very same objects, under the same names and in the same order."""
         return not any(self._empty) and all(
-            tuple(now) == names and (all(map(is_, now.values(), before)) or all(map(is_, self._lasting(now), before)))
+            tuple(now) == names and (all(map(is_, now.values(), before)) or all(map(is_, _lasting(now), before)))
             for now, names, before in self._held
         )
 
-    def _lasting(self, held: Mapping[str, Any]) -> list[object]:
-        """Return the objects of a dictionary, with None in place of tensors that do not count."""
-        passes = not self._all_count
-        return [None if passes and isinstance(one, Tensor) and name[0] == "_" else one for name, one in held.items()]
+
+def _lasting(held: Mapping[str, Any]) -> list[object]:
+    """Return the objects of a dictionary, with None in place of tensors under names that begin with "_"."""
+    return [None if isinstance(one, Tensor) and name[0] == "_" else one for name, one in held.items()]
 
 
 class SameModules:
@@ -324,30 +323,6 @@ class SameModules:
         return all(map(is_, map(type, self._modules), self._kinds)) and self._objects.are_there()
 
 
-class SameTensors:
-    """The parameters and buffers in a module, which is walked again when one was added or removed anywhere inside."""
-
-    def __init__(self, root: torch.nn.Module):
-        self._root = root
-        self._walk()
-
-    def named(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-        """Return the current results of `named_parameters` and `named_buffers`."""
-        now = chain.from_iterable(map(_TENSORS, self._modules))
-        if not (all(map(is_, now, self._dictionaries)) and self._held.are_there()):
-            self._walk()
-        return self._parameters, self._buffers
-
-    def _walk(self) -> None:
-        self._modules = list(self._root.modules())
-        self._dictionaries = list(chain.from_iterable(map(_TENSORS, self._modules)))
-        self._held = SameObjects(self._dictionaries, all_count=True)
-        self._parameters: list[tuple[str, Tensor]] = list(self._root.named_parameters())
-        self._buffers = list(self._root.named_buffers())
-
-
-_TENSORS = attrgetter("_modules", "_parameters", "_buffers")
-Function: TypeAlias = Callable[..., Any]
 LIBRARIES = frozenset(
     ["accelerate", "builtins", "headwater", "peft", "torch", "transformer_lens", "transformers", "transformers_modules"]
 )
@@ -366,13 +341,10 @@ SHOWN = 3
 """Number of places that a message names."""
 
 
-class Held(NamedTuple):
-    """The contents of one module other than weights and submodules."""
-
-    kind: type
-    values: dict[str, object]
-    methods: dict[str, Function]
-    hooks: dict[str, list[Function]]
+GONE: Any = type("Gone", (), {})()
+CLASS, VALUE, METHOD = "class", "value", "method"
+Contents: TypeAlias = dict[tuple[str, Any], Any]
+"""What a module holds besides weights and submodules, by kind (one of these, or a kind of hook) and name."""
 
 
 class KnownModules:
@@ -380,8 +352,13 @@ class KnownModules:
 
     def __init__(self, raw: object):
         self._raw = raw
-        self._before = {path: _belonging(_held(module)) for path, module in _modules(raw)}
-        self._forwards = {held.kind: getattr(held.kind, "forward", None) for held in self._before.values()}
+        # Of hooks and `forward` methods, only those of libraries belong to a model.
+        self._before = {
+            path: {(kind, name): one for (kind, name), one in _contents(module).items() if _belongs(kind, name, one)}
+            for path, module in _modules(raw)
+        }
+        classes = {held[CLASS, ""] for held in self._before.values()}
+        self._forwards = {kind: getattr(kind, "forward", None) for kind in classes}
         self._loaded: SameModules | None = None
 
     def as_loaded(self) -> SameModules | None:
@@ -394,7 +371,7 @@ class KnownModules:
         if self._loaded is None or not self._loaded.are_as_they_were():
             modules = dict(_modules(self._raw))
             # The slow comparison by value runs only after an object was replaced.
-            is_unchanged = {path: _held(module) for path, module in modules.items()} == self._before
+            is_unchanged = {path: _contents(module) for path, module in modules.items()} == self._before
             self._loaded = SameModules(modules.values()) if is_unchanged else None
         return self._loaded
 
@@ -409,17 +386,16 @@ class KnownModules:
         unnamed += [f"a forward of the class {kind.__name__}" for kind in self._other_forwards()]
         gone = dict(self._before)
         for path, module in _modules(self._raw):
-            now, before = _held(module), gone.pop(path, None)
-            if before == now:
-                continue
-            name = _readable(path, module)
-            if before is None or before.kind is not now.kind:
-                named = values if _sources(now.kind) <= LIBRARIES else unnamed
-                named.append(f"{name} is a {now.kind.__name__}")
-                before = Held(now.kind, {}, {}, {})
-            values += _other_values(name, before.values, now.values)
-            unnamed += [f"{what} of {name}" for what in _other_methods(before.methods, now.methods)]
-            unnamed += [f"{what} on {name}" for what in _other_hooks(before, now)]
+            where = _readable(path, module)
+            for kind, name, now in _differences(gone.pop(path, {}), _contents(module)):
+                if kind == CLASS:
+                    named = values if _sources(now) <= LIBRARIES else unnamed
+                    named.append(f"{where} is a {now.__name__}")
+                elif kind == VALUE:
+                    values.append(f"{where}.{name} is gone" if now is GONE else f"{where}.{name} = {now!r}")
+                else:
+                    what = f"{name} of" if kind == METHOD else f"{kind} on"
+                    unnamed.append(f"{'no longer ' * (now is GONE)}a {what} {where}")
         values += [f"{_readable(path)} is gone" for path in gone]
         if unnamed:
             more = f" and {len(unnamed) - SHOWN} more" if len(unnamed) > SHOWN else ""
@@ -430,9 +406,11 @@ class KnownModules:
         """Return whether a module has other hooks of torch than at load."""
         if self.as_loaded() is not None:
             return False
-        held = ((self._before.get(path), _held(module)) for path, module in _modules(self._raw))
-        nothing = Held(torch.nn.Module, {}, {}, {})
-        return any(next(_other_hooks(before or nothing, now), None) for before, now in held)
+        return any(
+            kind in TORCH_HOOKS.values()
+            for path, module in _modules(self._raw)
+            for kind, *_ in _differences(self._before.get(path, {}), _contents(module))
+        )
 
     def _other_forwards(self) -> list[type]:
         return [kind for kind, forward in self._forwards.items() if getattr(kind, "forward", None) is not forward]
@@ -455,23 +433,23 @@ def _readable(path: str, module: Any = None) -> str:
     return re.sub(r"\b_original_component\b\.?", "", path).strip(".") or "the model"
 
 
-def _held(module: torch.nn.Module) -> Held:
-    """Return the contents of a module; fast, because every recorded run may read several hundred modules."""
-    values: dict[str, object] = {}
-    methods: dict[str, Function] = {}
-    state, kind = vars(module), type(module)
+def _contents(module: torch.nn.Module) -> Contents:
+    held: Contents = {(CLASS, ""): type(module)}
+    state = vars(module)
     for name, value in tuple(state.items()):  # a running model may store its last result meanwhile
         if name in IGNORED_ATTRIBUTES:
             continue
         if type(value) in COMPARED_TYPES:
             if name[0] != "_":
-                values[name] = value
+                held[VALUE, name] = value
         elif callable(value) and not isinstance(value, torch.nn.Module) and _is_method(module, name, value):
-            methods[name] = value
-    # transformers leaves its hooks on a model after a request for states or attentions: they edit nothing.
-    held = {key: state[key].values() for key in TORCH_HOOKS if state[key]}
-    hooks = {key: [hook for hook in hooks if _sources(hook) != {"transformers"}] for key, hooks in held.items()}
-    return Held(kind, values, methods, {key: listed for key, listed in hooks.items() if listed})
+            held[METHOD, name] = value
+    for key, what in TORCH_HOOKS.items():
+        for number, hook in state[key].items():
+            # transformers leaves its hooks on a model after a request for states or attentions: they edit nothing.
+            if _sources(hook) != {"transformers"}:
+                held[what, number] = hook
+    return held
 
 
 def _is_method(module: torch.nn.Module, name: str, value: object) -> bool:
@@ -483,43 +461,31 @@ def _is_method(module: torch.nn.Module, name: str, value: object) -> bool:
     return not is_put_back
 
 
-def _belonging(contents: Held) -> Held:
-    """Return the contents that a module may have at load: only hooks and `forward` methods from libraries."""
-    methods = {name: f for name, f in contents.methods.items() if name != "forward" or _sources(f) <= LIBRARIES}
-    hooks = {key: [hook for hook in hooks if _sources(hook) <= LIBRARIES] for key, hooks in contents.hooks.items()}
-    return contents._replace(methods=methods, hooks={key: listed for key, listed in hooks.items() if listed})
+def _belongs(kind: str, name: Any, one: Any) -> bool:
+    return kind in (CLASS, VALUE) or (kind == METHOD and name != "forward") or _sources(one) <= LIBRARIES
 
 
-def _other_values(name: str, before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
-    for key in [*now, *(key for key in before if key not in now)]:
-        if key not in now:
-            yield f"{name}.{key} is gone"
-        elif key not in before or before[key] != now[key]:
-            yield f"{name}.{key} = {now[key]!r}"
+def _differences(before: Contents, now: Contents) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what changed in a module, as its kind, its name and what is there now, without what libraries may change.
 
-
-def _other_methods(before: Mapping[str, Function], now: Mapping[str, Function]) -> Iterator[str]:
-    for name in dict(before) | dict(now):
-        one, other = before.get(name), now.get(name)
-        if one is not other and not _sources(one, other) <= HARMLESS_LIBRARIES:
-            yield f"a {name}" if other is not None else f"no longer a {name} of its own"
-
-
-def _other_hooks(before: Held, now: Held) -> Iterator[str]:
-    """Yield names of added and removed hooks, except hooks of a library on modules that it wraps."""
-    # At a hook point, TransformerLens attaches the functions that callers pass, so its hooks there are not exempt.
-    usual = HARMLESS_LIBRARIES if is_a(now.kind, "HookPoint") else LIBRARIES - {"builtins"}
-    for key, what in TORCH_HOOKS.items():
-        known, left = set(map(id, before.hooks.get(key, ()))), set(map(id, now.hooks.get(key, ())))
-        came = [hook for hook in now.hooks.get(key, ()) if id(hook) not in known]
-        went = [hook for hook in before.hooks.get(key, ()) if id(hook) not in left]
-        yield from (f"a {what}" for hook in came if not _is_usual(hook, usual))
-        yield from (f"no longer a {what}" for hook in went if not _is_usual(hook, usual))
-
-
-def _is_usual(hook: Function, usual: frozenset[str]) -> bool:
-    sources = _sources(hook)
-    return sources <= LIBRARIES and bool(sources & usual)
+    Hooks of a library may come and go on modules that it wraps. But at a hook point TransformerLens attaches the
+    functions that callers pass, so its hooks there count.
+    """
+    if (module := now[CLASS, ""]) is not before.get((CLASS, "")):
+        yield CLASS, "", module
+        before = {(CLASS, ""): module}
+    usual = HARMLESS_LIBRARIES if is_a(module, "HookPoint") else LIBRARIES - {"builtins"}
+    for key in now | before:
+        both = before.get(key, GONE), now.get(key, GONE)
+        if both[0] is both[1] or both[0] == both[1]:
+            continue
+        sources = set() if key[0] == VALUE else _sources(*(one for one in both if one is not GONE))
+        if key[0] == METHOD:
+            is_harmless = sources <= HARMLESS_LIBRARIES
+        else:
+            is_harmless = sources <= LIBRARIES and bool(sources & usual)
+        if not is_harmless:
+            yield *key, both[1]
 
 
 def is_a(thing: object, *names: str) -> bool:
