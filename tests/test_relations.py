@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 
 import pandas as pd
 import pytest
@@ -359,7 +358,7 @@ def test_half_characters_and_names_that_are_none_are_refused_where_a_relation_is
 
 @pytest.mark.parametrize("path", ["a" * 400, "a\0b", "\ud800"], ids=["long", "NUL", "half a character"])
 def test_paths_that_no_file_can_have_are_no_relations(path):
-    assert re.search("is not a path|cannot be used as a path", refusal(path))
+    assert "cannot be used as a path" in refusal(path)
 
 
 def test_a_tokenizer_that_is_none_is_refused():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ from headwater.foreign_names import hint_for
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
-MODEL_METHODS = ("cache", "generate")
-"""Methods of a model that are written as functions of it."""
 DEEPEST = 100
 """Nesting of lists beyond this depth is an error."""
 
@@ -47,8 +44,8 @@ def checked_call(function: F) -> F:
             reason = "" if isinstance(error, Interrupted) or not str(error) else f": {error}"
             raise Interrupted(f"{called} was interrupted{reason}.{_how_to_continue(known, options)}") from None
         except (RuntimeError, TypeError, ValueError):
-            if misfit := _misfit(function, signature, args, options):
-                raise InputError(misfit) from None
+            if misfit := _misfit(signature, args, options):
+                raise InputError(f"{called}: {misfit}; its arguments are {', '.join(known)}.") from None
             for name, value in (*zip(names, args, strict=False), *options.items()):
                 if flaw := _flaw(value):
                     raise InputError(f"{name}= of {called} {flaw}.") from None
@@ -89,36 +86,12 @@ def _name(function: Callable[..., Any]) -> str:
     return function.__qualname__.rpartition(".")[0] if function.__name__ == "__init__" else function.__name__
 
 
-def _misfit(
-    function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], options: Mapping[str, Any]
-) -> str | None:
-    is_method = function.__name__ in MODEL_METHODS
-    first = "model" if is_method else "self"
-    parameters = [one for one in signature.parameters.values() if one.name != first]
-    positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    # The first option stands for all: a further argument was usually meant for it.
-    named = positional + [f"{one.name}=..." for one in parameters if one.kind is one.KEYWORD_ONLY][:1]
-    name = f"model.{function.__name__}" if is_method else _name(function)
-    as_called = f"call it as {name}({', '.join(named)})"
+def _misfit(signature: inspect.Signature, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
     try:
-        given = signature.bind_partial(*args, **options).arguments
+        signature.bind(*args, **options)
     except TypeError as error:
-        if len(positional) == 1 and positional[0].endswith("s") and len(args) > 1 and not is_method:
-            return f"{name} takes its {positional[0]} as one argument: give a list, {name}([..., ...])."
-        return f"{name}: {error}; {as_called}."
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [one.name for one in parameters if one.default is one.empty and one.kind not in several]
-    lacking = next((one for one in needed if one not in given), None)
-    if lacking is None:
-        return None
-    return f"{name} needs {lacking}=: {_described(function, lacking) or as_called}."
-
-
-def _described(function: Callable[..., Any], argument: str) -> str:
-    """Return the first part of an argument's description in the docstring of a function."""
-    ends = r"[.;]\s|\n *\w+: |\n\n|\Z"
-    found = re.search(rf"(?ms)^ *{argument}: (.+?)(?={ends})", inspect.getdoc(function) or "")
-    return " ".join(found[1].split()) if found else ""
+        return str(error)
+    return None
 
 
 def _flaw(value: object) -> str | None:

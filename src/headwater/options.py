@@ -193,16 +193,15 @@ def checked_path(option: str, value: object) -> Path:
         raise InputError(f"{option}={shown(value)} must be a path: a text or a pathlib.Path, not {found}.")
     if not str(value).strip():
         raise InputError(f"{option}={value!r} is empty: give a path; '.' is the current folder.")
-    text = repr(str(value) if len(str(value)) < 80 else f"{str(value)[:60]}... ({len(str(value))} characters)")
     try:
         path = Path(value).expanduser()
         str(path).encode()  # parquet and safetensors accept only names in UTF-8
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             (path / _A_FILE).stat()
-    except (ValueError, RuntimeError) as error:  # NUL, half a character, the home of an unknown user
-        raise InputError(f"{option}={text} is not a path: {error}.") from None
-    except OSError as error:  # too long, or a folder that may not be entered
-        raise InputError(f"{option}={text} cannot be used as a path: {error.strerror}.") from None
+    # NUL, half a character, the home of an unknown user, too long, a folder that may not be entered
+    except (ValueError, RuntimeError, OSError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{option}={shown(str(value))} cannot be used as a path: {why}.") from None
     return path
 
 

@@ -2,18 +2,14 @@
 
 A bar needs a terminal or a notebook: in a file or a pipe it would be hundreds of lines, since nothing is overwritten.
 There, work of more than ten seconds writes lines to the logger `headwater` of the standard library. In a notebook a bar
-disappears when the work is done, so that a saved notebook contains only results. The first call loads several
-libraries: on a terminal a line says so after two seconds.
+disappears when the work is done, so that a saved notebook contains only results.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from headwater.options import checked_flag
@@ -23,23 +19,18 @@ LOG = logging.getLogger("headwater")
 LOG.setLevel(LOG.level or logging.INFO)
 SOON, SELDOM = 10.0, 60.0
 """Shortest and longest time between two lines, in seconds."""
-PATIENCE = 2.0
-"""Seconds without output after which a user may wonder whether anything happens."""
-LIBRARIES = "Loading PyTorch, transformers and TransformerLens, once in a process ..."
 
 
 class Lines:
     """Lines in place of a bar that cannot be drawn: one after each piece of work, with the remaining time.
 
-    Lines are at least ten seconds apart, further in longer work; after a minute without a line a thread writes one.
+    Lines are at least ten seconds apart, further in longer work.
     """
 
     def __init__(self, total: int | None, desc: str, unit: str):
         self.total, self.desc, self.unit = total, desc, unit.strip().removesuffix("s")
         self.n: float = 0
         self._begun = self._said = time.monotonic()
-        self._over = threading.Event()
-        threading.Thread(target=self._speak, daemon=True).start()
 
     def update(self, n: float = 1) -> None:
         """Count what was done, and say so unless the last line is recent."""
@@ -54,15 +45,9 @@ class Lines:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._over.set()
         took = time.monotonic() - self._begun
         if kind is None and (self._said > self._begun or took >= SOON):
             log(f"{self.desc}: done after {spelled_time(took)}.")
-
-    def _speak(self) -> None:
-        while not self._over.wait(max(self._said + SELDOM - time.monotonic(), 0)):
-            if time.monotonic() - self._said >= SELDOM:
-                self._say()
 
     def _say(self) -> None:
         self._said = time.monotonic()
@@ -83,7 +68,7 @@ else:
 
 def progress_bar(progress: bool, total: int | None, desc: str, unit: str, **options: Any) -> Bar:
     """Open a bar of tqdm with these options, or lines if no bar can be drawn; neither if progress is False."""
-    from tqdm.auto import tqdm  # here, since announce_if_slow is needed before any library is loaded
+    from tqdm.auto import tqdm
 
     shown = checked_flag("progress", progress)
     if shown and not is_seen():
@@ -121,24 +106,10 @@ def _two_digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-@contextmanager
-def announce_if_slow(doing: str, *, after: float = PATIENCE) -> Iterator[None]:
-    """Report on stderr what is being done if it takes longer than some seconds; only if stderr is a terminal."""
-    if not on_terminal():
-        yield
-        return
-    timer = threading.Timer(after, lambda: print(f"headwater: {doing}", file=sys.stderr, flush=True))  # noqa: T201
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def is_seen() -> bool:
     """Whether what is written is seen as it comes."""
-    return in_notebook() or on_terminal()
+    # A terminal shows what goes to stderr as it comes, line over line.
+    return in_notebook() or bool(getattr(sys.stderr, "isatty", bool)())
 
 
 def in_notebook() -> bool:
@@ -146,8 +117,3 @@ def in_notebook() -> bool:
     kernel = sys.modules.get("IPython")
     shell = kernel.get_ipython() if kernel is not None else None
     return type(shell).__name__ == "ZMQInteractiveShell" or "google.colab" in type(shell).__module__
-
-
-def on_terminal() -> bool:
-    """Whether what goes to stderr is seen as it comes, line over line."""
-    return bool(getattr(sys.stderr, "isatty", bool)())

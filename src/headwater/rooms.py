@@ -11,7 +11,6 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 
@@ -31,10 +30,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
         if name in homes:
-            from headwater.progress import LIBRARIES, announce_if_slow
-
-            with nullcontext() if "torch" in sys.modules else announce_if_slow(LIBRARIES):
-                return getattr(importlib.import_module(homes[name]), name)
+            return getattr(importlib.import_module(homes[name]), name)
         from headwater.errors import UnknownNameError, did_you_mean
         from headwater.foreign_names import hint_for
 
