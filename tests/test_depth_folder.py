@@ -80,19 +80,19 @@ def broken(rows, nodes, case):
     place = {each["nodeid"]: number for number, each in enumerate(rows["nodes"], start=1)}
     if case == "dangling predecessor":
         row[deep]["direct_predecessors"] = [*row[deep]["direct_predecessors"], "9_d1"]
-        return rf"nodes.jsonl, row {place[deep]}, node '{deep}': its predecessor '9_d1' does not exist"
+        return rf"nodes.jsonl, row {place[deep]}: '9_d1' is a predecessor of '{deep}', or .*, but not both"
     if case == "one end":
         row[first]["direct_successors"] = []
-        return rf"nodes.jsonl, row {place[deep]}, node '{deep}': '{first}' is its predecessor, but '{deep}' is no suc"
+        return rf"nodes.jsonl, row {place[deep]}: '{first}' is a predecessor of '{deep}', or .*, but not both"
     if case == "no question":
         rows["node_to_q"] = rows["node_to_q"][1:]
-        return rf"nodes.jsonl, row 1, node '{first}': node_to_q does not name its question"
+        return rf"nodes.jsonl, row 1: only one of nodes and node_to_q has the node '{first}'"
     if case == "unknown question":
         rows["node_to_q"][0]["qid"] = "d1_q0"
         return rf"node_to_q.jsonl, row 1, node '{first}': its question 'd1_q0' does not exist"
     if case == "unknown node":
         rows["node_to_q"].append({"nodeid": "x_d1", "qid": rows["questions"][0]["qid"]})
-        return rf"node_to_q.jsonl, row {len(nodes) + 1}: the node 'x_d1' does not exist"
+        return rf"node_to_q.jsonl, row {len(nodes) + 1}: only one of nodes and node_to_q has the node 'x_d1'"
     if case == "depth":
         row[first]["depth"] = 2
         return rf"nodes.jsonl, row 1, node '{first}': it has depth 2, but its question '.*' has depth 1 \(.*.jsonl, row"

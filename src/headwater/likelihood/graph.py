@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,14 +41,14 @@ class Row(NamedTuple):
         """Return a field that must be a nonempty text."""
         value = self.fields.get(name)
         if not isinstance(value, str) or not value.strip():
-            raise InputError(f"{self.where}: {name} is missing or empty.")
+            raise InputError(f"{_place(self)}: {name} is missing or empty.")
         return value
 
     def names(self, name: str) -> list[str]:
         """Return a field that holds a list of ids; an empty list if the field is missing."""
         value = self.fields.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
-            raise InputError(f"{self.where}: {name} must be a list of ids, found {value!r}.")
+            raise InputError(f"{_place(self)}: {name} must be a list of ids, found {value!r}.")
         return value or []
 
 
@@ -129,33 +128,28 @@ def _graph(read: Sequence[Row], name: str, notes: Sequence[str] = ()) -> DepthGr
         nodes[node.fields["id"]] = node
     successors: dict[str, list[str]] = {found: [] for found in nodes}
     for node in nodes.values():
+        where, depth = _place(node), node.fields["depth"]
         for predecessor in node.fields["predecessors"]:
             if predecessor not in nodes:
                 hint = did_you_mean(predecessor, nodes)
-                raise InputError(f"{_place(node)}: its predecessor {predecessor!r} does not exist.{hint}")
-            successors[predecessor].append(node.fields["id"])
-    try:
-        TopologicalSorter({found: node.fields["predecessors"] for found, node in nodes.items()}).prepare()
-    except CycleError as error:
-        first = nodes[error.args[1][0]]
-        raise InputError(f"{first.where}: the nodes {' → '.join(error.args[1])} form a cycle.") from None
-    for node in nodes.values():
-        for predecessor in node.fields["predecessors"]:
+                raise InputError(f"{where}: its predecessor {predecessor!r} does not exist.{hint}")
             below = nodes[predecessor].fields
-            if below["depth"] != node.fields["depth"] - 1:
+            # This excludes cycles, too.
+            if below["depth"] != depth - 1:
                 raise InputError(
-                    f"{_place(node)} (depth {node.fields['depth']}): its predecessor {predecessor!r} has depth "
-                    f"{below['depth']}; edges join neighbouring depths only."
+                    f"{where} (depth {depth}): its predecessor {predecessor!r} has depth {below['depth']}; edges join "
+                    "neighbouring depths only."
                 )
             if below["group"] != node.fields["group"]:
-                raise InputError(f"{_place(node)}: its predecessor {predecessor!r} belongs to another group.")
+                raise InputError(f"{where}: its predecessor {predecessor!r} belongs to another group.")
+            successors[predecessor].append(node.fields["id"])
     table = pd.DataFrame([node.fields | {"successors": tuple(successors[found])} for found, node in nodes.items()])
     others = (column for column in table if column not in FIRST_COLUMNS)
     return DepthGraph(table[[*FIRST_COLUMNS, *others]], name, tuple(notes))
 
 
 def _place(node: Row) -> str:
-    return f"{node.where}, node {node.fields['id']!r}"
+    return f"{node.where}, node {node.fields['id']!r}" if "id" in node.fields else node.where
 
 
 def _checked(node: Row) -> Row:
@@ -163,15 +157,12 @@ def _checked(node: Row) -> Row:
     where, fields = _place(node), node.fields
     if type(fields.get("depth")) is not int or fields["depth"] < 1:
         raise InputError(f"{where}: depth must be a whole number of at least 1, found {fields.get('depth')!r}.")
-    if not isinstance(fields.get("question"), str) or not fields["question"].strip():
-        raise InputError(f"{where}: question is missing or empty.")
+    node.text("question")
     answers = fields.get("answers", fields.get("answer"))
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
         raise InputError(f"{where}: answers is missing or empty, or contains an empty answer.")
-    predecessors = fields.get("predecessors", [])
-    if not isinstance(predecessors, list) or not all(isinstance(name, str) for name in predecessors):
-        raise InputError(f"{where}: predecessors must be a list of ids, found {predecessors!r}.")
+    predecessors = node.names("predecessors")
     if len(set(predecessors)) < len(predecessors):
         raise InputError(f"{where}: predecessors names a node twice.")
     model_answer = fields.get("model_answer")
@@ -266,27 +257,21 @@ def _by_id(file: Path, name: str) -> dict[str, Row]:
 
 def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: Mapping[str, Row]) -> list[Row]:
     """Join every node with its question, and check that predecessors and successors agree, if both are present."""
-    for name, row in question_of.items():
-        if name not in nodes:
-            raise InputError(f"{row.where}: the node {name!r} does not exist.{did_you_mean(name, nodes)}")
-    forward, backward = set[tuple[str, str]](), set[tuple[str, str]]()
+    if question_of.keys() != nodes.keys():
+        odd = min(question_of.keys() ^ nodes.keys())
+        raise InputError(f"{(nodes | question_of)[odd].where}: only one of nodes and node_to_q has the node {odd!r}.")
     if any("direct_successors" in row.fields for row in nodes.values()):
         forward = {(name, above) for name, row in nodes.items() for above in row.names("direct_successors")}
         backward = {(below, name) for name, row in nodes.items() for below in row.names("direct_predecessors")}
-    for below, above in sorted(forward ^ backward):
-        names, other = (below, above) if (below, above) in forward else (above, below)
-        kind, back = ("successor", "predecessor") if names == below else ("predecessor", "successor")
-        where = f"{nodes[names].where}, node {names!r}"
-        if other not in nodes:
-            raise InputError(f"{where}: its {kind} {other!r} does not exist.{did_you_mean(other, nodes)}")
-        raise InputError(
-            f"{where}: {other!r} is its {kind}, but {names!r} is no {back} of {other!r} ({nodes[other].where})."
-        )
+        if forward != backward:
+            below, above = min(forward ^ backward)
+            where = next(nodes[name].where for name in (above, below) if name in nodes)
+            raise InputError(
+                f"{where}: {below!r} is a predecessor of {above!r}, or {above!r} a successor of {below!r}, but not "
+                "both."
+            )
     rows = []
     for name, row in nodes.items():
-        where = f"{row.where}, node {name!r}"
-        if name not in question_of:
-            raise InputError(f"{where}: node_to_q does not name its question.")
         key = question_of[name].text("qid")
         if key not in questions:
             raise InputError(
@@ -295,8 +280,8 @@ def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: 
             )
         if questions[key].fields.get("depth") != row.fields.get("depth"):
             raise InputError(
-                f"{where}: it has depth {row.fields.get('depth')!r}, but its question {key!r} has depth "
-                f"{questions[key].fields.get('depth')!r} ({questions[key].where})."
+                f"{row.where}, node {name!r}: it has depth {row.fields.get('depth')!r}, but its question {key!r} has "
+                f"depth {questions[key].fields.get('depth')!r} ({questions[key].where})."
             )
         rows.append(_node(row, name, questions[key], str(row.fields.get("group", name.split("_")[0]))))
     return rows
