@@ -267,7 +267,10 @@ def test_an_interrupted_conversation_goes_on_where_it_stopped(model, tmp_path, m
     [
         ({"predecessors": "golden"}, "predecessors='golden' is not one of none, gold, .* Did you mean 'gold'"),
         ({"predecessor_prompt": "{pairs}{question}"}, "predecessor_prompt needs predecessors='gold'"),
-        ({"predecessors": "gold", "predecessor_prompt": "{question}"}, "must contain {pairs} exactly once"),
+        (
+            {"predecessors": "gold", "predecessor_prompt": "{question}"},
+            "predecessor_prompt: the prompt .* must contain {pairs}",
+        ),
         ({"predecessors": "gold", "predecessor_prompt": "{pairs}"}, "predecessor_prompt: prompt must be a text"),
         ({"predecessors": "predicted", "max_new_tokens": 10**6}, "max_new_tokens=1000000 must be from 1 to"),
     ],

@@ -196,22 +196,13 @@ class ContextWording:
     def __post_init__(self) -> None:
         if self.predecessors == NONE and self.predecessor_prompt is not None:
             raise InputError("predecessor_prompt needs predecessors='gold', 'predicted' or 'multi-turn'.")
-        prompt = self.predecessor_prompt
-        are_messages = isinstance(prompt, list | tuple) and all(
-            isinstance(message, Mapping) and "content" in message for message in prompt
-        )
-        if not (prompt is None or isinstance(prompt, str) or are_messages):
-            raise InputError(
-                f"predecessor_prompt={shown(prompt)} must be a text, or messages: a list of "
-                "{'role': ..., 'content': ...}."
-            )
         # Built once now, so that a wrong prompt is refused before any question is asked.
         _ = self.alone
         if self.predecessors != NONE:
             try:
                 self.after([("?", "!")])
             except InputError as error:
-                about = "" if prompt is None or "predecessor_prompt" in str(error) else "predecessor_prompt: "
+                about = "" if self.predecessor_prompt is None else "predecessor_prompt: "
                 raise InputError(f"{about}{error}") from None
 
     @cached_property
@@ -242,10 +233,7 @@ class ContextWording:
             prompt = PAIRS + (PROMPT if self.prompt is None else str(self.prompt))
         frame = question_frame(self.model, self.context, prompt)
         if (frame.before + frame.after).count(PAIRS) != 1:
-            raise InputError(
-                f"predecessor_prompt must contain {PAIRS} exactly once, in place of questions and answers; found "
-                f"{shown(self.predecessor_prompt)}."
-            )
+            raise InputError(f"the prompt after others must contain {PAIRS} exactly once.")
         return frame
 
     def _turn(self, before: Pairs, last: bool) -> Frame:
@@ -260,10 +248,7 @@ class ContextWording:
             raise InputError(f"prompt: the last message of a conversation must contain {SLOT}, found {shown(turn)}.")
         final = _messages(prompt)[-1] if last else turn
         if last and self.predecessor_prompt is not None and len(self.predecessor_prompt) != 1:
-            raise InputError(
-                "predecessor_prompt: for a conversation, pass its last message alone, a user's message with "
-                f"{SLOT}; found {shown(self.predecessor_prompt)}."
-            )
+            raise InputError(f"for a conversation, pass its last message alone, a user's message with {SLOT}.")
         messages = list(opening)
         for question, answer in before:
             messages.append({**turn, "content": turn["content"].replace(SLOT, question)})

@@ -34,7 +34,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels import likelihood_blocked
 from headwater.kernels.devices import in_halves, to_device
-from headwater.kernels.likelihood import PRECISIONS, PrecisionName, TokenStatistics
+from headwater.kernels.likelihood import PRECISIONS, PrecisionName, TokenStatistics, UnembeddingHead
 from headwater.lenses.predictions import Layers, Lens, lens_named, open_lens, reader, resolve_layers
 from headwater.models.bare_model import residual_streams
 from headwater.models.hooked import check_model, warn_of_no_template
@@ -204,10 +204,12 @@ def token_statistics(
         described, windows = _windows(model, texts, spans, long, step)
         parts = [windows[start : start + WINDOWS_PER_PIECE] for start in range(0, len(windows), WINDOWS_PER_PIECE)]
         with run.bar("Scoring", "text", len(windows)) as bar:
-            measure = _measurer(model, chosen, read, run.record, precision) if windows else None
+            normalise, head = unembedding_head(model, run.record)
 
             def compute(part: Sequence[_Window]) -> dict[str, Tensor]:
-                return _measure_windows(model, part, measure, batch_size, bar)
+                return _measure_windows(
+                    model, part, chosen, lambda h, layer: normalise(read(h, layer)), head, precision, batch_size, bar
+                )
 
             pieces = list(run.pieces("windows", parts, compute, bar, len))
         return TextStatistics(_table(model, pieces, chosen, with_layer=layers != "final"), described, run.record)
@@ -329,54 +331,39 @@ def _cut(model: HookedModel, index: int, ids: list[int], positions: list[int], l
     return windows
 
 
-def _measurer(
+@torch.inference_mode()
+def _measure_windows(
     model: HookedModel,
+    windows: Sequence[_Window],
     layers: Sequence[int],
-    read: Callable[[Tensor, int], Tensor],
-    record: RunRecord,
+    head_input: Callable[[Tensor, int], Tensor],
+    head: UnembeddingHead,
     precision: PrecisionName,
-) -> Callable[[Batch, Tensor, Tensor], dict[str, Tensor]]:
-    """Return a function that runs a batch and returns the statistics of its tokens at (rows, columns) by layer."""
-    normalise, head = unembedding_head(model, record)
+    batch_size: int,
+    bar: Bar,
+) -> dict[str, Tensor]:
+    """Measure windows, those of similar length together: `layer token` for each statistic, `token` for the rest."""
+    pad, parts = pad_id(model.tokenizer), []
 
-    def measure(batch: Batch, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
+    def run(group: Sequence[_Window]) -> None:
+        batch = Batch.of([window.ids for window in group], pad).named(window.text for window in group)
+        rows, columns = torch.tensor([(row, place) for row, window in enumerate(group) for place in window.scored]).T
+
         def take(residual: Tensor) -> Tensor:
             # A token is predicted from the state one column before it.
             return residual[to_device(rows, residual.device), to_device(columns, residual.device) - 1]
 
         residuals = residual_streams(model, batch, layers, take)
-        target = batch.tokens[rows, columns]
+        token_ids = target = batch.tokens[rows, columns]
         by_layer = []
         for layer in layers:
             # Popped, to free a layer's states as soon as they are read.
-            hidden = normalise(read(residuals.pop(layer), layer))
+            hidden = head_input(residuals.pop(layer), layer)
             target = to_device(target, hidden.device)
             by_layer.append(likelihood_blocked.token_statistics(hidden, head, target, precision=precision))
-        return {name: torch.stack([getattr(one, name).cpu() for one in by_layer]) for name in STATISTICS}
-
-    return measure
-
-
-@torch.inference_mode()
-def _measure_windows(
-    model: HookedModel,
-    windows: Sequence[_Window],
-    measure: Callable[[Batch, Tensor, Tensor], dict[str, Tensor]] | None,
-    batch_size: int,
-    bar: Bar,
-) -> dict[str, Tensor]:
-    """Measure windows, those of similar length together."""
-    pad = pad_id(model.tokenizer)
-    parts = []
-
-    def run(group: Sequence[_Window]) -> None:
-        batch = Batch.of([window.ids for window in group], pad).named(window.text for window in group)
-        places = [(row, place) for row, window in enumerate(group) for place in window.scored]
-        rows, columns = torch.tensor(places).T
-        assert measure is not None
-        found = measure(batch, rows, columns)
+        found = {name: torch.stack([getattr(one, name).cpu() for one in by_layer]) for name in STATISTICS}
         text, shift = (torch.tensor([getattr(w, name) for w in group])[rows] for name in ("text", "shift"))
-        parts.append(found | {"text": text, "position": columns + shift, "token_id": batch.tokens[rows, columns]})
+        parts.append(found | {"text": text, "position": columns + shift, "token_id": token_ids})
         bar.update(len(group))
 
     for rows in by_length([len(window.ids) for window in windows], batch_size):

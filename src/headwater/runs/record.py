@@ -151,20 +151,9 @@ class RunRecord:
 
         Of long values only the part around the first difference is shown.
         """
-        return [f"{key}: {_unlike(there, here)}" for key, (there, here) in self._differing(other).items()]
-
-    def _differing(self, other: RunRecord) -> dict[str, tuple[str, str]]:
-        """Return what differs, as written: there and here."""
         ours, theirs = self._identity, other._identity
-        values = {key: (theirs.get(key), ours.get(key)) for key in sorted(ours | theirs)}
-        return {key: (repr(there), repr(here)) for key, (there, here) in values.items() if there != here}
-
-    def is_sound(self) -> bool:
-        """Whether every field has its type, as in a record that was not edited by hand."""
-        texts: tuple[str, ...] = (self.analysis, self.model, self.fingerprint, self.dtype, self.device, self.created)
-        texts += () if self.tokenizer is None else (self.tokenizer,)
-        tables = (self.options, self.versions)
-        return all(isinstance(text, str) for text in texts) and all(isinstance(table, dict) for table in tables)
+        pairs = {key: (theirs.get(key), ours.get(key)) for key in sorted(ours | theirs)}
+        return [f"{key}: {_unlike(repr(a), repr(b))}" for key, (a, b) in pairs.items() if a != b]
 
     @property
     def identity(self) -> str:
@@ -203,9 +192,8 @@ def refuse_other_run(path: Path, run: RunRecord, names: Iterable[str]) -> RunRec
         refuse_foreign(path, RUN_FILE, names)
         return None
     earlier, _ = read_record(path)
-    differences = run.differences(earlier)
-    if differences:
-        is_code = any("function " in text for pair in run._differing(earlier).values() for text in pair)
+    if differences := run.differences(earlier):
+        is_code = any("function " in one for one in differences)
         why = " A function differs by its code, or by a value that it reads or keeps." if is_code else ""
         raise RunFolderError(
             f"The output folder {path} holds another run ({'; '.join(differences[:4])}).{why} "
@@ -222,9 +210,6 @@ def read_record(path: Path) -> tuple[RunRecord, dict[str, Any]]:
         )
     plain = read_sealed(path / RUN_FILE)
     try:
-        record = RunRecord(**plain["run"])
+        return RunRecord(**plain["run"]), plain
     except (KeyError, TypeError):
-        record = None
-    if record is None or not record.is_sound():
-        raise RunFolderError(f"{path / RUN_FILE} holds no record of a run: choose another folder.")
-    return record, plain
+        raise RunFolderError(f"{path / RUN_FILE} holds no record of a run: choose another folder.") from None

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -64,23 +64,15 @@ class ClaimEffects:
     """Effects of the set on other prompts."""
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """The result of judging a claim."""
+class Judgement(NamedTuple):
+    """A claim with its evidence: the fields of `headwater.runs.Claim`, the two sentences apart, and the level."""
 
     what: str
-    """The set, in words."""
     table: pd.DataFrame
-    """One row: `effect, low, high, placebo, placebo_high, p_value, other_ablation, split_half, held_out, margin,
-    holds`; NaN where the effects needed to compute it are missing."""
     measured: str
-    """The numbers, as a sentence."""
     verdict: str
-    """Whether the claim holds, as a sentence, with the criteria that fail and the notes."""
     level: float
-    """Level of the interval."""
     notes: tuple[str, ...]
-    """Facts that weaken the claim, such as prompts that discovery and test share; the verdict ends with them."""
 
 
 def claim_of(
