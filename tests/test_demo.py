@@ -181,7 +181,7 @@ def test_an_interrupt_ends_the_demo_and_says_how_to_go_on(run, tmp_path, monkeyp
     monkeypatch.setattr(cli_demo, "STEPS", steps)
     code, printed, error = run("demo", "--out", tmp_path, "--quiet")
     assert (code, printed) == (130, "")
-    assert f"The same command continues from {tmp_path}." in error
+    assert "Interrupted. With --out FOLDER the same command continues." in error
 
 
 def test_nothing_that_an_analysis_says_can_reach_the_page_as_markup(tmp_path):

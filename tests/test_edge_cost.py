@@ -81,7 +81,7 @@ def test_what_takes_over_a_minute_is_said_before_any_run_where_progress_is_seen(
     monkeypatch.setattr(sweep, "WORTH_TIMING", 0.0)
     monkeypatch.setattr("headwater.circuits.pairs.Pairs.baselines", None)
     monkeypatch.setattr("headwater.circuits.circuit_walk.CircuitRunner.measure", None)
-    monkeypatch.setattr("headwater.progress.on_terminal", lambda: True)
+    monkeypatch.setattr("headwater.progress.is_seen", lambda: True)
     given = model_of("llama"), CLEAN, CORRUPTED
     for rate, progress, said in ((1.0, True, True), (1.0, False, False), (1e15, True, False)):
         monkeypatch.setattr(sweep, "rate", lambda model, rate=rate: rate)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -174,16 +173,12 @@ class MetricOptions:
         count = len(answers_of(by_name[name]))
         if len(tokens) + len(columns) != count:
             raise InputError(f"The metric {name} needs {needed[count]}; found {[*tokens, *columns] or 'no token'}.")
-        answers = _answers_in(pairs, columns, bool(tokens)) if columns or (pairs and tokens) else []
+        answers = _answers_in(pairs, columns) if columns else []
         return METRICS[by_name[name]](*tokens, *answers, at=position(self.at))
 
 
-USUAL_ANSWERS = ("answer", "correct", "right", "wrong", "incorrect")
-"""Names of columns that probably contain answers."""
-
-
-def _answers_in(pairs: Path | None, columns: Sequence[str], other_tokens: bool) -> list[list[Any]]:
-    """Return the answers in some columns of a table of pairs; note columns of answers that are not used."""
+def _answers_in(pairs: Path | None, columns: Sequence[str]) -> list[list[Any]]:
+    """Return the answers in some columns of a table of pairs."""
     from headwater.data.rows import read_rows
 
     if pairs is None:
@@ -195,13 +190,6 @@ def _answers_in(pairs: Path | None, columns: Sequence[str], other_tokens: bool) 
         if missing := next((number for number, row in rows if row.get(column) is None), None):
             has = ", ".join(map(str, dict(rows)[missing]))
             raise InputError(f"{pairs}, row {missing} has no {column!r}; it has {has}.")
-    unread = [name for name in USUAL_ANSWERS if other_tokens and any(name in row for _, row in rows)]
-    if unread:
-        warnings.warn(
-            f"The answers in {pairs} ({', '.join(unread)}) are not used: all pairs are measured with the same tokens. "
-            "--answers RIGHT WRONG names the columns instead.",
-            stacklevel=2,
-        )
     return [[row[column] for _, row in rows] for column in columns]
 
 

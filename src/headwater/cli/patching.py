@@ -340,10 +340,4 @@ def _report(sweep: hw.Sweep, run: RunOptions) -> None:
     output = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows}
     output["files"] = run.write(sweep, "sweep")
     text = [] if run.as_json else sweep.report()
-    # What all rows share comes into the heading, so that the table is narrow.
-    shared = ("site", "metric", "examples")
-    same = [name for name in shared if len({row[name] for row in rows}) == 1]
-    words = [f"examples: {rows[0][name]}" if name == "examples" else str(rows[0][name]) for name in same]
-    plain = [{name: value for name, value in row.items() if name not in same} for row in rows]
-    title = f"strongest by mean effect ({', '.join(words)})" if words else "strongest by mean effect"
-    report(output, {sweep.run.model: text, title: plain}, run.as_json)
+    report(output, {sweep.run.model: text, "strongest by mean effect": rows}, run.as_json)
