@@ -86,7 +86,7 @@ NOT_OFFERED = {
 """Parameters that a command fills, or leaves to Python: what takes functions, results or objects, and readings that are
 rarely asked for."""
 OWN_DEFAULTS = {
-    "heads": {"multi_token"}, "compare": {"multi_token"}, "relations": {"multi_token"}, "patch": {"sites", "positions"},
+    "patch": {"sites", "positions"},
     "detect": {"methods"}, "reproduce pathways": {"methods"}, "reproduce maps": {"templates"},
 }  # fmt: skip
 """Options that are not handed on as they are."""
@@ -133,6 +133,7 @@ CHOICES = {
 }
 """Where the words are that an option takes."""
 WORDS = {"edges over": {"position"}, "by": {"size", "signed"}, "long": {"error", "window"}}
+WORDS["multi_token"] = {"first", "distinguishing"}
 WORDS["behaviour embedding"] = {"raw", "mlp0", "embed+mlp0", "layer0"}
 WORDS["embedding"] = {"auto"} | WORDS["behaviour embedding"]
 

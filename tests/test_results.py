@@ -4,7 +4,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
@@ -30,15 +29,6 @@ class Another(Result):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Noted(Result):
-    table: pd.DataFrame
-    note: str
-    notes: Sequence[Sequence[str]]
-    maybe: str | None
-    run: RunRecord
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Loose(Result):
     table: pd.DataFrame
     anything: Any
@@ -50,9 +40,6 @@ def test_fields_of_ones_own_class_may_be_optional_or_of_any_type(tmp_path):
     loose = Loose(sample().table, [1, "a"], None, record())
     loaded = Loose.load(loose.save(tmp_path))
     assert (loaded.anything, loaded.count) == ([1, "a"], None)
-    dataclasses.replace(loose, count="three").save(tmp_path)
-    with pytest.raises(RunFolderError, match="its count is a str of the wrong kind"):
-        Loose.load(tmp_path)
 
 
 def test_a_saved_result_is_read_back_exactly(tmp_path):
@@ -264,7 +251,7 @@ def test_a_file_that_changed_since_the_run_wrote_it_is_refused(tmp_path, name):
     content = bytearray((tmp_path / name).read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(RunFolderError, match=f"damaged: {name} was changed after the run wrote it"):
+    with pytest.raises(RunFolderError, match=f"damaged: {name} is missing, or was changed after the run wrote it"):
         Sample.load(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(RunFolderError, match=f"damaged: {name} is missing"):
@@ -373,22 +360,6 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("note", 5), ("note", ["a"]), ("notes", ["a", 5]), ("notes", "a"), ("table", "x"), ("maybe", 1)]
-)
-def test_a_value_of_another_kind_than_the_result_has_is_damage(tmp_path, name, value):
-    result = Noted(sample().table, "a note", [["a"], []], None, record())
-    result.save(tmp_path)
-    assert Noted.load(tmp_path).notes == [["a"], []]
-    plain = read_sealed(tmp_path / "run.json")
-    if name == "table":
-        (tmp_path / "table.parquet").unlink()
-        plain["manifest"] = {}
-    write_sealed(tmp_path / "run.json", plain | {name: value})
-    with pytest.raises(RunFolderError, match=rf"is damaged: its {name} is a .* of the wrong kind"):
-        Noted.load(tmp_path)
-
-
 def test_a_model_in_a_folder_whose_name_is_not_utf8_is_recorded_as_it_is(tmp_path):
     result = sample(record(model="/models/caf\udce9"))
     result.save(tmp_path)
@@ -412,8 +383,8 @@ def test_a_result_without_its_manifest_or_with_files_it_does_not_name_is_refused
     zeroed = pd.read_parquet(tmp_path / "table.parquet").assign(score=0.0)
     zeroed.to_parquet(tmp_path / "table.parquet")
     for manifest, said in (
-        ({}, r"has no manifest"),
-        ({"manifest": None}, r"has no manifest"),
+        ({}, r"is not in its manifest"),
+        ({"manifest": None}, r"is not in its manifest"),
         ({"manifest": {}}, r"table\.parquet is not in its manifest|tensors\.safetensors is not in its manifest"),
         ({"manifest": {"tensors.safetensors": plain["manifest"]["tensors.safetensors"]}}, r"table\.parquet is not in"),
     ):

@@ -213,6 +213,10 @@ def test_spans_score_the_tokens_that_hold_their_characters_and_change_no_value(l
     assert found.texts["scored"].tolist() == [1, 6]
     expected = whole[(whole["text"] == 1) | (whole["position"] == 6)]
     assert_close(found.table, expected)
+    capital = (text.index("capital"), text.index("capital") + 7)
+    apart = score(model, text, spans=[[answer, capital]])
+    assert_close(apart.table, whole[(whole["text"] == 0) & whole["token"].isin([" capital", " Paris"])])
+    assert apart.texts["scored"].tolist() == [2]
 
 
 def test_a_model_that_wants_bos_gets_exactly_one_and_the_first_token_is_scored_only_then(load):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from headwater.options import checked_flag
@@ -17,62 +16,38 @@ from headwater.options import checked_flag
 LOG = logging.getLogger("headwater")
 # The root logger's default would drop what `progress=True` asks for; a level that the caller has set remains.
 LOG.setLevel(LOG.level or logging.INFO)
-SOON, SELDOM = 10.0, 60.0
-"""Shortest and longest time between two lines, in seconds."""
+SOON, SELDOM = 10.0, 30.0
+"""Seconds before the first line, and least seconds between two lines."""
+LINE = "{desc}: {n_fmt} of {total_fmt}{unit} after {elapsed}, about {remaining} left"
 
 
-class Lines:
-    """Lines in place of a bar that cannot be drawn: one after each piece of work, with the remaining time.
+class _LogFile:
+    """A file for tqdm whose texts are lines of the log."""
 
-    Lines are at least ten seconds apart, further in longer work.
-    """
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            log(line)
 
-    def __init__(self, total: int | None, desc: str, unit: str):
-        self.total, self.desc, self.unit = total, desc, unit.strip().removesuffix("s")
-        self.n: float = 0
-        self._begun = self._said = time.monotonic()
-
-    def update(self, n: float = 1) -> None:
-        """Count what was done, and say so unless the last line is recent."""
-        self.n += n
-        now = time.monotonic()
-        if self.total and self.n >= self.total:
-            return  # the line at the end says so
-        if now - self._said >= min(max((now - self._begun) / 10, SOON), SELDOM):
-            self._say()
-
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        took = time.monotonic() - self._begun
-        if kind is None and (self._said > self._begun or took >= SOON):
-            log(f"{self.desc}: done after {spelled_time(took)}.")
-
-    def _say(self) -> None:
-        self._said = time.monotonic()
-        took = self._said - self._begun
-        of = f" of {self.total:,}" if self.total else ""
-        more = (self.total or 0) - self.n
-        left = f", about {spelled_time(took / self.n * more)} left" if self.n and more > 0 else ""
-        log(f"{self.desc}: {self.n:,}{of} {self.unit}s after {spelled_time(took)}{left}.")
+    def flush(self) -> None:
+        """Do nothing: a line is written at once."""
 
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    Bar: TypeAlias = tqdm[Any] | Lines
+    Bar: TypeAlias = tqdm[Any]
 else:
     Bar = Any
 
 
 def progress_bar(progress: bool, total: int | None, desc: str, unit: str, **options: Any) -> Bar:
-    """Open a bar of tqdm with these options, or lines if no bar can be drawn; neither if progress is False."""
+    """Open a bar of tqdm with these options, or lines where none can be drawn; neither if progress is False."""
     from tqdm.auto import tqdm
 
     shown = checked_flag("progress", progress)
     if shown and not is_seen():
-        return Lines(total, desc, unit)
+        lines: Any = {"file": _LogFile(), "delay": SOON, "mininterval": SELDOM, "bar_format": LINE}
+        return tqdm(total=total, desc=desc, unit=f" {unit.strip().removesuffix('s')}s", **options | lines)
     options.setdefault("leave", not (shown and in_notebook()))
     return tqdm(total=total, desc=desc, unit=unit, disable=not shown, **options)
 

@@ -29,25 +29,13 @@ Embedding = Annotated[
 ]
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
-class LongTargets:
-    """Treatment of targets of several tokens; without these options they are left out."""
-
-    multi_token: Flag = False
-    """Let the first token represent a word of several tokens, instead of leaving the word out."""
-    distinguishing: Flag = False
-    """Score a target of several tokens by the first token that no other target of its relation has, instead of leaving
-    it out."""
-
-    @property
-    def scored(self) -> Literal["first", "distinguishing"] | None:
-        """Which token to score; None leaves such targets out."""
-        if self.multi_token and self.distinguishing:
-            raise InputError(
-                "--multi-token and --distinguishing score different tokens of a word: pass only one of them."
-            )
-        return "first" if self.multi_token else "distinguishing" if self.distinguishing else None
+MultiToken = Annotated[
+    Literal["first", "distinguishing"] | None,
+    Parameter(
+        help="The token that scores a target of several tokens: its `first`, or the first that no other target of its "
+        "relation has (`distinguishing`). Default: such targets are left out."
+    ),
+]
 
 
 @Parameter(name="*")
@@ -73,7 +61,7 @@ def heads(
     relations: Relations = None,
     rule: Literal["controlled", "published"] = "controlled",
     scoring: Scoring = Scoring(),
-    long_targets: LongTargets = LongTargets(),
+    multi_token: MultiToken = None,
     validate: Flag = False,
     template: Annotated[str | None, ANY_TEXT] = None,
     run: RunOptions = RunOptions(),
@@ -98,11 +86,11 @@ def heads(
     """
     if template is not None and not validate:
         raise InputError("--template is a prompt for the running model: pass --validate too.")
-    tokens, suite = long_targets.scored, hw.load_relations(relations)
+    suite = hw.load_relations(relations)
     is_loaded = validate or is_embedded(model or BASE)
     loaded = hw.load(model, device=scoring.device) if is_loaded else None
     head_map = hw.classify_heads(
-        loaded or str(model), relations=suite, rule=rule, multi_token=tokens, **run.kept(),
+        loaded or str(model), relations=suite, rule=rule, multi_token=multi_token, **run.kept(),
         **vars(scoring if loaded is None else replace(scoring, device=None)),
     )  # fmt: skip
     files = run.write(head_map, "head_map")
@@ -127,7 +115,7 @@ def compare(
     *,
     relations: Relations = None,
     scoring: Scoring = Scoring(),
-    long_targets: LongTargets = LongTargets(),
+    multi_token: MultiToken = None,
     run: RunOptions = RunOptions(),
 ) -> None:
     """Show which heads implement or suppress which relations more or less than in the first of several models.
@@ -140,8 +128,7 @@ def compare(
     - `headwater compare run/step-1000 run/step-2000 run/step-4000 --json`
     - `headwater compare path/to/base path/to/instruct --relations path/to/relations --embedding raw`
     """
-    tokens = long_targets.scored
-    comparison = hw.compare_heads(models, relations=relations, multi_token=tokens, **run.kept(), **vars(scoring))
+    comparison = hw.compare_heads(models, relations=relations, multi_token=multi_token, **run.kept(), **vars(scoring))
     run.finish(comparison, run.write(comparison, "head_comparison"), "summary", "largest")
 
 
@@ -246,7 +233,7 @@ def relations(
     model: Model = None,
     *,
     relations: Relations = None,
-    long_targets: LongTargets = LongTargets(),
+    multi_token: MultiToken = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how many pairs of each relation survive a model's tokenizer, and which are left out.
@@ -262,8 +249,8 @@ def relations(
     from headwater.models.checkpoint import checkpoint_folder, load_tokenizer
     from headwater.runs.result import records_of
 
-    tokens, name, suite = long_targets.scored, model or BASE, hw.load_relations(relations)
-    coverage = hw.heads.relation_coverage(suite, load_tokenizer(checkpoint_folder(name)), multi_token=tokens)
+    name, suite = model or BASE, hw.load_relations(relations)
+    coverage = hw.heads.relation_coverage(suite, load_tokenizer(checkpoint_folder(name)), multi_token=multi_token)
     rows = records_of(coverage)
     used = f"{coverage['usable'].sum()} of {len(rows)} relations can be used with {name}."
     shown = [{key: row[key] for key in row if key not in ("dropped", "note")} for row in rows]

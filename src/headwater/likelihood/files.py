@@ -173,14 +173,16 @@ def score_file(
         check_model(reference, "reference")
     shares, lowercase = checked_shares(k), checked_flag("lowercase", lowercase)
     gradient_norm = checked_flag("gradient_norm", gradient_norm)
-    options: dict[str, Any] = {"file": digest_of_file(path), "field": field, "k": shares}
-    options |= {"prefix": None if prefix is None else checked_prefix(prefix), "maximum_entropy": maximum_entropy}
     if maximum_entropy is not None:
         checked_number("maximum_entropy", maximum_entropy, above=0.0)
     counts = None if token_counts is None else checked_counts(token_counts)
-    options |= {"token_counts": None if counts is None else digest(counts)}
-    options |= {"reference": reference, "lowercase": lowercase, "long": long, "stride": stride}
-    options |= {"gradient_norm": gradient_norm, "precision": checked_name("precision", precision, PRECISIONS)}
+    options: dict[str, Any] = {
+        "file": digest_of_file(path), "field": field, "k": shares, "maximum_entropy": maximum_entropy,
+        "prefix": None if prefix is None else checked_prefix(prefix),
+        "token_counts": None if counts is None else digest(counts),
+        "reference": reference, "lowercase": lowercase, "long": long, "stride": stride,
+        "gradient_norm": gradient_norm, "precision": checked_name("precision", precision, PRECISIONS),
+    }  # fmt: skip
     computing: dict[str, Any] = {"precision": precision, "batch_size": batch_size, "progress": False}
     reading: dict[str, Any] = {"long": long, "stride": stride, **computing}
 
@@ -256,7 +258,7 @@ def gradient_norms(
     listed = chats_written(checked_several("texts", texts, "a list of texts"), model.tokenizer)
     check_texts(model, listed)
     # Tokenize all texts before the first run, so that a text that is too long is refused at once.
-    read = [scored_tokens(model, text, None, index) for index, text in enumerate(listed)]
+    read = [scored_tokens(model, text, (), index) for index, text in enumerate(listed)]
     for index, (ids, _) in enumerate(read):
         if len(ids) > model.shape.n_ctx:
             raise InputError(

@@ -9,19 +9,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
 
 from headwater.errors import InputError
-from headwater.lenses.predictions import Layers, Lens
+from headwater.lenses.predictions import Lens
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.scores import memorization_scores, score_of
-from headwater.likelihood.statistics import TextStatistics, token_statistics
-from headwater.models.tokens import ChatText, encode, token_span
+from headwater.likelihood.statistics import token_statistics
+from headwater.models.tokens import ChatText
 from headwater.options import checked_name, shown
 from headwater.questions.asking import CHAT, PROMPT, SLOT, AnswerText, Frame, Messages, answer_texts, question_frame
 from headwater.questions.labels import LABEL, Judge, label_score, scores_of
@@ -57,29 +57,6 @@ def framed(frame: Frame | None, span: str, question: str, answer: str | None) ->
     text = kind(f"{frame.asking(question)}{frame.joint}{answer}")
     answered = (len(text) - len(answer), len(text))
     return Framed(text, (characters, answered) if span == "both" else (answered,))
-
-
-def framed_statistics(
-    model: HookedModel, texts: Sequence[Framed], layers: Layers, lens: Lens, **options: Any
-) -> TextStatistics:
-    """Return the statistics of the tokens that contain scored characters; long texts are read in windows."""
-    # From the first scored character to the last.
-    outer = [(item.spans[0][0], item.spans[-1][1]) if item.spans else None for item in texts]
-    stats = token_statistics(
-        model, [item.text for item in texts], spans=outer, layers=layers, lens=lens, long="window", **options
-    )
-    if all(len(item.spans) < 2 for item in texts):
-        return stats
-    mask = np.zeros(len(stats.table), dtype=bool)
-    rows, positions = stats.table.groupby("text").indices, stats.table["position"].to_numpy()
-    scored = stats.texts["scored"].to_numpy(copy=True)
-    for place, item in enumerate(texts):
-        _, offsets = encode(model.tokenizer, item.text, model.bos)  # type: ignore[arg-type]
-        inside = {position for span in item.spans for position in token_span(offsets or (), *span)}
-        indices = rows.get(place, np.array([], dtype=int))
-        mask[indices] = np.isin(positions[indices], sorted(inside))
-        scored[place] = len(inside - {0})
-    return replace(stats, table=stats.table[mask], texts=stats.texts.assign(scored=scored))
 
 
 class ScoredNodes(NamedTuple):
@@ -132,7 +109,10 @@ def scored_nodes(
     numbers: dict[Framed, int] = {}
     number_of = [numbers.setdefault(one, len(numbers)) for one in written]
     out = run.below("statistics" if shuffled_by is None else "shuffled")
-    stats = framed_statistics(model, list(numbers), layers, lens, batch_size=batch_size, progress=run.progress, out=out)
+    stats = token_statistics(
+        model, [one.text for one in numbers], spans=[one.spans or None for one in numbers], layers=layers, lens=lens,
+        long="window", batch_size=batch_size, progress=run.progress, out=out,
+    )  # fmt: skip
     wide = memorization_scores(stats, k=shares).wide()
     columns = ["text", "layer", *DESCRIBED, *filter(score_of, map(str, wide))]
     places = pd.DataFrame({"id": nodes["id"].to_numpy(), "text": number_of})

@@ -50,7 +50,7 @@ from headwater.options import (
 )
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, each_row, whole_summary, with_interval
-from headwater.stats.discrimination import auc, true_positives
+from headwater.stats.discrimination import BELOW, CHANCE, auc, true_positives
 from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
@@ -117,9 +117,7 @@ def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None, few: tu
     if few and min(few) < 6 and (chance := 2 / math.comb(sum(few), few[0])) > 0.05:
         return f", of too few texts: chance alone separates them completely with probability {chance:.2g}"
     if not row["auc_low"] > 0.5:
-        return (
-            ", below chance: non-members score higher" if row["auc_high"] < 0.5 else ", indistinguishable from chance"
-        )
+        return f", {BELOW}: non-members score higher" if row["auc_high"] < 0.5 else f", {CHANCE}"
     if baseline is not None and not row["auc_low"] > baseline["auc_high"]:
         return ", not clearly above the words alone: no evidence of memorization"
     return ""

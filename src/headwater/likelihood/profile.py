@@ -126,25 +126,16 @@ class DepthProfile(Result):
     def findings(self) -> dict[str, Any]:
         """Return the main numbers as JSON values; Min-K% with the figure's sign."""
         drawn = -self.depthwise.groupby("depth")[self.main].median()
-        overall = self.judged[(self.judged["depths"] == "all") | (self.judged["measure"] == "accuracy")]
         return {
             "model": self.run.model,
             "graph": self.run.options["graph"],
             "predecessors": self.run.options["predecessors"],
             "nodes": len(self.table),
-            "graphs": int(self.table["group"].nunique()),
             "not_scored": {str(n): int(c) for n, c in self.table["note"].value_counts().items() if n},
             "windowed": int((self.table["windows"] > 1).sum()),
             "without_judge_score": int(self.table["score"].isna().sum()),
             "cut": self.cut,
             "median_min_k": {str(depth): rounded(value) for depth, value in drawn.items()},
-            "judged": {
-                f"{row['measure']} {row['depths']}": rounded(row["value"]) for row in overall.to_dict("records")
-            },
-            "score_gap": {
-                row["control"]: rounded(row["value"])
-                for row in self.comparisons[self.comparisons["measure"] == "gap"].to_dict("records")
-            },
         }
 
     def report(self) -> list[str]:

@@ -247,9 +247,6 @@ def prefixed_statistics(
     """
     prefix = checked_prefix(prefix)
     listed = checked_several("texts", texts, "a list of texts")
-    for index, text in enumerate(listed):
-        if not isinstance(text, str):
-            raise InputError(f"Text {index} is a {type(text).__name__}, not a string.")
     # An empty text stays empty, because with the prefix it would have tokens but nothing to score.
     prefixed = [prefix + text if text else "" for text in listed]
     spans = [(len(prefix), len(prefix) + len(text)) if text else None for text in listed]
@@ -270,24 +267,26 @@ def checked_shares(k: float | Iterable[float]) -> list[float]:
 
 def checked_counts(token_counts: Counts) -> Float[ndarray, " d_vocab"]:
     """Return the count of each token id in a corpus as an array."""
-    try:
-        counts = np.asarray(token_counts, dtype=np.float64)
-    except (TypeError, ValueError):
-        counts = np.zeros(0)
-    if counts.ndim != 1 or not counts.size or not (np.isfinite(counts) & (counts >= 0)).all():
+    counts = _numbers(token_counts)
+    if not counts.size or not (np.isfinite(counts) & (counts >= 0)).all():
         raise InputError(f"token_counts={shown(token_counts)} must be a number of at least 0 for every token id.")
     return counts
+
+
+def _numbers(values: Any) -> Float[ndarray, " number"]:
+    """Return numbers as an array of one axis; an empty one for anything else."""
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        return np.zeros(0)
+    return numbers if numbers.ndim == 1 else np.zeros(0)
 
 
 def _norms_of(stats: TextStatistics, norms: Norms) -> Float[ndarray, " text"]:
     """Return the gradient norms of texts, after checking that there is one per text."""
     if "layer" in stats.table:
         raise InputError("gradient_norms= are of the whole model: use statistics with layers='final'.")
-    try:
-        checked = np.asarray(norms, dtype=np.float64)
-    except (TypeError, ValueError):
-        checked = np.zeros((0, 0))
-    scored = stats.texts["scored"].to_numpy() > 0
+    checked, scored = _numbers(norms), stats.texts["scored"].to_numpy() > 0
     if checked.shape != scored.shape or not (checked[scored] >= 0).all() or np.isinf(checked).any():
         raise InputError(
             f"gradient_norms={shown(norms)} must be a number of at least 0 for each of the {len(scored):,} texts."
@@ -334,11 +333,6 @@ def _frame_of_texts(stats: TextStatistics) -> pd.DataFrame:
     return crossed[["text", "layer", *stats.texts.columns.drop("text")]]
 
 
-def _keys(frame: pd.DataFrame) -> list[tuple[int, ...]]:
-    columns = [frame[name] for name in ("text", "layer") if name in frame]
-    return list(zip(*columns, strict=True))
-
-
 def _tokens(
     stats: TextStatistics,
     texts: pd.DataFrame,
@@ -348,18 +342,17 @@ def _tokens(
 ) -> Iterable[tuple[int, TextTokens]]:
     """Yield each row of `texts` that has scored tokens, with these tokens in text order."""
     names = ["log_probability", "entropy", "variance", "top1_log_probability"]
-    place = {key: row for row, key in enumerate(_keys(texts))}
+    if stats.table.empty:  # its columns have no dtypes to join by
+        return
     keys = [name for name in ("text", "layer") if name in stats.table]
-    # Sort once and split where the key changes, because groupby would create a frame for each text.
-    ordered = stats.table.sort_values([*keys, "position"], kind="stable")
+    rows = texts[keys].assign(row=np.arange(len(texts)))
+    # Sort once and split where the row changes, because groupby would create a frame for each text.
+    ordered = stats.table.merge(rows, on=keys).sort_values(["row", "position"], kind="stable")
     arrays = {name: ordered[name].to_numpy(np.float64) for name in names}
     ids = ordered["token_id"].to_numpy(np.int64)
-    changes = (ordered[keys].diff() != 0).any(axis=1).to_numpy().nonzero()[0]
-    stops = np.append(changes, len(ordered))[1:]
-    firsts = _keys(ordered.iloc[changes])
+    found_rows, starts = np.unique(ordered["row"].to_numpy(), return_index=True)
     zlib_bytes = texts["zlib_bytes"].to_numpy()
-    for key, start, stop in zip(firsts, changes, stops, strict=True):
-        row = place[key]
+    for row, start, stop in zip(found_rows, starts, [*starts[1:], len(ordered)], strict=True):
         columns: dict[str, Any] = {name: array[start:stop] for name, array in arrays.items()}
         columns |= {name: float(found[row]) for name, found in other.items() if found is not None}
         columns |= {"token_id": ids[start:stop]}

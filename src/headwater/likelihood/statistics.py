@@ -50,7 +50,7 @@ from headwater.models.tokens import (
     token_span,
 )
 from headwater.models.unembedding import unembedding_head
-from headwater.options import checked_count, checked_name, checked_several, shown
+from headwater.options import checked_count, checked_name, checked_several, is_index, shown, whole_number
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
     from headwater.models.hooked import HookedModel
 
-Span: TypeAlias = tuple[int, int] | None
-"""The characters (start, end) of a text whose tokens are scored; None for all."""
+Spans: TypeAlias = tuple[int, int] | Sequence[tuple[int, int]] | None
+"""The characters (start, end) of a text whose tokens are scored, or several such pairs; None for all."""
 
 STATISTICS = TokenStatistics._fields
 LongName: TypeAlias = Literal["error", "window"]
@@ -99,19 +99,11 @@ class TextStatistics(Result):
 
         `log_probability` and `entropy` are means over tokens in nats, `greedy` the share of tokens of rank 0.
         """
-        layers = self.table["layer"] if "layer" in self.table else pd.Series(0, index=self.table.index, name="layer")
-        summary = (
-            self.table.assign(greedy=self.table["rank"] == 0)
-            .groupby(layers.to_numpy())
-            .agg(
-                texts=("text", "nunique"),
-                tokens=("text", "size"),
-                log_probability=("log_probability", "mean"),
-                entropy=("entropy", "mean"),
-                greedy=("greedy", "mean"),
-            )
-        )
-        return summary.rename_axis("layer").reset_index(drop="layer" not in self.table)
+        table = self.table.assign(greedy=self.table["rank"] == 0)
+        by_layer = table.groupby(table["layer"] if "layer" in table else np.zeros(len(table), dtype=int))
+        counts = by_layer["text"].agg(texts="nunique", tokens="size")
+        summary = counts.join(by_layer[["log_probability", "entropy", "greedy"]].mean())
+        return summary.rename_axis("layer").reset_index(drop="layer" not in table)
 
     def report(self) -> list[str]:
         """Report how likely the tokens are for the model, at the last layer read, and what was not scored."""
@@ -149,7 +141,7 @@ def token_statistics(
     model: HookedModel,
     texts: str | Iterable[str] | Chat | Sequence[Chat],
     *,
-    spans: Sequence[Span] | None = None,
+    spans: Sequence[Spans] | None = None,
     layers: Layers = "final",
     lens: Lens = "logit",
     long: LongName = "error",
@@ -167,8 +159,8 @@ def token_statistics(
     Args:
         model: the model.
         texts: a text, or texts; a chat, or chats, as for `model.tokenize`.
-        spans: for each text the characters (start, end) whose tokens are scored, or None for all. A token with
-            characters on both sides of an edge is scored. The model reads the whole text in any case.
+        spans: for each text the characters (start, end) whose tokens are scored, several such pairs, or None for all. A
+            token with characters on both sides of an edge is scored. The model reads the whole text in any case.
         layers: "final", "all", a layer or several. Layer l is read after its block, resid_post.
         lens: how to read layers: "logit", the folder of a tuned lens, a function, or the (A, b) of a tuned lens by
             layer. A mapping may omit the final layer, which is then read by the logit lens.
@@ -240,7 +232,7 @@ def as_unicode(text: str) -> str:
 
 
 def _windows(
-    model: HookedModel, texts: Sequence[Any], spans: Sequence[Span] | None, long: str, stride: int
+    model: HookedModel, texts: Sequence[Any], spans: Sequence[Spans] | None, long: str, stride: int
 ) -> tuple[pd.DataFrame, list[_Window]]:
     """Tokenize every text and cut it into windows; also describe texts without anything to score."""
     check_texts(model, texts)
@@ -249,20 +241,20 @@ def _windows(
     checked_name("long", long, LONG)
     described, windows = [], []
     for index, text in enumerate(texts):
-        span = _checked_span(spans[index], text, index) if spans is not None else None
+        own = _checked_spans(None if spans is None else spans[index], text, index)
         content = as_unicode(text)
-        ids, positions = scored_tokens(model, text, span, index)
+        ids, positions = scored_tokens(model, text, own, index)
         cut = _cut(model, index, ids, positions, long, stride)
         n_tokens = len(ids) - _begun(model, ids)
         note = ""
         if not positions:
             note = NOT_UNICODE if content != text else NOTHING_BEFORE if n_tokens else EMPTY
-        scored_text = content[slice(*span)] if span else content
+        scored_text = content[own[0][0] : own[-1][1]] if own else content
         described.append(
             {
                 "text": index,
                 "content": content,
-                # Only of the scored part; otherwise the ratio would mix two lengths.
+                # Only from the first scored character to the last; otherwise the ratio would mix two lengths.
                 "zlib_bytes": len(zlib.compress(scored_text.encode("utf-8"))),
                 "tokens": n_tokens,
                 "scored": len(positions),
@@ -274,21 +266,23 @@ def _windows(
     return pd.DataFrame({name: [one[name] for one in described] for name in described[0]}), windows
 
 
-def scored_tokens(model: HookedModel, text: str, span: Span, index: int) -> tuple[list[int], list[int]]:
-    """Return a text's token ids, and the indices of tokens to score: in the span, after the BOS."""
+def scored_tokens(
+    model: HookedModel, text: str, spans: Sequence[tuple[int, int]], index: int
+) -> tuple[list[int], list[int]]:
+    """Return a text's token ids, and the indices of tokens to score: in the spans (if any), after the BOS."""
     assert model.tokenizer is not None
     # Half a character cannot be encoded as UTF-8; scored as "?" it would be a different text.
     if not text or as_unicode(text) != text:
         return [], []
     ids, offsets = encode(model.tokenizer, text, model.bos)
     positions: Iterable[int] = range(len(ids))
-    if span is not None:
+    if spans:
         if offsets is None:
             raise InputError(
                 "Spans need a fast tokenizer, which reports the characters of each token; this one does not."
             )
         try:
-            positions = token_span(offsets, *span)
+            positions = sorted({position for span in spans for position in token_span(offsets, *span)})
         except InputError as error:
             raise InputError(f"Text {index}: {error}") from None
     outside = [token for token in ids if not 0 <= token < model.shape.d_vocab]
@@ -389,11 +383,16 @@ def _table(
     return pd.DataFrame({name: columns[name][order] for name in names})
 
 
-def _checked_span(span: Span, text: str, index: int) -> Span:
-    if span is None:
-        return None
-    is_pair = hasattr(span, "__len__") and len(span) == 2 and all(hasattr(place, "__index__") for place in span)
-    if not is_pair or not 0 <= span[0] < span[1] <= len(text):
-        within = f"a pair (start, end) within its {len(text)} characters, start before end"
-        raise InputError(f"The span {shown(span)} of text {index} is not {within}.")
-    return int(span[0]), int(span[1])
+def _checked_spans(spans: Any, text: str, index: int) -> list[tuple[int, int]]:
+    """Return the spans of a text as a list, in the order of the text; an empty one for the whole text."""
+    if spans is None:
+        return []
+    try:
+        listed = [spans] if is_index(next(iter(spans), None)) else spans
+        pairs = sorted((whole_number(start), whole_number(end)) for start, end in listed)
+        if pairs and all(0 <= start < end <= len(text) for start, end in pairs):
+            return pairs
+    except (TypeError, ValueError):
+        pass
+    within = f"a pair (start, end) within its {len(text)} characters, start before end, or several"
+    raise InputError(f"The span {shown(spans)} of text {index} is not {within}.")

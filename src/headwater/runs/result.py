@@ -19,8 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -363,24 +362,7 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
                 values[field.name] = tensors[field.name] if field.name in tensors else plain[field.name]
     except (OSError, SafetensorError, ArrowException, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"The result in {path} is damaged ({error}). Delete the folder and run again.") from None
-    for name, kind in kinds.items():
-        if name in values and not _is_of(values[name], kind):
-            raise _damaged(path, f"its {name} is a {type(values[name]).__name__} of the wrong kind")
     return cls(**values)
-
-
-def _is_of(value: object, kind: Any) -> bool:
-    """Whether a value has an annotated type: a table, a tensor with its axes, a text, a literal, a union, or lists."""
-    origin, inside = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return True
-    if origin in (UnionType, Union):
-        return any(_is_of(value, one) for one in inside)
-    if origin is None:
-        return isinstance(value, kind)
-    if origin is Literal:
-        return isinstance(value, str) and value in inside
-    return isinstance(value, origin) and not isinstance(value, str) and all(_is_of(item, inside[0]) for item in value)
 
 
 def _seal(file: Path) -> dict[str, Any]:
@@ -393,10 +375,7 @@ def _seal(file: Path) -> dict[str, Any]:
 
 def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[str, Any]:
     """Return the seals of a result's files, after checking that none changed since the run wrote it."""
-    allowed = file_names(cls)
-    if not isinstance(manifest, dict):
-        why = "so it is unknown whether its files are those of the run"
-        raise _damaged(path, f"{RUN_FILE} has no manifest, {why}")
+    allowed, manifest = file_names(cls), manifest if isinstance(manifest, dict) else {}
     # A table that is not in the manifest would be read as if the run had written it.
     unsealed = sorted(name for name in allowed - set(manifest) if (path / name).is_file())
     if unsealed:
@@ -406,11 +385,8 @@ def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[s
         # Anyone may have written the manifest: its names must not point outside the folder.
         if (folder if part else name) not in allowed or (part and not NAME.fullmatch(part)):
             raise _damaged(path, f"its manifest names {name[:60]!r}, which is not a file of a {cls.__name__}")
-        file = path / name
-        if not file.is_file():
-            raise _damaged(path, f"{name} is missing")
-        if _seal(file) != seal:
-            raise _damaged(path, f"{name} was changed after the run wrote it")
+        if not (path / name).is_file() or _seal(path / name) != seal:
+            raise _damaged(path, f"{name} is missing, or was changed after the run wrote it")
     return manifest
 
 

@@ -32,7 +32,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from headwater.errors import InputError
-from headwater.stats.discrimination import FEWEST
+from headwater.stats.discrimination import spearman
 from headwater.stats.resample import Bootstrap, interval
 from headwater.stats.significance import sign_flip_p
 
@@ -148,18 +148,11 @@ def split_half(parts: Float[ndarray, "example part"], seed: int) -> float:
     if n < 4:
         return float("nan")
     rng = np.random.default_rng(seed)
-    orders = [rng.permutation(n) for _ in range(SPLITS)]
-    halves = np.array([[means_of(parts[order[: n // 2]]), means_of(parts[order[n // 2 :]])] for order in orders])
-    in_both = ~np.isnan(halves).any(1)
-    from scipy.stats import rankdata  # takes half a second: not when headwater is imported
-
-    ranks = rankdata(np.where(in_both[:, None], halves, np.nan), axis=-1, nan_policy="omit")
-    # The mean of `spearman(first, second)` over splits, all at once: one by one costs as much as the rest of a claim.
-    ranks = ranks[in_both.sum(-1) >= FEWEST]
-    first, second = (ranks - np.nanmean(ranks, -1, keepdims=True)).swapaxes(0, 1)
-    spread = np.sqrt(np.nansum(first**2, -1) * np.nansum(second**2, -1))
-    found = np.nansum(first * second, -1)[spread > 0] / spread[spread > 0]
-    return float(found.mean()) if len(found) else float("nan")
+    found = []
+    for _ in range(SPLITS):
+        order = rng.permutation(n)
+        found.append(float(spearman(means_of(parts[order[: n // 2]]), means_of(parts[order[n // 2 :]]))))
+    return _mean(np.array(found))
 
 
 def means_of(parts: Float[ndarray, " example *part"]) -> Float[ndarray, " *part"]:
