@@ -312,7 +312,6 @@ def test_the_module_runs_as_the_command():
         (["reproduce", "mpas"], "Unused Tokens: ['mpas']"),
         (["score", "gpt2", "no", "such"], "found gpt2 no such"),
         (["score", "no-such.txt"], "The file of texts no-such.txt does not exist"),
-        (["evidence", "country_to_capital"], "is a relation: headwater evidence MODEL country_to_capital"),
     ],
 )
 def test_words_that_are_too_many_or_no_file_are_refused(run, arguments, message):

@@ -217,10 +217,6 @@ def evidence(
         draws: How often targets are shuffled, and how many random sets of heads are ablated.
         seed: Seed of the halves, pairs, examples, draws and intervals.
     """
-    from headwater.heads.relations import SUITE
-
-    if model is not None and relation is None and (SUITE / f"{model}.json").is_file():
-        raise InputError(f"{model} is a relation: headwater evidence MODEL {model}, such as smollm2 or embedded.")
     chosen = None if relation is None else relation[0] if len(relation) == 1 else relation
     result = hw.evidence(
         load.model(model), chosen, template=template, embedding=embedding, pairs=pairs, draws=draws, seed=seed,

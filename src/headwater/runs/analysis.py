@@ -54,23 +54,13 @@ class Run:
         """Yield the piece that `compute` returns for each item, in order, or that an interrupted run already saved.
 
         Args:
-            stage: the name of the pieces; every stage of an analysis has its own.
+            stage: the name of the pieces; every stage of an analysis has its own. With a slash at its end, the folder
+                of pieces that stay as parts of the result.
             items: consumed one by one; with several processes, all of them before the first piece is yielded.
             compute: returns the piece of an item: named tensors, independent of all other pieces.
             bar: progress bar that counts finished items.
             size: how much an item counts on the bar.
         """
-        return self._computed(f"{self.prefix}{stage}-", items, compute, bar, size)
-
-    def _computed(
-        self,
-        names: str,
-        items: Iterable[Item],
-        compute: Callable[[Item], Mapping[str, Tensor]],
-        bar: Bar | None,
-        size: Callable[[Item], int],
-    ) -> Iterator[dict[str, Tensor]]:
-        """Yield the piece of each item; the name of a piece is `names` and its number."""
 
         def work() -> Iterator[Compute]:
             done = bar.n if bar is not None else 0
@@ -81,6 +71,7 @@ class Run:
                     # Minus what `compute` counted itself, as a judge does; a piece read from the folder counts fully.
                     bar.update(done - bar.n)
 
+        names = stage if stage.endswith("/") else f"{self.prefix}{stage}-"
         if self.folder is not None:
             named = ((f"{names}{number:06d}", make) for number, make in enumerate(work()))
             yield from self.folder.pieces(named)
@@ -100,7 +91,7 @@ class Run:
 
         The arguments are those of `pieces`; `stage` is also the name of the result's field that the parts belong to.
         """
-        computed = self._computed(f"{stage}/", items, compute, bar, size)
+        computed = self.pieces(f"{stage}/", items, compute, bar, size)
         if self.folder is None:
             return Shards(list(computed))
         make_folder(self.folder.path / stage)
