@@ -77,17 +77,17 @@ def test_the_operations_of_a_sweep_are_half_to_twice_of_those_counted_while_it_r
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_what_takes_over_a_minute_is_said_before_any_run_where_progress_is_seen(call, monkeypatch, capsys):
+def test_what_takes_over_a_minute_is_said_before_any_run_with_progress(call, monkeypatch, caplog):
     monkeypatch.setattr(sweep, "WORTH_TIMING", 0.0)
     monkeypatch.setattr("headwater.circuits.pairs.Pairs.baselines", None)
     monkeypatch.setattr("headwater.circuits.circuit_walk.CircuitRunner.measure", None)
-    monkeypatch.setattr("headwater.progress.is_seen", lambda: True)
     given = model_of("llama"), CLEAN, CORRUPTED
     for rate, progress, said in ((1.0, True, True), (1.0, False, False), (1e15, True, False)):
         monkeypatch.setattr(sweep, "rate", lambda model, rate=rate: rate)
         with pytest.raises(TypeError):  # the first thing that is run is None
             CALLS[call](*given, metric=DIFFERENCE, progress=progress)
-        printed = capsys.readouterr().err
+        printed = caplog.text
+        caplog.clear()
         assert (" take about " in printed) == said
         assert (" less time." in printed) == said
 

@@ -26,7 +26,7 @@ class _LogFile:
 
     def write(self, text: str) -> None:
         if line := text.strip():
-            log(line)
+            say(True, line)
 
     def flush(self) -> None:
         """Do nothing: a line is written at once."""
@@ -53,16 +53,9 @@ def progress_bar(progress: bool, total: int | None, desc: str, unit: str, **opti
 
 
 def say(progress: bool, text: str) -> None:
-    """Write a line where a bar would be shown, or to the log."""
-    if checked_flag("progress", progress):
-        if is_seen():
-            print(f"headwater: {text}", file=sys.stderr, flush=True)  # noqa: T201
-        else:
-            log(text)
-
-
-def log(text: str) -> None:
-    """Write a line to the log; to stderr if the caller has not configured logging."""
+    """Write a line to the log, or to stderr if the caller has not configured logging; nothing without progress."""
+    if not checked_flag("progress", progress):
+        return
     if LOG.hasHandlers():
         LOG.info(text)
     elif LOG.isEnabledFor(logging.INFO):
