@@ -273,7 +273,7 @@ def checked_counts(token_counts: Counts) -> Float[ndarray, " d_vocab"]:
     return counts
 
 
-def _numbers(values: Any) -> Float[ndarray, " number"]:
+def _numbers(values: Any) -> Float[ndarray, " _"]:
     """Return numbers as an array of one axis; an empty one for anything else."""
     try:
         numbers = np.asarray(values, dtype=np.float64)

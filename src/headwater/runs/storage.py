@@ -102,24 +102,21 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: str = "") ->
     write_atomically(file, lambda temporary: save_file(contiguous, temporary, seal))
 
 
-def read_tensors(file: Path, about: str | None = None) -> dict[str, Tensor]:
-    """Read the tensors that `write_tensors` wrote with this description, or with any (None); check their hash.
+def read_tensors(file: Path, about: str | None = None, *, check: bool = True) -> dict[str, Tensor]:
+    """Read the tensors that `write_tensors` wrote with this description, or with any (None), and check their hash.
 
     The tensors are views of the mapped file and must not be modified.
     """
-    tensors = load_tensors(file)
+    with _readable(file):
+        tensors = load_file(file)
+    if not check:
+        return tensors
     written, _, content = seal_of(file).rpartition(" ")
     if content != _hash_of_tensors(tensors):
         raise RunFolderError(f"{file} was changed since headwater wrote it. Delete the folder and run again.")
     if about not in (None, written):
         raise RunFolderError(f"{file} belongs to another run. Delete the folder and run again.")
     return tensors
-
-
-def load_tensors(file: Path) -> dict[str, Tensor]:
-    """Read named tensors without checking their hash; see `read_tensors`."""
-    with _readable(file):
-        return load_file(file)
 
 
 def seal_of(file: Path) -> str:
@@ -134,11 +131,6 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise RunFolderError(f"{file} cannot be read ({error}). Delete the folder and run again.") from None
-
-
-def _content_of(file: Path) -> str:
-    """Return the hash of a tensor file's content according to its seal."""
-    return seal_of(file).rpartition(" ")[2]
 
 
 def _hash_of_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -255,8 +247,7 @@ class Shards:
         """Return a part; tensors of a file are memory-mapped and must not be modified."""
         if self.in_memory:
             return self._parts[number]
-        read = load_tensors if number in self._checked else read_tensors
-        tensors = read(self._files[number])
+        tensors = read_tensors(self._files[number], check=number not in self._checked)
         self._checked.add(number)
         return tensors
 
@@ -273,7 +264,8 @@ class Shards:
 
     def digest(self) -> str:
         """Return a hash of the content of all parts, the same in memory and in files; files are not read for it."""
-        contents = map(_hash_of_tensors, self._parts) if self.in_memory else map(_content_of, self._files)
+        contents = [_hash_of_tensors(part) for part in self._parts]
+        contents += [seal_of(file).rpartition(" ")[2] for file in self._files]
         return hashed("shards", *(content.encode() for content in contents)).hex()
 
     def write(self, folder: Path) -> list[str]:
