@@ -259,7 +259,8 @@ def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: 
     """Join every node with its question, and check that predecessors and successors agree, if both are present."""
     if question_of.keys() != nodes.keys():
         odd = min(question_of.keys() ^ nodes.keys())
-        raise InputError(f"{(nodes | question_of)[odd].where}: only one of nodes and node_to_q has the node {odd!r}.")
+        where = {**nodes, **question_of}[odd].where
+        raise InputError(f"{where}: only one of nodes and node_to_q has the node {odd!r}.")
     if any("direct_successors" in row.fields for row in nodes.values()):
         forward = {(name, above) for name, row in nodes.items() for above in row.names("direct_successors")}
         backward = {(below, name) for name, row in nodes.items() for below in row.names("direct_predecessors")}
