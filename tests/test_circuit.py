@@ -148,14 +148,10 @@ def test_a_circuit_is_kept_in_one_file_and_read_back(found, tmp_path):
 def test_what_holds_no_circuit_is_not_read(tmp_path, found):
     (tmp_path / "text.parquet").write_text("no parquet")
     found.circuit(3).table.to_parquet(tmp_path / "table.parquet")
-    for name in ("text.parquet", "table.parquet"):
+    found.save(tmp_path / "result")
+    for name in ("text.parquet", "table.parquet", "missing.parquet", "result"):
         with pytest.raises(RunFolderError, match="holds no circuit"):
             hw.Circuit.load(tmp_path / name)
-    with pytest.raises(RunFolderError, match=r"There is no file .*missing\.parquet"):
-        hw.Circuit.load(tmp_path / "missing.parquet")
-    found.save(tmp_path / "result")
-    with pytest.raises(RunFolderError, match=r"holds a EdgeEffects, not a Circuit: use hw\.EdgeEffects\.load"):
-        hw.Circuit.load(tmp_path / "result")
 
 
 def test_what_a_circuit_does_not_have_is_named_with_what_does_it(found):
@@ -179,7 +175,7 @@ def test_a_circuit_says_what_it_is(found):
         (["embed -> k 1.3"], "key-value heads"),
         (["embed"], "names no edge"),
         ([3], "names no edge"),
-        (3, "must be a list of names"),
+        (3, "give a list of names"),
         (["hed 1.1 -> logits"], "Did you mean"),
     ],
 )
@@ -190,9 +186,7 @@ def test_what_names_no_edge_is_refused(names, said):
 
 def test_circuits_of_another_graph_are_refused():
     for operate in ("__or__", "__and__", "__sub__", "overlap"):
-        with pytest.raises(
-            InputError, match="different graphs: 3 layers of 4 heads on 2 key-value heads, and 2 layers"
-        ):
+        with pytest.raises(InputError, match=r"a model of 2 layers.* has 3 layers of 4 heads on 2 key-value heads"):
             getattr(drawn(SERIAL), operate)(drawn(PARALLEL))
     with pytest.raises(InputError, match="b is from a model of 2 layers"):
         checked_circuits({"a": drawn(SERIAL), "b": drawn(PARALLEL)}, SERIAL)

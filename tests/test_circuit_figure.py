@@ -31,7 +31,7 @@ def lines_in(ax):
 def test_no_node_stands_on_another_and_every_edge_is_drawn(n, graph):
     generator = chance.rng()
     edges = np.sort(generator.choice(graph.n_edges, n, replace=False)).tolist()
-    circuit = circuit_from_edges(graph, edges, {edge: float(generator.normal()) for edge in edges})
+    circuit = circuit_from_edges(graph, edges, [float(generator.normal()) for _ in edges])
     lines = drawing.lines_of(circuit)
     assert {line.edge for line in lines} == set(range(n))
     places = list(drawing.layout(graph, lines).values())
@@ -42,7 +42,7 @@ def test_no_node_stands_on_another_and_every_edge_is_drawn(n, graph):
 def test_colours_are_those_of_signs_and_the_strongest_is_the_thickest():
     named = {"embed -> mlp 0": -8.0, "mlp 0 -> logits": 2.0, "embed -> logits": np.nan}
     edges = {GROUPED.edge_named(name): effect for name, effect in named.items()}
-    ax = circuit_from_edges(GROUPED, sorted(edges), edges).plot()
+    ax = circuit_from_edges(GROUPED, edges, list(edges.values())).plot()
     found = {to_hex(line.get_edgecolor()): line.get_linewidth() for line in lines_in(ax)}
     assert set(found) == {drawing.ABOVE, drawing.BELOW, FAINT}
     assert max(found, key=lambda color: found[color]) == drawing.BELOW
@@ -62,7 +62,7 @@ def test_effects_are_written_beside_few_edges_and_not_beside_many():
     graph = Graph(4, 4, 4, False)
     for n, written in ((10, True), (60, False)):
         edges = list(range(n))
-        ax = circuit_from_edges(graph, edges, dict.fromkeys(edges, 1.0)).plot()
+        ax = circuit_from_edges(graph, edges, np.ones(len(edges))).plot()
         assert any("+1" in text.get_text() for text in ax.texts) == written
 
 

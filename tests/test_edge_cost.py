@@ -8,7 +8,8 @@ import transformers as tf
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwater as hw
-from headwater.circuits.circuit_walk import CircuitRequest
+from headwater.circuits.circuit_walk import pairs_to_keep
+from headwater.circuits.pairs import Pairs
 from headwater.errors import InputError
 from headwater.patching import sweep
 from tests.edge_pairs import CLEAN, CORRUPTED, DIFFERENCE, QUIET, model_of
@@ -79,7 +80,7 @@ def test_the_operations_of_a_sweep_are_half_to_twice_of_those_counted_while_it_r
 @pytest.mark.parametrize("call", CALLS)
 def test_what_takes_over_a_minute_is_said_before_any_run_with_progress(call, monkeypatch, caplog):
     monkeypatch.setattr(sweep, "WORTH_TIMING", 0.0)
-    monkeypatch.setattr("headwater.circuits.pairs.Pairs.baselines", None)
+    monkeypatch.setattr("headwater.circuits.pairs.BothRuns", None)
     monkeypatch.setattr("headwater.circuits.circuit_walk.CircuitRunner.measure", None)
     given = model_of("llama"), CLEAN, CORRUPTED
     for rate, progress, said in ((1.0, True, True), (1.0, False, False), (1e15, True, False)):
@@ -95,7 +96,7 @@ def test_what_takes_over_a_minute_is_said_before_any_run_with_progress(call, mon
 @pytest.mark.parametrize("call", ["exact", "screened", "eap", "a search"])
 def test_what_would_take_longer_than_is_allowed_is_refused_before_any_run(call, monkeypatch):
     monkeypatch.setattr(sweep, "rate", lambda model: 1.0)
-    monkeypatch.setattr("headwater.circuits.pairs.Pairs.baselines", None)
+    monkeypatch.setattr("headwater.circuits.pairs.BothRuns", None)
     monkeypatch.setattr("headwater.circuits.circuit_walk.CircuitRunner.measure", None)
     given = model_of("llama"), CLEAN, CORRUPTED
     with pytest.raises(InputError, match=r"edges.* of|on 1 pairs.* would take about .* hours; hours=0.5 were allowed"):
@@ -108,11 +109,11 @@ def test_what_would_take_longer_than_is_allowed_is_refused_before_any_run(call, 
 
 def test_the_runs_of_fewer_pairs_are_kept_where_each_is_large(monkeypatch):
     clean, corrupted = ([one] * 6 for (one,) in prompts())
-    request = CircuitRequest.of(wide("llama"), clean, corrupted, metric=hw.logit_difference(5, 9))
+    pairs = Pairs(wide("llama"), clean, corrupted, hw.logit_difference(5, 9))
     a_pair = 2 * (1 + 4 * 7) * 12 * 96  # senders, tokens from the first difference on, width
     for numbers, kept in ((0, 1), (3 * a_pair, 3), (100 * a_pair, 6)):
         monkeypatch.setattr("headwater.circuits.circuit_walk.KEPT_FLOATS", numbers)
-        assert request.pairs_to_keep(256) == kept
+        assert pairs_to_keep(pairs, 256) == kept
 
 
 def test_the_rate_is_that_of_products_of_matrices():

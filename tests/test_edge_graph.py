@@ -62,7 +62,7 @@ def test_names_choose_a_node_a_layer_or_a_kind():
             "There is no head 3 in layer 1; they are 0 to 1; k counts key-value heads, each read by 2 query",
         ),
         ([], None, "empty list"),
-        (3, None, "must be a name"),
+        (3, None, "give a name such as"),
         ([3], None, "3 names no part of a model"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.circuits import pairs
+from headwater.circuits import edge_effects
 from headwater.errors import InputError
 from tests.edge_pairs import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference, model_of, reference
 from tests.edge_reference import Reference
@@ -44,8 +44,7 @@ def test_a_screen_through_mlps_recomputes_what_exact_finds_and_eap_is_refused():
 
 
 def test_large_models_are_screened_unless_another_method_is_asked_for(monkeypatch):
-    assert pairs.default_method(model_of("gpt2")) == "exact"
-    monkeypatch.setattr(pairs, "LARGE", 1000)
+    monkeypatch.setattr(edge_effects, "LARGE", 1000)
     found = hw.edges(model_of("gpt2"), CLEAN, CORRUPTED, metric=DIFFERENCE, receivers="mlp 2", verify=3, **QUIET)
     assert found.method == "screened"
     exact = hw.edges(model_of("gpt2"), CLEAN, CORRUPTED, metric=DIFFERENCE, receivers="mlp", method="exact", **QUIET)

@@ -198,11 +198,11 @@ def test_an_interrupted_run_goes_on_with_the_layers_that_are_left(tmp_path, monk
     whole = hw.edges(model, CLEAN, CORRUPTED, metric=DIFFERENCE, **QUIET)
     measure, seen = edge_effects.EdgeRequest._layer, []
 
-    def dies(self, pairs, item):
-        seen.append((item[0], int(self.graph.stage[item[1][0]])))
+    def dies(self, item):
+        seen.append((item[0], int(self.pairs.graph.stage[item[1][0]])))
         if len(seen) == 3:
             raise KeyboardInterrupt
-        return measure(self, pairs, item)
+        return measure(self, item)
 
     monkeypatch.setattr(edge_effects.EdgeRequest, "_layer", dies)
     with pytest.raises(KeyboardInterrupt):

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.circuits.circuit_walk import CircuitRequest, CircuitRunner, CircuitWalk
+from headwater.circuits.circuit_walk import CircuitRunner, CircuitWalk
 from headwater.circuits.graph import Graph, leads_to_logits
-from headwater.circuits.search import DECISIONS, Greedy, Rule
+from headwater.circuits.pairs import Pairs
+from headwater.circuits.search import DECISIONS, Greedy
 from headwater.errors import InputError, RunFolderError
 from headwater.planted import circuits
 from tests import chance
@@ -67,13 +68,13 @@ def test_any_function_of_circuits_is_searched_as_by_one_edge_at_a_time(parallel,
         batches.append(len(some))
         return np.array([value(edges) for edges in some])
 
-    trace = Greedy(graph, Rule(0.4, sign), evaluate, lambda decided: None).search()
+    trace = Greedy(graph, evaluate, 0.4, sign).search()
     assert trace.inside.tolist() == left
     assert trace.effect == pytest.approx([effects[edge] for edge in range(graph.n_edges)], abs=1e-12)
     nowhere = trace.decision == DECISIONS.index("leads nowhere")
     assert trace.runs == sum(batches) <= 3 * (graph.n_edges - nowhere.sum()) + 1
     assert len(batches) < trace.runs / 3
-    few = Greedy(graph, Rule(0.4, sign, budget=20), evaluate, lambda decided: None).search()
+    few = Greedy(graph, evaluate, 0.4, sign, budget=20).search()
     assert (few.decision != DECISIONS.index("not tried")).sum() == 20 + (
         few.decision == DECISIONS.index("leads nowhere")
     ).sum()
@@ -104,7 +105,7 @@ def test_it_leaves_what_hugging_face_runs_of_one_edge_at_a_time_leave(family):
 def test_the_whole_search_is_that_of_one_circuit_at_a_time_on_all_pairs(family, values):
     model, threshold = loaded(family), 0.05
     clean, corrupted = [CLEAN, " Paris is in A"], [CORRUPTED, " Rome is in A"] if values == "other run" else None
-    runner = CircuitRunner(CircuitRequest.of(model, clean, corrupted, metric=QUIET["metric"], values=values), keep=2)
+    runner = CircuitRunner(Pairs(model, clean, corrupted, QUIET["metric"], values=values), keep=2)
 
     def value(names) -> float:
         circuit = hw.Circuit.of(names, model) | rest
@@ -179,7 +180,7 @@ def test_a_budget_below_the_number_of_edges_begins_from_the_strongest_and_tries_
     assert len(begun) == budget
     assert not (begun["decision"] == "not tried").any()
     assert len(set(begun["edge"]) & set(strongest.names)) >= 0.8 * budget  # the rest the screen ranked otherwise
-    runner = CircuitRunner(CircuitRequest.of(model, clean, corrupted, metric=QUIET["metric"], values=values), keep=2)
+    runner = CircuitRunner(Pairs(model, clean, corrupted, QUIET["metric"], values=values), keep=2)
 
     def value(names) -> float:
         edges = hw.Circuit.of(list(names), model).edges
@@ -240,15 +241,13 @@ def test_a_stopped_search_goes_on_where_it_stopped(tmp_path, monkeypatch):
         hw.find_circuit(model, CLEAN, CORRUPTED, out=tmp_path, **options | {"threshold": 0.1})
 
 
-def test_a_search_with_a_budget_accepts_means_of_other_prompts_positions_by_text_and_iterators():
+def test_a_search_with_a_budget_accepts_means_of_other_prompts_and_positions_by_text():
     model, others = loaded("llama"), [" cat saw dog A", " the capital of Italy is of A"]
     options = {"metric": hw.log_probability(5, at=" is"), "threshold": 0.02, "placebos": 0, "progress": False}
     of_a_pair = hw.find_circuit(model, CLEAN, CORRUPTED, budget=20, **options)
-    again = hw.find_circuit(model, iter([CLEAN]), iter([CORRUPTED]), budget=20, **options)
     assert len(of_a_pair.circuit)
-    assert again.circuit == of_a_pair.circuit
     of_mean = hw.find_circuit(model, CLEAN, budget=20, values=hw.mean(others), **options)
-    as_dataset = hw.find_circuit(model, CLEAN, budget=20, values="mean", dataset=iter(others), **options)
+    as_dataset = hw.find_circuit(model, CLEAN, budget=20, values="mean", dataset=others, **options)
     assert len(of_mean.circuit)
     assert of_mean.circuit == as_dataset.circuit
 

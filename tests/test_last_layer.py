@@ -8,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwater as hw
 from headwater.circuits.exact import EdgeRows
-from headwater.circuits.graph import Graph
-from headwater.circuits.pairs import Pairs, plan_of
+from headwater.circuits.pairs import Pairs
 from headwater.models.blocks import Blocks
 from headwater.models.edits import read_hook
 from headwater.models.sites import SITES
@@ -34,9 +33,9 @@ def loaded(family: str) -> hw.HookedModel:
 def rows_of(family: str) -> EdgeRows:
     """The rows of a pair, from the first position on at which its prompts differ."""
     model = loaded(family)
-    plan, source = plan_of(model, [CLEAN], [CORRUPTED], DIFFERENCE, "noise", None)
+    pairs = Pairs(model, [CLEAN], [CORRUPTED], DIFFERENCE)
     with torch.no_grad(), model.lock:
-        runs = Pairs(plan, Graph.of(model.shape), source, model.fingerprint).runs(0)
+        runs = pairs.runs(0)
         return EdgeRows(runs, runs.start)
 
 

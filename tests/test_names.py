@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 import headwater as hw
-from headwater.circuits import both_runs, edge_effects, exact, result
+from headwater.circuits import edge_effects, exact, pairs, result
 from headwater.cli import patching as commands
 from headwater.figures import published
 from headwater.heads import relations
@@ -29,7 +29,7 @@ TAKEN = {
     hw.patch: {
         "sites": SITES,
         "direction": prompts.DIRECTIONS,
-        "values": both_runs.VALUE_NAMES,
+        "values": pairs.VALUE_NAMES,
         "method": activation_patching.METHODS,
         "over": edits.AXES,
         "spans": activation_patching.SPANS,
@@ -37,15 +37,15 @@ TAKEN = {
     hw.patching.Sweep.plot: {"value": summaries.MEASURES, "normalize": summaries.NORMALIZE},
     hw.patching.Sweep.claim: {"match": summaries.MATCH},
     hw.knockout: {"variant": VARIANTS, "over": edits.AXES},
-    hw.ablate: {"values": both_runs.VALUE_NAMES},
-    hw.edit: {"values": both_runs.VALUE_NAMES},
+    hw.ablate: {"values": pairs.VALUE_NAMES},
+    hw.edit: {"values": pairs.VALUE_NAMES},
     hw.edges: {
         "direction": prompts.DIRECTIONS,
         "method": edge_effects.METHODS,
-        "values": both_runs.VALUE_NAMES,
+        "values": pairs.VALUE_NAMES,
         "quadrature": edge_effects.QUADRATURES,
     },
-    hw.path_patch: {"direction": prompts.DIRECTIONS, "values": both_runs.VALUE_NAMES, "through": exact.THROUGH},
+    hw.path_patch: {"direction": prompts.DIRECTIONS, "values": pairs.VALUE_NAMES, "through": exact.THROUGH},
     hw.circuit_curve: {"by": result.RANKED_BY},
     hw.direct_logit_attribution: {"by": direct_attribution.BY},
     hw.classify_heads: {"rule": RULES, "embedding": ("auto", *KINDS), "multi_token": MULTI_TOKEN},

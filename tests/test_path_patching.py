@@ -138,11 +138,11 @@ def test_a_killed_run_goes_on_with_the_layers_that_are_missing(tmp_path, monkeyp
     whole = patched(model_of("gpt2"), *ends, through="mlps")
     seen, measure = [], path_patching.PathRequest._stage
 
-    def dies(self, pairs, item):
+    def dies(self, item):
         seen.append(item[1])
         if len(seen) == 3:
             raise KeyboardInterrupt
-        return measure(self, pairs, item)
+        return measure(self, item)
 
     monkeypatch.setattr(path_patching.PathRequest, "_stage", dies)
     with pytest.raises(KeyboardInterrupt):
@@ -164,9 +164,9 @@ def test_a_killed_run_goes_on_with_the_layers_that_are_missing(tmp_path, monkeyp
         ({"receivers": "k 1.3"}, "k counts key-value heads"),
         ({"receivers": "embed"}, "is a sender, not a receiver"),
         ({"receivers": [["mlp 1", "logits"]]}, "combine the logits with others"),
-        ({"senders": {}}, "does not map names to the nodes"),
-        ({"senders": {"one": []}}, "one is empty"),
+        ({"senders": {"one": []}}, "is an empty list; give None for all"),
         ({"senders": []}, "senders is an empty list; give None for all"),
+        ({"senders": {}}, "is empty; give None for all"),
         ({"through": "heads"}, "through='heads' is not one of direct, mlps"),
         ({"direction": "both"}, "direction"),
         ({"over": "layer"}, "over"),

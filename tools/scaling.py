@@ -128,7 +128,6 @@ def host(name: str) -> None:
 def everyday(name: str, tokens: int = 21) -> None:
     """Print what single calls on one pair of prompts take, the prompts different from the second token on."""
     from headwater.circuits.graph import Graph
-    from headwater.circuits.pairs import runs_of
 
     model, rate = SIZES[name], PEAK * REACHED
     logit = 2 * model.d_model * model.d_vocab
@@ -140,7 +139,7 @@ def everyday(name: str, tokens: int = 21) -> None:
         f"`hw.lens`, {tokens} tokens": tokens * model.layers * (block + logit),
         f"`hw.patch`, resid_pre, {cells:,} cells": block * changed * model.layers * (model.layers + 1) / 2
         + cells * logit,
-        f"`hw.edges`, all {graph.n_edges:,}": float(runs_of(graph, graph.stage)) * (tokens - 1) * block * model.layers,
+        f"`hw.edges`, all {graph.n_edges:,}": graph.runs_from(graph.stage) * (tokens - 1) * block * model.layers,
     }
     print(f"\n{short(name)}, one pair of {tokens} tokens, {model.gpus()} GPUs")
     for call, operations in work.items():

@@ -8,11 +8,11 @@ any of them lie on a path.
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +33,13 @@ from headwater.options import (
     checked_path,
     checked_repeats,
     checked_seed,
-    has_no_order,
-    is_one,
+    checked_several,
     shown,
 )
 from headwater.patching.edits import Indices
 from headwater.registry import Registry
 from headwater.runs.identity import digest
-from headwater.runs.record import RUN_FILE, read_record
-from headwater.runs.result import Claim, Size, View, bundle_of, drawn_by, shown_by
+from headwater.runs.result import Claim, Size, View, bundle_of, drawn_by, shown_by, table_html
 from headwater.runs.storage import SEAL, make_folder, write_atomically
 
 if TYPE_CHECKING:
@@ -52,8 +50,6 @@ if TYPE_CHECKING:
 
 
 METADATA = b"headwater circuit"
-REDRAWS = 20
-"""How many times a placebo that equals the circuit itself is drawn again."""
 CLAIMS: Registry[str, Callable[..., Claim]] = Registry("claim", "headwater.circuits.circuit_runs")
 """Functions that judge a circuit."""
 Prompts = tuple[tuple[int, ...], ...]
@@ -90,11 +86,8 @@ class Circuit:
         graph = graph_of(model)
         if isinstance(edges, str):
             edges = [edges]
-        if is_one(edges) or hasattr(edges, "columns"):
-            raise InputError(f'edges={shown(edges)} must be a list of names such as "head 9.9 -> q 10.7".')
-        found: set[int] = set()
-        for name in edges:
-            found |= set(graph.edges_named(name).tolist())
+        names = checked_several("edges", edges, 'a list of names such as "head 9.9 -> q 10.7"')
+        found = chain.from_iterable(graph.edges_named(name).tolist() for name in names)
         return circuit_from_edges(graph, found, model=model_name(model))
 
     @property
@@ -124,14 +117,10 @@ class Circuit:
         return float(np.isin(self.edges, self._same(other).edges).mean()) if len(self.edges) else 1.0
 
     def placebos(self, n: int = 30, seed: int = 0) -> list[Circuit]:
-        """Draw random circuits of the same shape: the same number of edges in each stratum.
+        """Draw n random circuits of the same shape: the same number of edges in each stratum.
 
         A stratum is a kind and layer of sender with a kind and layer of receiver. No placebo equals the circuit itself,
         unless no other is possible. `circuit.overlap(placebo)` returns the overlap.
-
-        Args:
-            n: number of placebos.
-            seed: seed of the draws.
         """
         n, generator = checked_repeats("n", n), np.random.default_rng(checked_seed(seed))
         strata, counts = np.unique(self.graph.stratum[self.edges], return_counts=True)
@@ -160,23 +149,16 @@ class Circuit:
         """Read a circuit that `save` wrote.
 
         Raises:
-            RunFolderError: the file does not exist, is not a saved circuit, or is damaged.
+            RunFolderError: the file is not a saved circuit, or is damaged.
         """
         file = checked_path("path", path)
-        if not file.exists():
-            raise RunFolderError(f"There is no file {file}.")
-        if (file / RUN_FILE).exists() and (found := read_record(file)[1].get("result")):
-            raise RunFolderError(f"{file} holds a {found}, not a Circuit: use hw.{found}.load.")
         try:
             table = pq.read_table(file)
             about = json.loads(table.schema.metadata[METADATA])
             graph = Graph.of_sizes(about["graph"])
             edges = [graph.edge_named(name) for name in table["edge"].to_pylist()]
             seen = tuple(tuple(int(i) for i in ids) for ids in about["seen"])
-            effects = np.asarray(table["effect"].to_numpy(), dtype=np.float64)
-            loaded = circuit_from_edges(
-                graph, edges, dict(zip(edges, effects.tolist(), strict=True)), seen, str(about["model"])
-            )
+            loaded = circuit_from_edges(graph, edges, table["effect"].to_numpy(), seen, str(about["model"]))
             if about[SEAL] != loaded._hash():
                 raise ValueError("it was changed since it was written")
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, InputError) as error:
@@ -229,23 +211,11 @@ class Circuit:
         return CLAIMS["alone"](self, model, clean, corrupted, other=other, run=run, claim=judged)
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the circuit: its nodes by layer, its edges with the sign and size of their effects.
-
-        Args:
-            ax: the axes to draw on; default: a new figure.
-            title: replaces the figure's default title.
-            figsize: width and height of a new figure, in inches; default: chosen to fit the content.
-
-        Raises:
-            InputError: the circuit has no figure.
-        """
+        """Draw the circuit: its nodes by layer, its edges with the sign and size of effects; see `Result.plot`."""
         return drawn_by(self, ax, title, figsize)
 
     def strongest(self, n: int) -> Circuit:
-        """Return the circuit of the edges with the largest absolute effects; edges without an effect come last.
-
-        Args:
-            n: number of edges.
+        """Return the circuit of the n edges with the largest absolute effects; edges without an effect come last.
 
         Raises:
             InputError: the circuit has fewer edges.
@@ -296,7 +266,7 @@ class Circuit:
         return circuit_from_edges(self.graph, rest, seen=self.seen, model=self.model)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self.graph.edge_named(name) in self._effect_of
+        return isinstance(name, str) and self.graph.edge_named(name) in self.edges
 
     def __len__(self) -> int:
         return len(self.edges)
@@ -313,18 +283,13 @@ class Circuit:
         return f"Circuit({len(self):,} of {self.graph.n_edges:,} edges, {len(self.on_a_path):,} on a path)"
 
     def _repr_html_(self) -> str:
-        order = strength_order(self.effects)[:8]
-        return f"<p>{html.escape(repr(self))}</p><div>{self.table.iloc[order].to_html(border=0)}</div>"
+        return table_html(self, self.table.iloc[strength_order(self.effects)])
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str | bytes]:
         return bundle_of(self) if len(self) else {"text/plain": repr(self), "text/html": self._repr_html_()}
 
     def _hash(self) -> str:
-        return digest([describe_graph(self.graph), self.seen, self.model, self.table])
-
-    @cached_property
-    def _effect_of(self) -> dict[int, float]:
-        return dict(zip(self.edges.tolist(), self.effects.tolist(), strict=True))
+        return digest([str(self.graph), self.seen, self.model, self.table])
 
     def _kept(self, which: NDArray[np.bool_]) -> Circuit:
         return replace(self, edges=self.edges[which], effects=self.effects[which])
@@ -332,18 +297,18 @@ class Circuit:
     def _same(self, other: object) -> Circuit:
         """Return the other circuit; refuse anything that is not a circuit of this graph."""
         circuit = checked_kind("circuit", other, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
-        if circuit.graph != self.graph:
-            graphs = ", and ".join(map(describe_graph, (self.graph, circuit.graph)))
-            raise InputError(f"The circuits are of different graphs: {graphs}.")
+        self.graph.refuse_other("The other circuit", circuit.graph)
         return circuit
 
     def _joined(self, other: Circuit, how: Callable[[Indices, Indices], Any]) -> Circuit:
         other = self._same(other)
         # This circuit's effects win: if both have an effect for an edge, the two may come from different prompts.
-        known = other._effect_of | {edge: effect for edge, effect in self._effect_of.items() if not np.isnan(effect)}
+        known, is_known = np.full(self.graph.n_edges, np.nan), ~np.isnan(self.effects)
+        known[other.edges], known[self.edges[is_known]] = other.effects, self.effects[is_known]
+        edges = how(self.edges, other.edges)
         model = self.model if other.model in ("", self.model) else "" if self.model else other.model
         seen = tuple(dict.fromkeys((*self.seen, *other.seen)))
-        return circuit_from_edges(self.graph, how(self.edges, other.edges), known, seen, model)
+        return circuit_from_edges(self.graph, edges, known[edges], seen, model)
 
 
 def strength_order(effects: NDArray[np.float64]) -> Indices:
@@ -352,16 +317,12 @@ def strength_order(effects: NDArray[np.float64]) -> Indices:
 
 
 def circuit_from_edges(
-    graph: Graph,
-    edges: Iterable[int] | Indices,
-    effects: dict[int, float] | None = None,
-    seen: Prompts = (),
-    model: str = "",
+    graph: Graph, edges: Iterable[int], effects: Any = None, seen: Prompts = (), model: str = ""
 ) -> Circuit:
-    """Return the circuit of the edges with the given indices, with those effects that are known."""
-    numbers = np.array(sorted({int(edge) for edge in edges}), dtype=np.int64)
-    known = [np.nan if effects is None else effects.get(int(edge), np.nan) for edge in numbers]
-    return Circuit(graph, numbers, np.array(known, dtype=np.float64), seen, model)
+    """Return the circuit of the edges with the given indices; `effects` has a number for each, if any are known."""
+    numbers, first = np.unique(np.fromiter(edges, dtype=np.int64), return_index=True)
+    known = np.full(len(numbers), np.nan) if effects is None else np.asarray(effects, dtype=np.float64)[first]
+    return Circuit(graph, numbers, known, seen, model)
 
 
 def graph_of(model: Any) -> Graph:
@@ -377,44 +338,29 @@ def model_name(model: HookedModel | Graph) -> str:
     return "" if isinstance(model, Graph) else model.name
 
 
-def describe_graph(graph: Graph) -> str:
-    """Describe the graph in a few words."""
-    grouped = f" on {graph.n_kv_heads} key-value heads" * (graph.n_kv_heads != graph.n_heads)
-    return f"{graph.n_layers} layers of {graph.n_heads} heads{grouped}{', parallel blocks' * graph.parallel}"
-
-
 def checked_circuits(circuits: Any, graph: Graph) -> dict[str, Circuit]:
     """Return circuits by name: a mapping keeps its names, other circuits become "circuit 0", "circuit 1", ..."""
-    if isinstance(circuits, Circuit):
-        circuits = [circuits]
     if not isinstance(circuits, dict):
-        if is_one(circuits) or has_no_order(circuits):
-            raise InputError(
-                f"circuits={shown(circuits)} must be a circuit, a list of them, or a mapping of names to them."
-            )
-        circuits = {f"circuit {i}": circuit for i, circuit in enumerate(circuits)}
+        several = "a circuit, a list of them, or a mapping of names to them"
+        listed = [circuits] if isinstance(circuits, Circuit) else checked_several("circuits", circuits, several)
+        circuits = {f"circuit {i}": circuit for i, circuit in enumerate(listed)}
     if not circuits:
         raise InputError("circuits is empty; give at least one, such as edges.circuit(100).")
     for name, circuit in circuits.items():
         if not isinstance(name, str) or not name:
             raise InputError(f"{shown(name)} is not the name of a circuit; give texts.")
         checked_kind("circuits", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
-        if circuit.graph != graph:
-            raise InputError(
-                f"{name} is from a model of {describe_graph(circuit.graph)}; this model has {describe_graph(graph)}."
-            )
+        graph.refuse_other(name, circuit.graph)
     return dict(circuits)
 
 
 def _drawn(pools: list[tuple[Indices, int]], generator: np.random.Generator, besides: Indices | None) -> Indices:
-    """Draw the given number of edges from each pool; avoid the exact set `besides` if possible."""
-    for _ in range(REDRAWS):
-        parts = [generator.choice(pool, count, replace=False) for pool, count in pools]
-        edges = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
-        if besides is None or not np.array_equal(edges, besides):
-            return edges
-    for i, (pool, count) in enumerate(pools):  # find a pool with spare edges, and exchange one of its edges
-        if len(pool) > count:
-            parts[i] = np.append(parts[i][1:], generator.choice(np.setdiff1d(pool, parts[i])))
-            break
+    """Draw the given number of edges from each pool; avoid the exact set `besides`, if any."""
+    parts = [generator.choice(pool, count, replace=False) for pool, count in pools]
+    edges = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
+    if besides is None or not np.array_equal(edges, besides):
+        return edges
+    # Exchange an edge of the first pool that has spare ones.
+    i, pool = next((i, pool) for i, (pool, count) in enumerate(pools) if len(pool) > count)
+    parts[i] = np.append(parts[i][1:], generator.choice(np.setdiff1d(pool, parts[i])))
     return np.sort(np.concatenate(parts))

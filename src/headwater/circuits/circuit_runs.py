@@ -7,7 +7,7 @@ same shape (`Circuit.placebos`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,8 +22,9 @@ from numpy import ndarray
 
 from headwater.calls import checked_call
 from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, circuit_from_edges, graph_of
-from headwater.circuits.circuit_walk import CircuitRequest, CircuitRunner
+from headwater.circuits.circuit_walk import CircuitRunner
 from headwater.circuits.graph import Graph
+from headwater.circuits.pairs import Pairs
 from headwater.circuits.result import ByMetric
 from headwater.errors import InputError, callers_level
 from headwater.models.hooked import HookedModel
@@ -31,6 +32,7 @@ from headwater.options import checked_count, checked_kind, checked_name, checked
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among
 from headwater.patching.summaries import refuse_other_run
+from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Claim, plain_text, table_html, whole_summary, with_interval
@@ -74,17 +76,12 @@ class CircuitRuns(ByMetric):
         return circuits
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
-        """Summarize each circuit over prompts.
+        """Summarize each circuit over prompts, a row per circuit and metric.
 
-        Args:
-            level: level of the interval.
-            seed: seed of the bootstrap.
-
-        Returns:
-            A row per circuit and metric: `circuit, metric, edges, edges_on_a_path, examples, value, faithfulness, low,
-            high, placebo, placebo_high, overlap, p_value`. Faithfulness is the ratio of the means over prompts, with
-            its bootstrap interval; `placebo` is the mean of the random circuits, `placebo_high` their 95 % quantile,
-            `overlap` the mean fraction of the circuit's edges that they have, p the rank of the circuit among them.
+        Its columns: `circuit, metric, edges, edges_on_a_path, examples, value, faithfulness, low, high, placebo,
+        placebo_high, overlap, p_value`. Faithfulness is the ratio of the means over prompts, with its bootstrap
+        interval; `placebo` is the mean of the random circuits, `placebo_high` their 95 % quantile, `overlap` the mean
+        fraction of the circuit's edges that they have, p the rank of the circuit among them.
         """
         return summarized(self.table, self.shapes, level, seed)
 
@@ -132,28 +129,29 @@ class CircuitRuns(ByMetric):
         Raises:
             InputError: the circuit or metric is unknown, or there are neither placebos nor a margin.
         """
-        other = None if other is None else checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
-        if other is not None and other.run.options["prompts"][0] != self.run.options["prompts"][0]:
-            raise InputError("other= has other prompts: run the same circuits on the same prompts with other values.")
         table, name = self.table, _chosen(self.table, "circuit", circuit)
+        level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
+        margin = None if margin is None else checked_number("margin", margin, above=0.0)
+        # Indices of the run's prompts on which this circuit was chosen; None if these prompts are unknown.
+        chosen_on = self.run.options["discovery"].get(name)
+        discovery = places_among(self.run.options["prompts"][0], chosen_on) if chosen_on else None
+        options: dict[str, Any] = {"circuit": name, "metric": metric, "margin": margin, "seed": seed, "seen": discovery}
+        options["other"] = None if other is None else other.run
+        metric = _chosen(table, "metric", metric)
+        effects, others = _effects(table, name, metric), None
+        drawn, effect = effects[1:], effects[0]
         if other is not None:
+            checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
+            if other.run.options["prompts"][0] != self.run.options["prompts"][0]:
+                raise InputError("other= has other prompts: run the same circuits on the same prompts.")
             refuse_other_run("other", other.run, self.run, prompts=False)
             other_name = _chosen(other.table, "circuit", circuit)
             if other.run.options["circuits"][other_name] != self.run.options["circuits"][name]:
                 raise InputError(f"other= ran another circuit than {name}: run the same one with other values.")
-        # Indices of the run's prompts on which this circuit was chosen; None if these prompts are unknown.
-        chosen_on = self.run.options["discovery"].get(name)
-        discovery = places_among(self.run.options["prompts"][0], chosen_on) if chosen_on else None
-        options = {"circuit": name, "metric": metric, "margin": margin, "seed": seed, "seen": discovery}
-        level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
-        margin = None if margin is None else checked_number("margin", margin, above=0.0)
-        metric = _chosen(table, "metric", metric)
-        effects = _effects(table, name, metric)
-        drawn, effect = effects[1:], effects[0]
+            others = _effects(other.table, other_name, metric)[0]
         held_out = None if discovery is None else np.delete(effect, list(discovery))
         notes = notes_of_few(len(drawn), self.run.options.get("placebos", 0), "random circuits")
         notes += notes_of_seen(discovery or (), "circuit")
-        others = None if other is None else _effects(other.table, other_name, metric)[0]
         evidence = ClaimEffects(effect, drawn, others, effects.T, held_out)
         what = f"The circuit {plain_text(name)} of {int(table.loc[table['circuit'] == name, 'edges'].iloc[0]):,} edges"
         if len(drawn):
@@ -161,7 +159,7 @@ class CircuitRuns(ByMetric):
             what += f" (random circuits share {shares.mean():.0%} of them on average)"
         what = f"{what} on {metric}".replace("_", " ")
         judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
-        return Claim.of(judged, self.run, options | {"other": None if other is None else other.run})
+        return Claim.of(judged, self.run, options)
 
     def __repr__(self) -> str:
         circuits, prompts = self.table["circuit"].nunique(), self.table["example"].nunique()
@@ -225,22 +223,23 @@ def run_circuits(
     graph = graph_of(model)
     named = checked_circuits(() if circuits is None else circuits, graph)
     placebos, seed = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS), checked_seed(seed)
-    request = CircuitRequest.of(
-        model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
-    )
+    pairs = Pairs(
+        model, clean, corrupted, metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size,
+        pair_with_donors=True,
+    )  # fmt: skip
     options = {
         "circuits": {name: circuit.edges for name, circuit in named.items()},
         "placebos": placebos,
         "discovery": {name: [list(ids) for ids in circuit.seen] for name, circuit in named.items()},
-        **request.options,
+        **pairs.options,
     }
-    request.say_how_long((1 + placebos) * len(named), progress)
+    say_how_many(pairs, (1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitRuns:
-        tested = CircuitsAndPlacebos.of(named, placebos, seed)
+        tested, shapes = with_placebos(named, placebos, seed)
         members = [pd.DataFrame({"circuit": name, "edge": circuit.edges}) for name, circuit in named.items()]
-        table = measured(request, tested, run)
-        return CircuitRuns(table, run.record, tested.shapes, pd.concat(members, ignore_index=True), graph.sizes)
+        table = measured(pairs, tested, shapes, run)
+        return CircuitRuns(table, run.record, shapes, pd.concat(members, ignore_index=True), graph.sizes)
 
     result = run_or_resume(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
     for left in gap_sentences(result.table):
@@ -254,7 +253,6 @@ def claim_of_circuit(
 ) -> Claim:
     """Run a circuit with its placebos and with other values, and judge it; see `Circuit.claim`."""
     metric_of_a_claim(run["metric"])
-    clean, corrupted = (list(one) if isinstance(one, Iterator) else one for one in (clean, corrupted))
     other_runs = None
     if other is not None:  # before the placebos, so that values that cannot be used are refused at once
         other_runs = run_circuits(model, clean, corrupted, {"given": circuit}, **run | {"values": other, "placebos": 0})
@@ -262,62 +260,47 @@ def claim_of_circuit(
     return runs.claim(other=other_runs, **claim)
 
 
-@dataclass(frozen=True, eq=False)
-class CircuitsAndPlacebos:
-    """Circuits by name, each followed by its placebos."""
-
-    named: Mapping[str, Circuit]
-    all: Sequence[Circuit]
-    names: Sequence[str]
-    """Name of the circuit that each entry is, or is a placebo of."""
-    placebo: Sequence[int | None]
-
-    @classmethod
-    def of(cls, named: Mapping[str, Circuit], placebos: int, seed: int) -> CircuitsAndPlacebos:
-        """Return the circuits with their placebos, drawn with the seed."""
-        listed: list[tuple[Circuit, str, int | None]] = []
-        for name, circuit in named.items():
-            listed.append((circuit, name, None))
-            drawn = circuit.placebos(placebos, seed) if placebos else []
-            listed += [(one, name, number) for number, one in enumerate(drawn)]
-        every, names, numbers = zip(*listed, strict=True)
-        return cls(named, every, names, numbers)
-
-    @property
-    def shapes(self) -> pd.DataFrame:
-        """A row per circuit and placebo: `circuit, placebo` (its number, `<NA>` for the circuit itself), `overlap`."""
-        overlap = [self.named[name].overlap(one) for one, name in zip(self.all, self.names, strict=True)]
-        numbers = pd.array(list(self.placebo), dtype="Int64")
-        return pd.DataFrame({"circuit": list(self.names), "placebo": numbers, "overlap": overlap})
+def with_placebos(named: Mapping[str, Circuit], placebos: int, seed: int) -> tuple[list[Circuit], pd.DataFrame]:
+    """Return circuits, each followed by its placebos, and a row about each: the table `CircuitRuns.shapes`."""
+    every, rows = list[Circuit](), list[tuple[str, int | None, float]]()
+    for name, circuit in named.items():
+        drawn = circuit.placebos(placebos, seed) if placebos else []
+        every += [circuit, *drawn]
+        rows.append((name, None, 1.0))
+        rows += [(name, number, circuit.overlap(one)) for number, one in enumerate(drawn)]
+    return every, pd.DataFrame(rows, columns=["circuit", "placebo", "overlap"]).astype({"placebo": "Int64"})
 
 
-def measured(request: CircuitRequest, tested: CircuitsAndPlacebos, run: Run) -> pd.DataFrame:
+def say_how_many(pairs: Pairs, circuits: int, progress: bool) -> None:
+    """Report how long circuits take if it is over a minute."""
+    what, tokens = f"{circuits:,} circuits of {len(pairs):,} pairs", circuits * pairs.tokens.sum()
+    say_how_long(pairs.model, what, tokens, "Fewer circuits, placebos= or pairs take less time.", progress=progress)
+
+
+def measured(pairs: Pairs, circuits: Sequence[Circuit], shapes: pd.DataFrame, run: Run) -> pd.DataFrame:
     """Run circuits on all pairs, one pair per piece, and return the metrics as the rows of `hw.run_circuits`."""
-    circuits = [circuit.edges for circuit in tested.all]
-    measure = partial(CircuitRunner(request, run.record.fingerprint).measure, circuits=circuits)
-    with run.bar("circuits", "pair", len(request)) as bar:
-        pieces = list(run.pieces("circuits", range(len(request)), measure, bar))
+    runner, edges = CircuitRunner(pairs, run.record.fingerprint), [circuit.edges for circuit in circuits]
+    measure = partial(runner.measure, circuits=edges)
+    with run.bar("circuits", "pair", len(pairs)) as bar:
+        pieces = list(run.pieces("circuits", range(len(pairs)), measure, bar))
     values, baselines = (torch.stack([piece[name] for piece in pieces]).double() for name in ("values", "baselines"))
     n_examples, n_circuits, n_metrics = values.shape
     clean, corrupted, floor = (part.numpy().repeat(n_circuits, 0).reshape(-1) for part in baselines.unbind(-1))
     flat, gap = values.flatten().numpy(), clean - corrupted
     # Faithfulness is not defined where the gap is within rounding.
     wide = np.abs(gap) > floor
-
-    def each(column: Sequence[Any]) -> Any:
-        return np.tile(np.repeat(np.asarray(column, dtype=object), n_metrics), n_examples)
-
+    which = np.tile(np.repeat(np.arange(n_circuits), n_metrics), n_examples)
     columns = {
         "example": np.repeat(np.arange(n_examples), n_circuits * n_metrics),
-        "circuit": each(tested.names),
-        "edges": each([len(circuit) for circuit in tested.all]).astype(np.int64),
-        "edges_on_a_path": each([len(circuit.on_a_path) for circuit in tested.all]).astype(np.int64),
-        "metric": np.tile(np.asarray(request.metrics, dtype=object), n_examples * n_circuits),
+        "circuit": shapes["circuit"].to_numpy(dtype=object)[which],
+        "edges": np.array([len(circuit) for circuit in circuits])[which],
+        "edges_on_a_path": np.array([len(circuit.on_a_path) for circuit in circuits])[which],
+        "metric": np.tile(np.asarray(pairs.metrics, dtype=object), n_examples * n_circuits),
         "value": flat,
         "clean": clean,
         "corrupted": corrupted,
         "faithfulness": np.where(wide, (flat - corrupted) / np.where(wide, gap, 1.0), np.nan),
-        "placebo": pd.array(each(list(tested.placebo)).tolist(), dtype="Int64"),
+        "placebo": shapes["placebo"].array[which],
     }
     return pd.DataFrame(columns)
 

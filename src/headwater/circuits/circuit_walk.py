@@ -11,32 +11,20 @@ each example and metric, three references go with the metrics of the circuits:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.circuits.both_runs import BothRuns, HeadShares
 from headwater.circuits.exact import EdgeRows, Receivers, are_near, refuse_heads_that_meet
-from headwater.circuits.graph import QKV, Graph, leads_to_logits, on_a_path
-from headwater.circuits.pairs import OTHER_RUN, Pairs, changed_tokens, plan_of
+from headwater.circuits.graph import QKV, leads_to_logits, on_a_path
+from headwater.circuits.pairs import BothRuns, Pairs
 from headwater.errors import ModelError
 from headwater.kernels.devices import in_halves, to_device
-from headwater.models.hooked import HookedModel
-from headwater.models.weights import LoadedWeights
-from headwater.options import checked_seed
 from headwater.patching.edits import Indices
-from headwater.patching.metrics import Metric
-from headwater.patching.plan import Plan, check_call
-from headwater.patching.prompts import PromptPair, Prompts, prompt_options
-from headwater.patching.replacements import Replacement, Resample, build_replacement
-from headwater.patching.sweep import say_how_long
 
 KEPT_FLOATS = 1 << 29
 """Approximate limit on the number of floats in the runs of pairs that are kept between batches."""
@@ -49,131 +37,59 @@ UNLIKE_CLEAN = 1e-3
 """Largest allowed distance of the full circuit from the clean run, relative to the largest logit that is read."""
 
 
-@dataclass(frozen=True, eq=False)
-class CircuitRequest:
-    """The pairs and metrics of a call, and the values outside of circuits, resolved."""
-
-    plan: Plan
-    source: Replacement
-    """The source of the values outside of circuits."""
-    options: dict[str, Any]
-    """The options that determine a result."""
-
-    @classmethod
-    def of(
-        cls,
-        model: HookedModel,
-        clean: Prompts | pd.DataFrame | Path,
-        corrupted: Prompts | None,
-        *,
-        metric: Metric | Any,
-        values: object = OTHER_RUN,
-        dataset: Prompts | None = None,
-        seed: int = 0,
-        batch_size: int | None = None,
-    ) -> CircuitRequest:
-        """Resolve prompts and options."""
-        batch_size, seed = check_call(model, batch_size), checked_seed(seed)
-        plan, source = plan_of(model, clean, corrupted, metric, "noise", batch_size, values, dataset, seed)
-        clean_prompts, options = plan.pair.clean, {"values": source.described}
-        if source.takes_other_run:
-            options |= prompt_options(clean_prompts, plan.pair.corrupted)
-        else:
-            options |= prompt_options(clean_prompts, source.inputs.dataset) | {"seed": seed}
-            pair = PromptPair(clean_prompts)
-            if isinstance(source, Resample):
-                # The run of a drawn prompt is handled like the other prompt's run from here on.
-                pair = PromptPair(clean_prompts, tuple(source.pool[donor] for donor in source.donors))
-                source = build_replacement(model, OTHER_RUN, None, pair, ())
-            plan = replace(plan, pair=pair)
-        return cls(plan, source, options | {"metrics": plan.metric_options})
-
-    def say_how_long(self, n: int, progress: bool, search: bool = False, hours: float | None = None) -> None:
-        """Report how long the circuits take if it is over a minute; in a search each tried edge is one circuit."""
-        what, advice = f"{n:,} circuits of {len(self):,} pairs", "Fewer circuits, placebos= or pairs take less time."
-        if search:
-            what = f"{n:,} edges, each tried on {len(self):,} pairs,"
-            advice = "A smaller budget= or fewer pairs take less time."
-        tokens = n * changed_tokens(self.plan, self.source.since).sum()
-        say_how_long(self.plan.model, what, tokens, advice, hours=hours, progress=progress)
-
-    def pairs_to_keep(self, most: int) -> int:
-        """Return for how many pairs the runs are kept between batches."""
-        shape, tokens = self.plan.model.shape, int(changed_tokens(self.plan, self.source.since).max())
-        # What each sender adds outside of circuits, and the recorded activations, which are about as many numbers.
-        a_pair = 2 * len(Graph.of(shape).senders) * tokens * shape.d_model
-        return max(1, min(most, len(self), KEPT_FLOATS // a_pair))
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The names of the metrics."""
-        return tuple(metric.name for metric in self.plan.metrics)
-
-    def __len__(self) -> int:
-        return len(self.plan.pair.base)
+def pairs_to_keep(pairs: Pairs, most: int) -> int:
+    """Return for how many pairs the runs are kept between batches."""
+    # What each sender adds outside of circuits, and the recorded activations, which are about as many numbers.
+    a_pair = 2 * len(pairs.graph.senders) * int(pairs.tokens.max()) * pairs.model.shape.d_model
+    return max(1, min(most, len(pairs), KEPT_FLOATS // a_pair))
 
 
 class CircuitRunner:
-    """Runs circuits on the pairs of a request, one pair after the other; keeps the runs of `keep` pairs."""
+    """Runs circuits on one pair after the other; keeps the runs of `keep` pairs."""
 
-    def __init__(self, request: CircuitRequest, fingerprint: str | None = None, keep: int = 1):
-        self.request, self.plan, self.keep = request, request.plan, keep
-        self.graph = Graph.of(self.plan.model.shape)
-        self._pairs = Pairs(self.plan, self.graph, request.source, fingerprint)
+    def __init__(self, pairs: Pairs, fingerprint: str | None = None, keep: int = 1):
+        self.pairs, self.keep = pairs, keep
+        pairs.fingerprint = fingerprint
         self._walks: dict[int, tuple[CircuitWalk, Tensor]] = {}
         self._is_checked = False
 
     def measure(self, example: int, circuits: Sequence[Indices]) -> dict[str, Tensor]:
         """Return the metrics of circuits on an example, `circuit metric`, and its `baselines`, `metric 3`."""
-        with torch.no_grad(), self.plan.model.lock:
-            walk, baselines = self._walk(example)
+        model, graph = self.pairs.model, self.pairs.graph
+        with torch.no_grad(), model.lock:
+            if example not in self._walks:
+                if len(self._walks) >= self.keep:
+                    self._walks.popitem()  # the last one, so that the first ones can be reused in every round
+                walk = CircuitWalk(self.pairs.runs(example))
+                if example == 0:
+                    refuse_heads_that_meet(walk.rows)
+                self._walks[example] = walk, self._baselines(walk)
+            walk, baselines = self._walks[example]
             # Checked once: the circuit of all edges must reproduce the clean run.
             if example == 0 and not self._is_checked:
                 # Run alone, because in a batch it would change the last digits of others, and so a resumed search.
-                full, clean, model = walk.measure([np.arange(self.graph.n_edges)])[0], baselines[:, 0], self.plan.model
+                full, clean = walk.measure([np.arange(graph.n_edges)])[0], baselines[:, 0]
                 self._is_checked = True
-                allowed = max(UNLIKE_CLEAN, 64 * torch.finfo(model.dtype).eps) * _largest_logit(walk)
+                allowed = max(UNLIKE_CLEAN, 64 * torch.finfo(model.dtype).eps) * walk.largest_logit
                 # Written so that NaN is refused, too.
                 if not float((full - clean).abs().max()) <= allowed:
                     raise ModelError(
                         f"The circuit of all edges of {model.name} does not give its clean run: {float(full[0]):.4g} "
-                        f"instead of {float(clean[0]):.4g} on {self.request.metrics[0]}. Its circuits have no meaning."
+                        f"instead of {float(clean[0]):.4g} on {self.pairs.metrics[0]}. Its circuits have no meaning."
                     )
             values = walk.measure(circuits)
         return {"values": values, "baselines": baselines}
-
-    @cached_property
-    def _shares(self) -> list[HeadShares]:
-        return [HeadShares(self.plan.model, layer, self._pairs.weights) for layer in range(self.graph.n_layers)]
-
-    def _walk(self, example: int) -> tuple[CircuitWalk, Float[Tensor, "metric 3"]]:
-        """Return the walk that runs circuits on an example (created unless it is kept), and its baselines."""
-        if example not in self._walks:
-            if len(self._walks) >= self.keep:
-                self._walks.popitem()  # the last one, so that the first ones can be reused in every round
-            runs, shares = self._pairs.runs(example), self._shares
-            walk = CircuitWalk(EdgeRows(runs, runs.start), ComplementRun.of(runs, shares), shares, runs.weights)
-            if example == 0:
-                refuse_heads_that_meet(walk.rows)
-            self._walks[example] = walk, self._baselines(walk)
-        return self._walks[example]
 
     def _baselines(self, walk: CircuitWalk) -> Float[Tensor, "metric 3"]:
         runs, example = walk.runs, walk.runs.example
         unedited = runs.wave.readout.unedited(range(example, example + 1))
         clean, corrupted = unedited.unedited[0], unedited.other[0]
-        if not self.request.source.takes_other_run:
+        if not self.pairs.has_other_run:
             # The values come from no run, so the empty circuit has to be run to get its metric.
             corrupted = walk.measure([np.zeros(0, dtype=np.int64)])[0]
         # Dividing by a gap within rounding would give an arbitrary number, so faithfulness is NaN below this floor.
-        floor = ROUNDING * torch.finfo(self.plan.model.dtype).eps * _largest_logit(walk)
+        floor = ROUNDING * torch.finfo(runs.model.dtype).eps * walk.largest_logit
         return torch.stack([clean, corrupted, torch.full_like(clean, floor)], -1)
-
-
-def _largest_logit(walk: CircuitWalk) -> float:
-    """Return the largest absolute logit of the clean run, at least 1: the scale of rounding errors."""
-    last = walk.rows.base("resid_post", walk.graph.n_layers - 1)[walk.rows.kept]
-    return max(1.0, float(walk.runs.wave.logits(last).abs().max()))
 
 
 # Run many circuits at once: in each, only its edges carry recomputed outputs; all others carry the outside values O.
@@ -201,7 +117,7 @@ def _largest_logit(walk: CircuitWalk) -> float:
 # x(O) = Σ s(O) + the biases of attention,    over the senders before it
 #
 # For the other prompt's run this is its residual stream, and for means it is the mean of the residual streams. The
-# values are those that `hw.edges` uses (`headwater.circuits.both_runs`): if a norm comes after attention, the mean of
+# values are those that `hw.edges` uses (`headwater.circuits.pairs`): if a norm comes after attention, the mean of
 # the heads' shares, each under the scale of its own run, and not the shares of a mean z, whose scale belongs to no run.
 # So the circuit of all edges but one gives the effect of that edge.
 
@@ -210,8 +126,6 @@ def _largest_logit(walk: CircuitWalk) -> float:
 class ComplementRun:
     """What is carried outside of a circuit in one example, at the recomputed positions."""
 
-    is_run: bool
-    """Whether it is a prompt's run, so that a sender differs from it only if a change reaches the sender."""
     sent: Float[Tensor, "sender position d_model"]
     """Output of each sender."""
     entering: Sequence[Float[Tensor, "position d_model"]]
@@ -220,24 +134,24 @@ class ComplementRun:
     """By layer, the input of its MLP."""
 
     @classmethod
-    def of(cls, runs: BothRuns, shares: Sequence[HeadShares]) -> ComplementRun:
+    def of(cls, runs: BothRuns) -> ComplementRun:
         """Return the outside values of an example: those of its other run, or of a kind of values."""
         # This also checks that the shares of the heads add up.
         sent, graph, reached = runs.sent(), runs.graph, slice(runs.start, runs.stop)
-        is_run, n_layers = runs.exchanged is None, runs.graph.n_layers
-        if is_run:
+        n_layers = graph.n_layers
+        if runs.pairs.has_other_run:
             entering = [runs.other("resid_pre", layer)[reached] for layer in range(n_layers)]
             attended = [residual + runs.other("attn_out", layer)[reached] for layer, residual in enumerate(entering)]
             entering.append(runs.other("resid_post", n_layers - 1)[reached])
         else:
             entering, attended = [sent[0]], []
-            for layer, share in enumerate(shares):
+            for layer, share in enumerate(runs.pairs.shares):
                 # The values come from no run, so streams are summed sender by sender. The biases belong to no edge.
                 first, mlp = graph.first_head(layer), graph.first_head(layer) + graph.n_heads
                 bias = share.of_bias(share.outputs(runs.base("z", layer)[reached]))
                 attended.append(entering[-1] + sent[first:mlp].sum(0) + bias.to(sent))
                 entering.append(attended[-1] + sent[mlp])
-        return cls(is_run, sent, entering, entering[:-1] if runs.wave.blocks.parallel else attended)
+        return cls(sent, entering, entering[:-1] if runs.wave.blocks.parallel else attended)
 
 
 HELD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
@@ -248,18 +162,28 @@ ALL = slice(None)
 class CircuitWalk:
     """Runs circuits on one example; its rows begin at the first position that differs from what lies outside."""
 
-    def __init__(self, rows: EdgeRows, outside: ComplementRun, shares: Sequence[HeadShares], weights: LoadedWeights):
-        self.rows, self.outside, self.shares, self.weights = rows, outside, shares, weights
-        self.runs, self.graph = rows.runs, rows.runs.graph
-        self.receivers = [Receivers(rows, layer, attached=True) for layer in range(self.graph.n_layers)]
+    def __init__(self, runs: BothRuns):
+        self.runs, self.graph, self.shares = runs, runs.graph, runs.pairs.shares
+        self.rows, self.outside = EdgeRows(runs, runs.start), ComplementRun.of(runs)
+        self.receivers = [Receivers(self.rows, layer, attached=True) for layer in range(self.graph.n_layers)]
         self.projection = cache(partial(_Projection, self))
         # How many times smaller batches are because memory ran out.
         self._divided_by = 1
 
+    @cached_property
+    def largest_logit(self) -> float:
+        """The largest absolute logit of the clean run, at least 1: the scale of rounding errors."""
+        last = self.rows.base("resid_post", self.graph.n_layers - 1)[self.rows.kept]
+        return max(1.0, float(self.runs.wave.logits(last).abs().max()))
+
     def measure(self, circuits: Sequence[Indices]) -> Float[Tensor, "circuit metric"]:
         """Return the metrics when each circuit runs alone; circuits are given as ascending edge indices."""
         values = torch.zeros(len(circuits), len(self.runs.plan.metrics), dtype=torch.float64)
-        live = [self._live(edges) for edges in circuits]
+        # A norm after attention divides by the scale of all heads together: each head depends on the others' inputs.
+        together = any(shares.norm is not None for shares in self.shares)
+        # If the values come from no run, a sender differs from them even where nothing of the clean prompt reaches it.
+        kept = on_a_path if self.runs.pairs.has_other_run else leads_to_logits
+        live = [edges[kept(self.graph, edges, together)] for edges in circuits]
         order = np.argsort([len(edges) for edges in live], kind="stable")  # batches of sparse circuits skip layers
 
         def run(some: list[int]) -> None:
@@ -274,14 +198,6 @@ class CircuitWalk:
                 self._divided_by *= len(in_halves(order[:at_once].tolist(), run))
                 order = order[at_once:]
         return values
-
-    def _live(self, edges: Indices) -> Indices:
-        # A norm after attention divides by the scale of all heads together: each head depends on the others' inputs.
-        together = any(shares.norm is not None for shares in self.shares)
-        # If the values come from no run, a sender differs from them even where nothing of the clean prompt reaches it.
-        which = on_a_path if self.outside.is_run else leads_to_logits
-        kept = which(self.graph, edges, together)
-        return np.asarray(edges[kept])
 
     def _at_once(self, live: Sequence[Indices]) -> int:
         """Return how many of the next circuits fit in memory: their senders' outputs, and a layer's head inputs."""
@@ -331,7 +247,7 @@ class _Projection:
 
     @cached_property
     def _factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-        factors = self.walk.weights.layer(self.layer)
+        factors = self.walk.runs.pairs.weights.layer(self.layer)
         return {"q": (factors.W_Q, factors.b_Q), "k": (factors.W_K, factors.b_K), "v": (factors.W_V, factors.b_V)}
 
     def _columns(self, kind: str, normed: Tensor, heads: Int[Tensor, " row"]) -> Tensor:
@@ -401,7 +317,7 @@ class _Batch:
                 new = projection.of(kind, inputs[mine], torch.from_numpy(heads)).to(by_kind[kind])
                 by_kind[kind][to_device(place[mine], new.device), :, to_device(heads, new.device)] = new
         # The model's own attention runs on all circuits at once, so its scale, mask and soft cap are not reimplemented.
-        z = projection.receivers.heads_of(by_kind)
+        z = projection.receivers.heads_of(**by_kind)
         shares = self.walk.shares[layer]
         outside = self.outside.sent[first : first + self.graph.n_heads]
         self._write(rows, used[rows], first, shares.of(shares.outputs(z)).movedim(2, 1) - outside)

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,8 +27,8 @@ from numpy import ndarray
 
 from headwater.calls import checked_call
 from headwater.circuits import circuit_runs
-from headwater.circuits.circuit import Circuit, circuit_from_edges, describe_graph, graph_of
-from headwater.circuits.circuit_walk import CircuitRequest
+from headwater.circuits.circuit import Circuit, circuit_from_edges, graph_of
+from headwater.circuits.pairs import Pairs
 from headwater.circuits.result import RANKED_BY, ByMetric, EdgeEffects, RankName
 from headwater.errors import InputError, callers_level
 from headwater.models.hooked import HookedModel
@@ -67,15 +67,7 @@ class CircuitCurve(ByMetric):
     """A row per circuit and placebo: `circuit, placebo, overlap` (fraction of the circuit's edges in the placebo)."""
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
-        """Summarize each size over prompts.
-
-        Args:
-            level: level of the interval.
-            seed: seed of the bootstrap.
-
-        Returns:
-            A row per size and metric: `size`, and the columns of the summary of `hw.run_circuits`.
-        """
+        """Summarize each size over prompts: a row per size and metric, with `size` and the columns of `CircuitRuns`."""
         found = circuit_runs.summarized(self.table, self.shapes, level, seed)
         sizes = self.table.drop_duplicates("circuit").set_index("circuit")["size"]
         found.insert(0, "size", found["circuit"].map(sizes))
@@ -84,15 +76,10 @@ class CircuitCurve(ByMetric):
     def areas(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize the curve in four numbers, with those of the placebos.
 
-        Args:
-            level: level of the interval.
-            seed: seed of the bootstrap.
-
-        Returns:
-            A row per metric and number: `metric, area` (`cpr`, `cmd`, `log_area`, `least_size`: see the docstring of
-            `headwater.circuits.curve`), `value`, `low, high` (bootstrap over prompts), `placebo` (the mean over random
-            curves), `placebo_low, placebo_high` (their 5 % and 95 % quantiles). A least size is NaN where f never
-            reaches 0.9; a placebo that never does counts as needing the whole model.
+        A row per metric and number: `metric, area` (`cpr`, `cmd`, `log_area`, `least_size`: see the docstring of
+        `headwater.circuits.curve`), `value`, `low, high` (bootstrap over prompts), `placebo` (the mean over random
+        curves), `placebo_low, placebo_high` (their 5 % and 95 % quantiles). A least size is NaN where f never reaches
+        0.9; a placebo that never does counts as needing the whole model.
         """
         level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
         rows = []
@@ -131,10 +118,6 @@ class CircuitCurve(ByMetric):
                 sentences.append("No circuit of some edges reaches faithfulness 0.9.")
         return [*sentences, *circuit_runs.gap_sentences(self.table), *circuit_runs.discovery_sentences(self.run)]
 
-    def __repr__(self) -> str:
-        sizes, examples = self.table["size"].nunique(), self.table["example"].nunique()
-        return f"CircuitCurve({self.run.model}: {sizes} sizes, {examples:,} prompt{'s' * (examples != 1)})"
-
     def _repr_html_(self) -> str:
         return table_html(self, self.summary())
 
@@ -167,9 +150,9 @@ def circuit_curve(
         metric: as in `hw.run_circuits`; answers are those of the held-out prompts.
         sizes: two or more fractions of all edges, above 0 and at most 1.
         by: how edges are ranked, `size` or `signed`; see `EdgeEffects.circuit`.
+        placebos: number of random circuits of the same shape to run at each size.
         values: what the other edges carry; see `hw.run_circuits`.
         dataset: the prompts for `mean` and `resample`.
-        placebos: number of random circuits of the same shape to run at each size.
         seed: seed of the random circuits and of `resample`.
         batch_size: number of circuits per batch.
         progress: show a progress bar.
@@ -186,10 +169,7 @@ def circuit_curve(
     if len(shares) < 2:
         raise InputError(f"sizes={shown(sizes)} must be two or more fractions of all edges, such as (0.01, 0.1, 1).")
     checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
-    if edges.graph != graph:
-        raise InputError(
-            f"The edges are from a model of {describe_graph(edges.graph)}; this model has {describe_graph(graph)}."
-        )
+    graph.refuse_other("The result edges=", edges.graph)
     if len(edges.chosen) < graph.n_edges:
         raise InputError(
             f"Only {len(edges.chosen):,} of {graph.n_edges:,} edges were measured, and sizes are fractions of all: run "
@@ -199,19 +179,20 @@ def circuit_curve(
     seed = checked_seed(seed)
     placebos = checked_count("placebos", placebos, least=0, most=circuit_runs.MOST_PLACEBOS)
     named = {f"{x:g}": edges.circuit(max(1, round(x * graph.n_edges)), by=by) for x in shares}
-    request = CircuitRequest.of(
-        model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
-    )
+    pairs = Pairs(
+        model, clean, corrupted, metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size,
+        pair_with_donors=True,
+    )  # fmt: skip
     discovery = {"edges": [list(ids) for ids in next(iter(named.values())).seen]}
     options = {"edges": edges.digest(), "sizes": shares, "by": by, "placebos": placebos, "discovery": discovery}
-    options |= request.options
-    request.say_how_long((1 + placebos) * len(named), progress)
+    options |= pairs.options
+    circuit_runs.say_how_many(pairs, (1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitCurve:
-        tested = circuit_runs.CircuitsAndPlacebos.of(named, placebos, seed)
-        table = circuit_runs.measured(request, tested, run)
+        tested, shapes = circuit_runs.with_placebos(named, placebos, seed)
+        table = circuit_runs.measured(pairs, tested, shapes, run)
         table.insert(1, "size", table["circuit"].map({f"{x:g}": x for x in shares}).astype(float))
-        return CircuitCurve(table, run.record, tested.shapes)
+        return CircuitCurve(table, run.record, shapes)
 
     result = run_or_resume(CircuitCurve, "circuit_curve", model, options, work, out=out, seed=seed, progress=progress)
     for left in [*circuit_runs.gap_sentences(result.table), *circuit_runs.discovery_sentences(result.run)]:
@@ -261,8 +242,6 @@ def _areas(sizes: Float[ndarray, " size"], f: Float[ndarray, "draw size"]) -> di
 
 MOST = 1000
 """Largest number of sets and of random circuits."""
-ByCircuit: TypeAlias = Mapping[str, float]
-"""The mean of a metric over prompts, by circuit."""
 
 
 @checked_call
@@ -300,30 +279,27 @@ def completeness(
     Raises:
         InputError: an option, prompt or circuit cannot be used, or the circuit has no edges.
     """
-    circuit, sets, placebos, seed = _checked(circuit, sets, placebos, seed)
-    generator = np.random.default_rng(seed)
-    removed = _sets(len(circuit), sets, generator)
+    generator, removed, placebos = _draws(circuit, sets, placebos, seed)
     full = ~circuit_from_edges(circuit.graph, [])
-    named: dict[str, Circuit] = {}
+    tested = []
     for draw, each in enumerate([circuit, *(circuit.placebos(placebos, seed) if placebos else [])]):
-        for number, which in enumerate(removed):
+        for which in removed:
             # A random circuit loses as many edges as the circuit, drawn separately: its edges have no counterparts.
             taken = each._kept(which if draw == 0 else generator.permutation(which))
-            named |= {f"{draw} {number} circuit": each - taken, f"{draw} {number} model": full - taken}
+            tested += [each - taken, full - taken]
     rows = []
-    for name, values, gap in _means(model, clean, corrupted, named, metric, run):
+    for name, values, gap in _means(model, clean, corrupted, tested, metric, run):
+        alone, whole = np.moveaxis(values.reshape(placebos + 1, len(removed), 2), -1, 0)
+        found = np.abs(alone - whole)
         for number, which in enumerate(removed):
-            draws = range(placebos + 1)
-            alone, whole = ([values[f"{draw} {number} {what}"] for draw in draws] for what in ("circuit", "model"))
-            found = np.abs(np.subtract(alone, whole))
-            lacking, others = found[0], found[1:]
+            lacking, others = found[0, number], found[1:, number]
             chance = [np.nan] * 3
             if placebos:
                 # The circuit counts among the random circuits, so p is never 0.
                 p = (1 + int((others <= lacking).sum())) / (1 + placebos)
                 chance = [float(others.mean()), float(np.quantile(others, 1 - PLACEBO_QUANTILE)), p]
             part = lacking / gap if gap else np.nan
-            rows.append([name, number, int(which.sum()), alone[0], whole[0], lacking, part, *chance])
+            rows.append([name, number, int(which.sum()), alone[0, number], whole[0, number], lacking, part, *chance])
     columns = ["metric", "set", "removed", "circuit", "model", "incompleteness", "part"]
     return pd.DataFrame(rows, columns=[*columns, "placebo", "placebo_low", "p_value"])
 
@@ -363,28 +339,32 @@ def minimality(
     Raises:
         InputError: an option, prompt or circuit cannot be used, or the circuit has no edges.
     """
-    circuit, sets, placebos, seed = _checked(circuit, sets, placebos, seed)
-    generator, graph = np.random.default_rng(seed), circuit.graph
-    reduced = [circuit._kept(~which) for which in _sets(len(circuit), sets, generator)]
+    generator, removed, placebos = _draws(circuit, sets, placebos, seed)
+    graph, strata = circuit.graph, circuit.graph.stratum
     # Edges from outside, each with the kinds and layers of one of the circuit's edges, if any such edges exist.
-    outside, strata = (~circuit).edges, graph.stratum
+    outside = (~circuit).edges
     alike = outside[np.isin(strata[outside], strata[circuit.edges])]
     drawn = []
     for like in generator.choice(strata[circuit.edges], placebos if len(outside) else 0):
         pool = outside[strata[outside] == like]
         drawn.append(int(generator.choice(pool if len(pool) else alike if len(alike) else outside)))
-    named = {f"{number}": one for number, one in enumerate(reduced)}
-    for number, one in enumerate(reduced):
-        named |= {f"{number} less {edge}": one - circuit_from_edges(graph, [edge]) for edge in one.edges.tolist()}
-        named |= {f"{number} and {edge}": one | circuit_from_edges(graph, [edge]) for edge in drawn}
+    sets_left = [~which for which in removed]
+    reduced = [circuit._kept(left) for left in sets_left]
+    less = [one - circuit_from_edges(graph, [edge]) for one in reduced for edge in one.edges]
+    more = [one | circuit_from_edges(graph, [edge]) for one in reduced for edge in drawn]
     tables = []
-    for name, values, _ in _means(model, clean, corrupted, named, metric, run):
-        largest = [_largest(values, " less ", len(reduced), edge) for edge in circuit.edges.tolist()]
-        effects, where = zip(*largest, strict=True)
-        others = np.abs([_largest(values, " and ", len(reduced), edge)[0] for edge in drawn])
-        sizes = np.abs(effects)
+    for name, values, _ in _means(model, clean, corrupted, [*reduced, *less, *more], metric, run):
+        before, without, added = np.split(values, [len(reduced), len(reduced) + len(less)])
+        # By set and edge; an edge that is not in a set has no effect there.
+        effects = np.zeros((len(reduced), len(circuit)))
+        effects[np.array(sets_left)] = without - np.repeat(before, [len(one) for one in reduced])
+        where = np.abs(effects).argmax(0)
+        sizes = np.abs(effects).max(0)
+        # The size of an added edge's effect, in the set where it is largest.
+        others = np.abs(added.reshape(len(reduced), len(drawn)) - before[:, None]).max(0)
         high = float(np.quantile(others, PLACEBO_QUANTILE)) if len(others) else 0.0
-        table = circuit.table.drop(columns="effect").assign(effect=effects, set=where)
+        largest = effects[where, np.arange(len(circuit))]
+        table = circuit.table.drop(columns="effect").assign(effect=largest, set=where)
         table["placebo"], table["placebo_high"] = (others.mean(), high) if len(others) else (np.nan, np.nan)
         table["p_value"] = [(1 + int((others >= size).sum())) / (1 + len(others)) for size in sizes]
         tables.append(table.assign(needed=sizes > high))
@@ -392,44 +372,25 @@ def minimality(
     return pd.concat(tables, ignore_index=True)
 
 
-def _checked(circuit: object, sets: object, placebos: object, seed: object) -> tuple[Circuit, int, int, int]:
+def _draws(
+    circuit: object, sets: object, placebos: object, seed: object
+) -> tuple[np.random.Generator, Sequence[Bool[np.ndarray, " edge"]], int]:
+    """Check the options; return a generator, masks of the edges to remove (the first of none), and the placebos."""
     circuit = checked_kind("circuit", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
     if not len(circuit):
         raise InputError("The circuit has no edges: there is nothing to remove.")
-    sets = checked_count("sets", sets, least=0, most=MOST)
-    return circuit, sets, checked_count("placebos", placebos, least=0, most=MOST), checked_seed(seed)
-
-
-def _sets(n: int, sets: int, generator: np.random.Generator) -> Sequence[Bool[np.ndarray, " edge"]]:
-    """Return masks of the edges to remove: first none, then each with probability 1/2."""
-    return [np.zeros(n, dtype=bool), *(generator.random(n) < 0.5 for _ in range(sets))]
+    sets, generator = checked_count("sets", sets, least=0, most=MOST), np.random.default_rng(checked_seed(seed))
+    removed = [np.zeros(len(circuit), dtype=bool), *(generator.random(len(circuit)) < 0.5 for _ in range(sets))]
+    return generator, removed, checked_count("placebos", placebos, least=0, most=MOST)
 
 
 def _means(
-    model: HookedModel,
-    clean: Any,
-    corrupted: Any,
-    circuits: Mapping[str, Circuit],
-    metric: Metric | Any,
-    run: Mapping[str, Any],
-) -> list[tuple[str, ByCircuit, float]]:
+    model: HookedModel, clean: Any, corrupted: Any, circuits: Sequence[Circuit], metric: Any, run: Mapping[str, Any]
+) -> list[tuple[str, Float[ndarray, " circuit"], float]]:
     """Return for each metric: its name, its mean over prompts for each circuit alone, and the gap of the model."""
-    means: list[tuple[str, ByCircuit, float]] = []
+    means = []
     table = circuit_runs.run_circuits(model, clean, corrupted, circuits, metric=metric, **run).table
     for name, part in table.groupby("metric", sort=False):
-        values = part.groupby("circuit", sort=False)["value"].mean()
         gap = abs(float((part["clean"] - part["corrupted"]).mean()))
-        means.append((str(name), dict(zip(values.index, values.tolist(), strict=True)), gap))
+        means.append((str(name), part.groupby("circuit", sort=False)["value"].mean().to_numpy(), gap))
     return means
-
-
-def _largest(values: ByCircuit, how: str, sets: int, edge: int) -> tuple[float, int]:
-    """Return an edge's largest effect and its set; `how` is ` less ` for a removed edge, ` and ` for an added one."""
-    effects = []
-    for number in range(sets):
-        changed = values.get(f"{number}{how}{edge}")
-        # For an added edge, the effect of removal is minus the change by adding it.
-        sign = 1 if how == " less " else -1
-        effects.append(0.0 if changed is None else sign * (changed - values[f"{number}"]))
-    where = int(np.argmax(np.abs(effects)))
-    return effects[where], where

@@ -12,19 +12,14 @@ The gradient at each receiver's copy of x does not require forking the residual 
 
 layer by layer, without any tensor `sender position head d_model`; one product with the senders' Δ gives all edges of a
 layer. The sublayer's estimate is exact up to the receiver's output (through its norm, softmax or MLP) and first order
-only after it; edges to the logits are exact. `eap-ig` takes the midpoints of its steps; the code of Hanna et al. takes
-k/steps of the way from the corrupted side, as `quadrature="published"` does.
+only after it; edges to the logits are exact.
 
-After a screen, the edges with the strongest estimates, and a random sample of the rest, are recomputed exactly.
-
-The strength of an edge is the larger of two estimates, each relative to the largest of its kind: the sublayer estimate
-and the first-order estimate. The sublayer estimate is far better, but it can be near 0 by accident where a softmax
-rises and falls again between the two runs; the slope is not 0 there. On 112 single pairs of the embedded model's tasks,
-one of the exact top 100 was missing from the first 500 in 8 pairs by the sublayer estimate alone, and in 3 pairs by the
-larger of the two.
-
-The random sample is stratified by kind of receiver, in proportion to the number of remaining edges of each kind, so
-that it represents them all: `EdgeEffects.report` bounds how many of the rest exceed the weakest recomputed edge.
+After a screen, the edges with the strongest estimates are recomputed exactly, and so is a random sample of the rest,
+stratified by kind of receiver: `EdgeEffects.report` bounds how many of the rest exceed the weakest recomputed edge. The
+strength of an edge is the larger of two estimates, sublayer and first-order, each relative to the largest of its kind.
+The sublayer estimate is far better, but it can be near 0 by accident where a softmax rises and falls again between the
+two runs; the slope is not 0 there. On 112 single pairs of the embedded model's tasks, one of the exact top 100 was
+missing from the first 500 in 8 pairs by the sublayer estimate alone, and in 3 pairs by the larger of the two.
 """
 
 from __future__ import annotations
@@ -34,13 +29,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.circuits.both_runs import BothRuns, Place, names_with_gradient
 from headwater.circuits.exact import Exact, Receivers
 from headwater.circuits.graph import QKV
+from headwater.circuits.pairs import BothRuns, Place, names_with_gradient
 from headwater.errors import InputError, NumericsError
 from headwater.kernels.devices import to_device
 from headwater.models.edits import Hook, replace_hook
@@ -208,7 +203,7 @@ def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, 
     """Yield the gradients at receivers' inputs, a few receivers at a time."""
     runs, first = slopes.runs, 0
     for layer in range(runs.graph.n_layers):
-        factors = runs.weights.layer(layer)
+        factors = runs.pairs.weights.layer(layer)
         normed = []
         for kind, weight in zip(QKV, (factors.W_Q, factors.W_K, factors.W_V), strict=True):
             # W_Q u of all heads comes first, so that the norm's backward takes them as rows of one batch.
@@ -248,52 +243,40 @@ def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) ->
     """
     if stage == exact.rows.n_layers:
         return exact.effects(stage, edges)
-    graph, metrics = exact.graph, range(len(slopes.by_metric))
+    graph, rows, metrics = exact.graph, exact.rows, range(len(slopes.by_metric))
     sender, receiver = torch.from_numpy(graph.sender[edges]), graph.receiver[edges]
     kind, head = (torch.from_numpy(column[receiver]) for column in (graph.receivers.kind, graph.receivers.head))
     within, mlp = (kind < len(QKV)).nonzero()[:, 0], (kind == len(QKV)).nonzero()[:, 0]
     changed = torch.from_numpy(np.flatnonzero(exact.changed[: int(sender.max()) + 1]))
     estimates = torch.zeros(len(edges), len(metrics), dtype=torch.float64, device=exact.changes.device)
+    into_heads, into_mlp = exact.reaching(stage)
 
-    def slope(site: str) -> Tensor:
+    def slope(site: str) -> Float[Tensor, "metric position ..."]:
         reached = slice(exact.place.start - slopes.runs.start, None)
         return torch.stack([slopes.at(m, site, stage).mean(0)[reached] for m in metrics])
 
-    with exact.rows.blocks.fused():
+    with rows.blocks.fused():
         if len(changed) and len(within):
+            receivers, of_z = Receivers(rows, stage), slope("z")
+            # The change of the reading heads' z along the gradient; for k and v by key-value head.
+            size = len(QKV), len(exact.changes), of_z.shape[2], len(metrics)
+            written: Float[Tensor, "kind sender head metric"] = torch.zeros(size, device=of_z.device)
             before = int(graph.reach[receiver[within.numpy()]].max())
-            written = _written_by_heads(exact, stage, changed[changed < before], slope("z"))
+            earlier = changed[changed < before]
+            for some in earlier.split(rows.at_once) if len(earlier) else ():
+                projected = receivers.projected(receivers.entering + into_heads[some])
+                for number, name in enumerate(QKV):
+                    moved = receivers.heads_of(**{name: projected[name]}) - receivers.z
+                    along = torch.einsum("sphk,mphk->shm", moved.to(of_z), of_z)
+                    if name != "q":
+                        along = along.unflatten(1, (-1, receivers.group)).sum(2)
+                    written[number, some, : along.shape[1]] = along.float()
             estimates[within] = written[kind[within], sender[within], head[within]].double()
         if len(changed) and len(mlp):
-            estimates[mlp] = _written_by_mlp(exact, stage, changed, slope("mlp_out"))[sender[mlp]].double()
+            of_mlp, read, recorded = slope("mlp_out"), rows.read_by_mlp(stage), rows.base("mlp_out", stage)
+            by_mlp = torch.zeros(len(exact.changes), len(metrics), device=of_mlp.device)
+            for some in changed.split(rows.at_once):
+                moved = rows.blocks.feed_forward(stage, read + into_mlp[some]) - recorded
+                by_mlp[some] = torch.einsum("spd,mpd->sm", moved.to(of_mlp), of_mlp).float()
+            estimates[mlp] = by_mlp[sender[mlp]].double()
     return estimates.cpu()
-
-
-def _written_by_heads(
-    exact: Exact, layer: int, senders: Int[Tensor, " row"], slope: Float[Tensor, "metric position head d_head"]
-) -> Float[Tensor, "kind sender head metric"]:
-    """Return, by q, k, v, sender and (key-value) head, the change of the reading heads' z along the gradient."""
-    receivers, n_heads = Receivers(exact.rows, layer), slope.shape[2]
-    along_gradient = torch.zeros(len(QKV), len(exact.changes), n_heads, len(slope), device=slope.device)
-    for some in senders.split(exact.rows.at_once) if len(senders) else ():
-        projected = receivers.projected(receivers.entering + exact.reaching(layer)[0][some])
-        for number, kind in enumerate(QKV):
-            written = receivers.heads_of({kind: projected[kind]}) - receivers.z
-            along = torch.einsum("sphk,mphk->shm", written.to(slope), slope)
-            if kind != "q":
-                along = along.unflatten(1, (-1, receivers.group)).sum(2)
-            along_gradient[number, some, : along.shape[1]] = along.float()
-    return along_gradient
-
-
-def _written_by_mlp(
-    exact: Exact, layer: int, senders: Int[Tensor, " row"], slope: Float[Tensor, "metric position d_model"]
-) -> Float[Tensor, "sender metric"]:
-    """Return, for each sender, the change of the MLP's output along the gradient."""
-    rows = exact.rows
-    read, recorded = rows.read_by_mlp(layer), rows.base("mlp_out", layer)
-    along_gradient = torch.zeros(len(exact.changes), len(slope), device=slope.device)
-    for some in senders.split(rows.at_once):
-        written = rows.blocks.feed_forward(layer, read + exact.reaching(layer)[1][some]) - recorded
-        along_gradient[some] = torch.einsum("spd,mpd->sm", written.to(slope), slope).float()
-    return along_gradient

@@ -29,15 +29,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.circuits.both_runs import BothRuns, Place
 from headwater.circuits.graph import QKV
+from headwater.circuits.pairs import BothRuns, Pairs, Place
 from headwater.errors import ModelError, NumericsError
 from headwater.kernels.devices import in_tiles, to_device
 from headwater.models.blocks import SharedPrefix
 from headwater.models.edits import Hook, replace_hook
-from headwater.models.sites import SITES
+from headwater.models.sites import hook_name
 from headwater.patching.edits import LOGITS, Indices
 from headwater.patching.runners import TILE_TOKENS
+from headwater.runs.analysis import Run
 
 MOST_ROWS = 1 << 20
 """Largest number of rows at once, whatever was requested."""
@@ -45,6 +46,8 @@ NEAR = 1e-4
 """Largest difference of tensors that should be equal, relative to the largest number, in float32."""
 Enter: TypeAlias = Callable[[Tensor], Tensor]
 """Returns, for edges given by index, the residual streams that leave the receivers' layer, `row position d_model`."""
+ThroughName: TypeAlias = Literal["direct", "mlps"]
+THROUGH = get_args(ThroughName)
 
 
 class EdgeRows:
@@ -69,10 +72,6 @@ class EdgeRows:
         # The last layer runs only where read: 133 MFLOP instead of 151 for a late edge of GPT-2's shape (NOTES.md).
         return self.kept if layer == self.n_layers - 1 else slice(None)
 
-    def left(self, site: str, layer: int) -> Tensor:
-        """Return an activation of the base run where rows leave a layer."""
-        return self.base(site, layer)[self.leaving(layer)]
-
     def attention(self, layer: int, residual: Float[Tensor, "row position d_model"], whole: bool = False) -> Tensor:
         """Return what a layer's attention adds to rows: where they leave it, or with `whole` at all their positions."""
         n_rows, shared = len(residual), None
@@ -91,18 +90,20 @@ class EdgeRows:
         query_positions = None if whole or isinstance(at, slice) else at.expand(n_rows, -1)
         return self.blocks.attention(layer, residual, positions, mask, shared, query_positions, call=call)
 
-    def attention_added(self, layer: int, residual: Tensor, attended: Tensor) -> Float[Tensor, "row position d_model"]:
-        """Return rows as they leave a layer, from attention's output there; a parallel MLP's output is as recorded."""
-        middle = residual[:, self.leaving(layer)] + attended
-        if self.blocks.parallel:
-            return middle + self.left("mlp_out", layer)
-        return middle + self.blocks.feed_forward(layer, middle)
-
-    def through(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
-        """Run rows through a layer; return them at the positions where they leave it (after the last, those read)."""
-        attended, residual = self.attention(layer, residual), residual[:, self.leaving(layer)]
+    def through(
+        self,
+        layer: int,
+        residual: Float[Tensor, "row position d_model"],
+        attended: Tensor | None = None,
+        mlp: Tensor | None = None,
+    ) -> Float[Tensor, "row position d_model"]:
+        """Return rows where they leave a layer, with the outputs of its attention and MLP, if these are given."""
+        attended = self.attention(layer, residual) if attended is None else attended
+        residual = residual[:, self.leaving(layer)]
         middle = residual + attended
-        return middle + self.blocks.feed_forward(layer, residual if self.blocks.parallel else middle)
+        if mlp is None:
+            mlp = self.blocks.feed_forward(layer, residual if self.blocks.parallel else middle)
+        return middle + mlp
 
     def measure(
         self, last: Float[Tensor, "row kept d_model"], changed: Callable[[int], str] = lambda row: "nothing changed"
@@ -144,22 +145,18 @@ class Receivers:
 
     def __init__(self, rows: EdgeRows, layer: int, attached: bool = False):
         self.rows, self.layer, self.attached = rows, layer, attached
-        self._given: dict[str, Tensor] = {}
+        self._given: Mapping[str, Tensor] = {}
         self._seen: dict[str, Tensor] = {}
-        self._wanted: frozenset[str] = frozenset()
+        self._wanted: set[str] = set()
         self.entering = rows.base("resid_pre", layer)
         self.z = rows.base("z", layer)
         self.group = rows.runs.model.shape.group_size
-
-    @property
-    def hooks(self) -> list[Hook]:
-        """The hooks that record and replace the layer's q, k, v and z."""
-        return [
-            (SITES[site].hook_name(self.layer), replace_hook(partial(self.exchanged, site=site)))
-            for site in (*QKV, "z")
+        names = (*QKV, "z")
+        self.hooks: list[Hook] = [
+            (hook_name(site, layer), replace_hook(partial(self._exchanged, site=site))) for site in names
         ]
 
-    def exchanged(self, activation: Tensor, hook: object, site: str) -> Tensor | None:
+    def _exchanged(self, activation: Tensor, hook: object, site: str) -> Tensor | None:
         """Record the activation of a site, and return its replacement, if any."""
         self._seen[site] = activation
         # Attention stops here: q, k and v need no scores, and z needs no W_O.
@@ -167,35 +164,24 @@ class Receivers:
             raise _AllSeenError
         return self._given.get(site)
 
-    def projected(self, inputs: Float[Tensor, "row position d_model"]) -> dict[str, Tensor]:
-        """Return the q, k and v of changed inputs, `row position head d_head`."""
-        return self._run_until(QKV, {}, inputs)
-
-    def _run_until(self, sites: Iterable[str], replaced: Mapping[str, Tensor], inputs: Tensor) -> dict[str, Tensor]:
-        """Call the layer's attention until the given sites were seen; return their activations."""
-        self._wanted, self._given, self._seen = frozenset(sites), dict(replaced), {}
+    def projected(
+        self, inputs: Float[Tensor, "row position d_model"], until: Iterable[str] = QKV, **given: Tensor
+    ) -> dict[str, Tensor]:
+        """Call the layer's attention, with given q, k or v, until some sites were seen; return these activations."""
+        self._wanted, self._given, self._seen = set(until), given, {}
         hooked = contextlib.nullcontext() if self.attached else self.rows.runs.model.hooks(self.hooks)
         with hooked, contextlib.suppress(_AllSeenError):
             self.rows.attention(self.layer, inputs, whole=True)
-        self._wanted, self._given = frozenset(), {}
-        return {site: self._seen[site] for site in sites}
+        self._wanted, self._given = set(), {}
+        return {site: self._seen[site] for site in until}
 
-    def heads_of(self, replaced: Mapping[str, Tensor]) -> Float[Tensor, "row position head d_head"]:
+    def heads_of(self, **given: Tensor) -> Float[Tensor, "row position head d_head"]:
         """Return z with some of q, k and v replaced, the others from the base run."""
-        n_rows = len(next(iter(replaced.values())))
+        n_rows = len(next(iter(given.values())))
         # All rows have the same input and are replaced after their projections, so one projection serves them all.
         with self.rows.blocks.alike(self.layer):
-            seen = self._run_until("z", replaced, self.entering.expand(n_rows, -1, -1))
+            seen = self.projected(self.entering.expand(n_rows, -1, -1), "z", **given)
         return seen["z"].view(n_rows, *self.z.shape)
-
-    def one_head(
-        self, kind: str, z: Float[Tensor, "row position head d_head"], head: Int[Tensor, " row"]
-    ) -> Float[Tensor, "row position head d_head"]:
-        """Return `z` (positions: where rows leave) for the heads that read a row's q, k or v, else the recorded z."""
-        heads = torch.arange(z.shape[2], device=z.device)
-        # A key-value head is read by all query heads of its group, a query only by its head.
-        reads = (heads if kind == "q" else heads // self.group) == to_device(head, z.device)[:, None]
-        return torch.where(reads[:, None, :, None], z, self.z[self.rows.leaving(self.layer)])
 
     def attended(self, z: Float[Tensor, "row position head d_head"]) -> Float[Tensor, "row position d_model"]:
         """Return what attention adds, given the outputs of its heads at some positions."""
@@ -218,7 +204,7 @@ def refuse_heads_that_meet(rows: EdgeRows) -> None:
             heads, n = projected[kind].clone(), projected[kind].shape[2]
             # Only the first head is changed; the outputs of the others must stay the same if heads do not interact.
             heads[:, :, 0] = 2 * heads[:, :, 0] + 1
-            z, touched = receivers.heads_of({kind: heads})[0], 1 if kind == "q" else receivers.group
+            z, touched = receivers.heads_of(**{kind: heads})[0], 1 if kind == "q" else receivers.group
             if n > 1 and not are_near([(z[:, touched:], receivers.z[:, touched:])]):
                 raise ModelError(
                     f"The heads of layer {layer} of {model.name} change with the {kind} of another head: they have "
@@ -257,7 +243,6 @@ class Exact:
     def effects(self, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
         """Return the effects of edges, all to receivers of one layer (or to the logits: stage `n_layers`)."""
         effects = torch.zeros(len(edges), len(self.runs.plan.metrics), dtype=torch.float64)
-        live = np.flatnonzero(self.changed[self.graph.sender[edges]])
         rows = self.rows
 
         def measure(some: Sequence[int], enter: Enter) -> None:
@@ -272,72 +257,92 @@ class Exact:
             effects[part] = rows.measure(going, named) - rows.unedited
 
         with rows.blocks.fused():
-            for mine, enter in self._entering(stage, edges, torch.from_numpy(live)):
+            for mine, enter in self._entering(stage, edges):
                 # If memory ran out, the next tiles start with the size that fitted.
                 rows.at_once = in_tiles(mine.tolist(), rows.at_once, partial(measure, enter=enter))
         return effects
 
-    def rounding(self) -> Float[Tensor, " metric"]:
-        """Return the largest difference from the base run of rows without any change, one entering at each layer."""
-        going: Tensor | None = None
-        for layer in range(self.rows.n_layers):
-            receivers = Receivers(self.rows, layer)
-            attended = receivers.attended(receivers.z[None, self.rows.leaving(layer)])
-            joining = self.rows.attention_added(layer, receivers.entering[None], attended)
-            going = joining if going is None else torch.cat([self.rows.through(layer, going), joining])
-        assert going is not None
-        return (self.rows.measure(going) - self.rows.unedited).abs().amax(0)
-
-    def _entering(self, stage: int, edges: Indices, live: Int[Tensor, " edge"]) -> Iterator[tuple[Tensor, Enter]]:
+    def _entering(self, stage: int, edges: Indices) -> Iterator[tuple[Int[Tensor, " edge"], Enter]]:
         """Yield edges, each batch with a function that computes their residual streams after the receivers' layer."""
-        nodes, receiver = self.graph.receivers, self.graph.receiver[edges]
+        rows, receiver, nodes = self.rows, self.graph.receiver[edges], self.graph.receivers
         sender, kind, head = map(
             torch.from_numpy, (self.graph.sender[edges], nodes.kind[receiver], nodes.head[receiver])
         )
-        if stage == self.rows.n_layers:
-            final, kept = self.rows.left("resid_post", stage - 1), self.rows.kept
-            yield live, lambda rows: final + self._of(self.reaching(stage)[0], sender[rows])[:, kept]
+        live = torch.from_numpy(np.flatnonzero(self.changed[self.graph.sender[edges]]))
+        into_heads, into_mlp = self.reaching(stage)
+
+        def of(changes: Tensor, some: Tensor) -> Tensor:
+            # Row numbers are on the host, changes on the model's device.
+            return changes[to_device(some, changes.device)]
+
+        if stage == rows.n_layers:
+            final = rows.base("resid_post", stage - 1)[rows.kept]
+            yield live, lambda some: final + of(into_heads, sender[some])[:, rows.kept]
             return
-        within = live[kind[live] < len(QKV)]
-        receivers = Receivers(self.rows, stage)
-        for some in sender[within].unique().split(self.rows.at_once) if len(within) else ():
-            mine = within[torch.isin(sender[within], some)]
-            yield from self._through_heads(receivers, some, mine, (sender, kind, head))
-        if len(mlp := live[kind[live] == len(QKV)]):
-            yield mlp, lambda rows: self._through_mlp(stage, sender[rows])
+        receivers, leaving = Receivers(rows, stage), rows.leaving(stage)
+        within, mlp = live[kind[live] < len(QKV)], live[kind[live] == len(QKV)]
+        # A parallel MLP does not read what attention adds: its output is as recorded.
+        recorded = rows.base("mlp_out", stage)[leaving] if rows.blocks.parallel else None
+        for senders in sender[within].unique().split(rows.at_once) if len(within) else ():
+            mine = within[torch.isin(sender[within], senders)]
+            # q, k and v of a sender in one call: this row serves edges to all heads of the layer.
+            projected = receivers.projected(receivers.entering + of(into_heads, senders))
+            for number, name in enumerate(QKV):
+                if not len(fed := mine[kind[mine] == number]):
+                    continue
+                z = receivers.heads_of(**{name: projected[name]})[:, leaving]
+                # A key-value head is read by all query heads of its group, a query only by its head.
+                reader = torch.arange(z.shape[2], device=z.device) // (1 if name == "q" else receivers.group)
 
-    @staticmethod
-    def _of(changes: Tensor, rows: Int[Tensor, " row"]) -> Tensor:
-        """Index a tensor on the model's device by row numbers on the host."""
-        return changes[to_device(rows, changes.device)]
+                # As defaults, because a closure would see the loop's last kind and senders.
+                def enter(
+                    some: Tensor, z: Tensor = z, reader: Tensor = reader, senders: Tensor = senders
+                ) -> Float[Tensor, "row position d_model"]:
+                    reads = (reader == to_device(head[some], z.device)[:, None])[:, None, :, None]
+                    own = of(z, torch.searchsorted(senders, sender[some]))
+                    attended = receivers.attended(torch.where(reads, own, receivers.z[leaving]))
+                    return rows.through(stage, receivers.entering[None], attended, recorded)
 
-    def _through_heads(
-        self, receivers: Receivers, some: Tensor, mine: Tensor, columns: tuple[Tensor, Tensor, Tensor]
-    ) -> Iterator[tuple[Tensor, Enter]]:
-        """Yield the same for edges from some senders to q, k and v."""
-        sender, kind, head = columns
-        leaving = self.rows.leaving(receivers.layer)
-        # q, k and v of a sender in one call: this row serves edges to all heads of the layer.
-        projected = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
-        for number, name in enumerate(QKV):
-            if not len(fed := mine[kind[mine] == number]):
-                continue
-            z = receivers.heads_of({name: projected[name]})[:, leaving]
+                yield fed, enter
+        if len(mlp):
+            read, middle = rows.read_by_mlp(stage), rows.base("resid_pre", stage) + rows.base("attn_out", stage)
 
-            # As defaults, because a closure would see the loop's last kind.
-            def enter(rows: Tensor, name: str = name, z: Tensor = z) -> Tensor:
-                heads = receivers.one_head(name, self._of(z, torch.searchsorted(some, sender[rows])), head[rows])
-                attended = receivers.attended(heads)
-                return self.rows.attention_added(receivers.layer, receivers.entering[None], attended)
+            def enter_mlp(some: Tensor) -> Float[Tensor, "row position d_model"]:
+                changed = read + of(into_mlp, sender[some])
+                return middle[leaving] + rows.blocks.feed_forward(stage, changed[:, leaving])
 
-            yield fed, enter
+            yield mlp, enter_mlp
 
-    def _through_mlp(self, layer: int, sender: Tensor) -> Float[Tensor, "row position d_model"]:
-        """Return the residual streams after a layer whose MLP reads changed inputs."""
-        rows, leaving = self.rows, self.rows.leaving(layer)
-        read = rows.read_by_mlp(layer) + self._of(self.reaching(layer)[1], sender)
-        middle = rows.left("resid_pre", layer) + rows.left("attn_out", layer)
-        return middle + rows.blocks.feed_forward(layer, read[:, leaving])
+
+def baselines_of(pairs: Pairs, run: Run, exact: bool = True) -> Float[Tensor, "example metric 3"]:
+    """Return for each pair the metrics of its clean and corrupted run, and the metrics' rounding error (floor).
+
+    The floor is the precision of the metrics; with `exact`, at least the largest difference from the base run of rows
+    without any change, one entering at each layer.
+    """
+
+    def measure(example: int) -> dict[str, Tensor]:
+        with torch.no_grad(), pairs.model.lock:
+            runs = pairs.runs(example)
+            rows = EdgeRows(runs, runs.start)
+            refuse_heads_that_meet(rows)
+            unedited = runs.wave.readout.unedited(range(example, example + 1))
+            base, other = unedited.unedited[0], unedited.other[0]
+            # At least the metrics' own precision, because rows without a change may agree by chance.
+            floor = torch.finfo(pairs.model.dtype).eps * torch.maximum(base.abs(), other.nan_to_num().abs())
+            if exact:
+                going = rows.base("resid_pre", 0)[None]
+                for layer in range(rows.n_layers):
+                    receivers, leaving = Receivers(rows, layer), rows.leaving(layer)
+                    attended = receivers.attended(receivers.z[None, leaving])
+                    mlp = rows.base("mlp_out", layer)[leaving] if rows.blocks.parallel else None
+                    joining = rows.through(layer, receivers.entering[None], attended, mlp)
+                    going = torch.cat([rows.through(layer, going), joining]) if layer else joining
+                floor = torch.maximum((rows.measure(going) - rows.unedited).abs().amax(0), floor)
+            clean, corrupted = (base, other) if pairs.plan.pair.base_is_clean else (other, base)
+        return {"baselines": torch.stack([clean, corrupted, floor], -1)}
+
+    return torch.stack([piece["baselines"] for piece in run.pieces("baselines", range(len(pairs)), measure)])
 
 
 # Change of the residual stream before each layer when senders are replaced and attention is frozen.
@@ -350,10 +355,6 @@ class Exact:
 # layers serves every receiver of every set of senders.
 
 
-ThroughName: TypeAlias = Literal["direct", "mlps"]
-THROUGH = get_args(ThroughName)
-
-
 class ResidualChange:
     """The changes by some sets of senders, each replaced together, layer by layer at the recomputed positions."""
 
@@ -364,48 +365,39 @@ class ResidualChange:
         sets: Sequence[Indices],
         through: str = "direct",
     ):
-        self.rows, self.changes, self.through = rows, changes, through
+        self.rows, self.changes, self.through, self.graph = rows, changes, through, rows.runs.graph
         self._set = torch.from_numpy(np.repeat(np.arange(len(sets)), [len(one) for one in sets]))
         self._sender = torch.from_numpy(np.concatenate(sets))
-        self._start()
+        self._layer = 0
+        # The change before the layer's heads.
+        self._before = self._with(changes.new_zeros(len(sets), *changes.shape[1:]), 0, 1)
 
     def at(self, layer: int) -> tuple[Float[Tensor, "set position d_model"], Float[Tensor, "set position d_model"]]:
         """Return the changes of the inputs of a layer's heads and of its MLP; for `n_layers`, of the logits' input.
 
-        Layers are best requested in ascending order: a request for an earlier layer restarts the pass.
+        Layers are requested in ascending order.
         """
-        if layer < self._layer:
-            self._start()
-        while self._layer < layer:
-            self._pass()
-        return self._before, self._in_front_of_mlp()
+        assert layer >= self._layer
+        rows, graph = self.rows, self.graph
+        while True:
+            heads, mlp = graph.first_head(self._layer), graph.first_head(self._layer) + graph.n_heads
+            is_last = self._layer == rows.n_layers
+            after = self._before if is_last else self._with(self._before, heads, mlp)
+            read = self._before if rows.blocks.parallel else after
+            if self._layer == layer:
+                return self._before, read
+            if self.through == "mlps":
+                changed = read.flatten(1).any(1).cpu()
+                # An MLP that is itself replaced gives its output from the other run, whatever reaches it.
+                changed[self._set[self._sender == mlp]] = False
+                after, entering = after.clone(), rows.read_by_mlp(self._layer)
+                for part in changed.nonzero()[:, 0].split(rows.at_once):
+                    some, recorded = to_device(part, after.device), rows.base("mlp_out", self._layer)
+                    after[some] += rows.blocks.feed_forward(self._layer, entering + read[some]) - recorded
+            self._before, self._layer = self._with(after, mlp, mlp + 1), self._layer + 1
 
-    def _start(self) -> None:
-        n_sets = int(self._set.max()) + 1
-        self._layer, self._before = 0, self._add(self.changes.new_zeros(n_sets, *self.changes.shape[1:]), 0, 1)
-
-    def _pass(self) -> None:
-        """Go through a layer: first its replaced heads, then its MLP."""
-        graph, layer, rows = self.rows.runs.graph, self._layer, self.rows
-        read, mlp = self._in_front_of_mlp(), graph.first_head(layer) + graph.n_heads
-        after = self._add(self._before, graph.first_head(layer), mlp)
-        if self.through == "mlps":
-            changed = read.flatten(1).any(1).cpu()
-            # An MLP that is itself replaced gives its output from the other run, whatever reaches it.
-            changed[self._set[self._sender == mlp]] = False
-            after, entering = after.clone(), rows.read_by_mlp(layer)
-            for part in changed.nonzero()[:, 0].split(rows.at_once):
-                some = to_device(part, after.device)
-                after[some] += rows.blocks.feed_forward(layer, entering + read[some]) - rows.base("mlp_out", layer)
-        self._before, self._layer = self._add(after, mlp, mlp + 1), layer + 1
-
-    def _in_front_of_mlp(self) -> Float[Tensor, "set position d_model"]:
-        if self.rows.blocks.parallel or self._layer == self.rows.n_layers:
-            return self._before
-        first = self.rows.runs.graph.first_head(self._layer)
-        return self._add(self._before, first, first + self.rows.runs.graph.n_heads)
-
-    def _add(self, changes: Tensor, first: int, stop: int) -> Float[Tensor, "set position d_model"]:
+    def _with(self, changes: Tensor, first: int, stop: int) -> Float[Tensor, "set position d_model"]:
+        """Add the changes of the replaced senders from `first` on and before `stop`."""
         mine = (self._sender >= first) & (self._sender < stop)
         if not bool(mine.any()):
             return changes

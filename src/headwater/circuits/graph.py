@@ -22,7 +22,7 @@ layer: `together` lets each receiver drive all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NoReturn, SupportsIndex
@@ -30,11 +30,13 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order
 
 from headwater.errors import InputError
 from headwater.models.families import ModelShape
 from headwater.models.part_names import part_named
-from headwater.options import has_no_order, is_one, shown
+from headwater.options import checked_several, shown
 from headwater.patching.edits import Indices
 
 SENDERS = ("embed", "head", "mlp")
@@ -92,6 +94,15 @@ class Graph:
     def sizes(self) -> tuple[int, int, int, int]:
         """Number of layers, query heads, key-value heads, and 1 if blocks are parallel: the form stored in files."""
         return self.n_layers, self.n_heads, self.n_kv_heads, int(self.parallel)
+
+    def __str__(self) -> str:
+        grouped = f" on {self.n_kv_heads} key-value heads" * (self.n_kv_heads != self.n_heads)
+        return f"{self.n_layers} layers of {self.n_heads} heads{grouped}{', parallel blocks' * self.parallel}"
+
+    def refuse_other(self, what: str, graph: Graph) -> None:
+        """Refuse something that is of a model with another graph."""
+        if graph != self:
+            raise InputError(f"{what} is from a model of {graph}; here it has {self}.")
 
     @property
     def n_edges(self) -> int:
@@ -162,19 +173,31 @@ class Graph:
         )
         return np.asarray(sender * len(RECEIVERS) * layers + receiver)
 
+    def runs_from(self, stages: Indices) -> float:
+        """Return how many whole runs cost as much as one row per entry of `stages`.
+
+        A row starts in the middle of that layer (`n_layers`: at the logits).
+        """
+        return float(np.maximum(self.n_layers - 0.5 - stages, 0).sum()) / self.n_layers
+
     def first_head(self, layer: Any) -> Any:
         """Return the index of a layer's first head among senders; its MLP comes after its heads."""
         return 1 + layer * (self.n_heads + 1)
 
     def driven(self, receiver: int, together: bool = False) -> Indices:
         """Return the senders that a receiver drives; none for the logits."""
-        reads = _heads_that_read(self.n_heads, self.n_kv_heads, together)
-        layer, place = divmod(receiver, len(reads) + 1)
+        n_qkv, group = self.n_heads + 2 * self.n_kv_heads, self.n_heads // self.n_kv_heads
+        layer, place = divmod(receiver, n_qkv + 1)
         if layer == self.n_layers:
             return np.zeros(0, dtype=np.int64)
         # In both lists a layer's MLP is last: among receivers after q, k and v, among senders after the heads.
-        driven = np.flatnonzero(reads[place]) if place < len(reads) else np.array([self.n_heads])
-        return self.first_head(layer) + driven
+        heads = np.array([self.n_heads])
+        if place < n_qkv:
+            heads = np.arange(self.n_heads)
+            if not together:
+                shared = heads // group == (place - self.n_heads) % self.n_kv_heads
+                heads = heads[heads == place if place < self.n_heads else shared]
+        return np.asarray(self.first_head(layer) + heads)
 
     def edge(self, sender: int, receiver: int) -> int:
         """Return the index of the edge from a sender to a receiver."""
@@ -222,11 +245,12 @@ class Graph:
     def among(self, senders: object, receivers: object) -> Indices:
         """Return the edges from some senders to some receivers, ascending; None selects all of them."""
         chosen = np.ones(self.n_edges, dtype=bool)
-        sent, received = self._listed("senders", senders), self._listed("receivers", receivers)
-        if sent is not None:
-            chosen &= np.isin(self.sender, self.find(self.senders, sent))
-        if received is not None:
-            chosen &= np.isin(self.receiver, self.find(self.receivers, received))
+        for option, nodes, of_edge, names in (
+            ("senders", self.senders, self.sender, senders),
+            ("receivers", self.receivers, self.receiver, receivers),
+        ):
+            if names is not None:
+                chosen &= np.isin(of_edge, self.find(nodes, listed_parts(option, names)))
         if not chosen.any():
             self.refuse_order(shown(senders), shown(receivers))
         return np.flatnonzero(chosen)
@@ -238,12 +262,9 @@ class Graph:
             kind, layer, head, _ = part_named(name, self)
             for node_kind in QKV if kind == "head" and nodes.kinds == RECEIVERS else (kind,):
                 if node_kind not in nodes.kinds:
-                    what, other, some = "sender", "receiver", '"embed", "head 0.1", "mlp 0"'
-                    if nodes.kinds == RECEIVERS:
-                        what, other, some = "receiver", "sender", '"q 1.0", "head 1.0", "mlp 0", "logits"'
-                    raise InputError(
-                        f"{shown(name)} is a {other}, not a {what}. {what.capitalize()}s are named {some}."
-                    )
+                    some = '"embed", "head 0.1", "mlp 0"' if nodes.kinds == SENDERS else '"q 1.0", "mlp 0", "logits"'
+                    what, other = ("sender", "receiver") if nodes.kinds == SENDERS else ("receiver", "sender")
+                    raise InputError(f"{shown(name)} is a {other}, not a {what}, such as {some}.")
                 of = head
                 if head is not None and kind == "head" and node_kind in "kv":
                     # Selected by a query head, k and v are those of the key-value head that its group shares.
@@ -261,17 +282,14 @@ class Graph:
             "not feed each other)."
         )
 
-    @staticmethod
-    def _listed(option: str, names: Any) -> Sequence[Any] | None:
-        if names is None:
-            return None
-        if isinstance(names, str):
-            return [names]
-        if is_one(names) or has_no_order(names):
-            raise InputError(f"{option}={shown(names)} must be a name such as 'mlp 0', or a list of names.")
-        if not (listed := list(names)):
-            raise InputError(f"{option} is an empty list; leave it out for all.")
-        return listed
+
+def listed_parts(option: str, names: Any) -> list[Any]:
+    """Return names of parts as a list."""
+    wanted = "a name such as 'mlp 0', a list of names, or None for all"
+    listed = [names] if isinstance(names, str) else checked_several(option, names, wanted)
+    if not listed:
+        raise InputError(f"{option} is an empty list; give None for all.")
+    return listed
 
 
 def present(numbers: Indices) -> object:
@@ -280,52 +298,32 @@ def present(numbers: Indices) -> object:
 
 
 def on_a_path(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.ndarray, " edge"]:
-    """Return a mask of the edges (ascending) that are on a path from the embedding to the logits."""
-    is_reached = np.zeros(len(graph.senders), dtype=bool)
-    is_reached[0] = True
-    # In forward order, so that each step needs only what earlier steps reached.
-    for mine, first, senders, drives in _by_node(graph, edges, together):
-        arrived = np.zeros(len(drives), dtype=bool)
-        arrived[graph.receiver[mine][is_reached[graph.sender[mine]]] - first] = True
-        is_reached[senders] = arrived @ drives
-    return is_reached[graph.sender[edges]] & leads_to_logits(graph, edges, together)
+    """Return a mask of the edges that are on a path from the embedding to the logits."""
+    is_reached = _connected(graph, edges, together, forward=True)[graph.sender[edges]]
+    return np.asarray(is_reached & leads_to_logits(graph, edges, together))
 
 
 def leads_to_logits(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.ndarray, " edge"]:
-    """Return a mask of the edges (ascending) whose receiver leads to the logits by edges of the set."""
-    reaches_output = np.zeros(len(graph.senders), dtype=bool)
-    leads = []
-    for mine, first, senders, drives in reversed(list(_by_node(graph, edges, together))):
-        # The logits are the target; they drive no sender.
-        useful = drives @ reaches_output[senders] if drives.size else np.ones(1, dtype=bool)
-        kept = useful[graph.receiver[mine] - first]
-        leads.append(kept)
-        reaches_output[graph.sender[mine[kept]]] = True
-    return np.concatenate(leads[::-1])
+    """Return a mask of the edges whose receiver leads to the logits by edges of the set."""
+    leads = _connected(graph, edges, together, forward=False)
+    return np.asarray(leads[len(graph.senders) + graph.receiver[edges]])
 
 
-def _by_node(
-    graph: Graph, edges: Indices, together: bool
-) -> Iterator[tuple[Indices, int, slice, Bool[np.ndarray, "receiver sender"]]]:
-    """Split edges (ascending) in forward order: each layer's attention, then its MLP, and last the logits.
-
-    Yields:
-        The edges, the first receiver of this step, the slice of senders that its receivers drive, and which receiver
-        drives which of them.
-    """
-    heads = _heads_that_read(graph.n_heads, graph.n_kv_heads, together)
-    one, logits = np.ones((1, 1), dtype=bool), np.ones((1, 0), dtype=bool)
-    receiver, first, comes_out = graph.receiver[edges], 0, 1
-    for drives in (*[heads, one] * graph.n_layers, logits):
-        n_receivers, n_senders = drives.shape
-        start, stop = np.searchsorted(receiver, [first, first + n_receivers])
-        yield edges[start:stop], first, slice(comes_out, comes_out + n_senders), drives
-        first, comes_out = first + n_receivers, comes_out + n_senders
+def _connected(graph: Graph, edges: Indices, together: bool, forward: bool) -> Bool[np.ndarray, " node"]:
+    """Return which senders, then receivers, the embedding reaches by edges of the set, or which lead to the logits."""
+    n_senders, n_nodes = len(graph.senders), len(graph.senders) + len(graph.receivers)
+    drivers, driven = _drives(graph, together)
+    start = np.concatenate([graph.sender[edges], n_senders + drivers])
+    end = np.concatenate([n_senders + graph.receiver[edges], driven])
+    rows, columns, first = (start, end, 0) if forward else (end, start, n_nodes - 1)
+    links = csr_array((np.ones(len(rows), dtype=np.int8), (rows, columns)), shape=(n_nodes, n_nodes))
+    connected = np.zeros(n_nodes, dtype=bool)
+    connected[breadth_first_order(links, first, return_predecessors=False)] = True
+    return connected
 
 
 @lru_cache(maxsize=8)
-def _heads_that_read(n_heads: int, n_kv_heads: int, together: bool) -> Bool[np.ndarray, "receiver head"]:
-    """Return which heads of a layer read each of its q, k and v; all heads if their outputs are scaled together."""
-    kv = np.eye(n_kv_heads, dtype=bool).repeat(n_heads // n_kv_heads, 1)
-    reads = np.concatenate([np.eye(n_heads, dtype=bool), kv, kv])
-    return np.ones_like(reads) if together else reads
+def _drives(graph: Graph, together: bool) -> tuple[Indices, Indices]:
+    """Return all pairs of a receiver and a sender that it drives."""
+    driven = [graph.driven(receiver, together) for receiver in range(len(graph.receivers))]
+    return np.repeat(np.arange(len(driven)), [len(some) for some in driven]), np.concatenate(driven)

@@ -27,7 +27,7 @@ from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, first_line
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import read_part
-from headwater.options import checked_count, checked_flag, checked_kind, checked_name, checked_path, shown
+from headwater.options import checked_count, checked_flag, checked_kind, checked_name, checked_number, checked_path
 from headwater.runs.storage import make_folder, write_atomically, write_json
 
 
@@ -47,19 +47,17 @@ def read_graph_file(
         InputError: the file is not such a graph, is of a model of another size or of single neurons, or heads that
             share a key-value head disagree on an edge to it.
     """
-    file, graph = checked_path("path", path), graph_of(model)
+    file, graph = _checked_file(path), graph_of(model)
     if groups is not None:
         checked_name("groups", groups, ("any", "all"))
-    if file.suffix not in (".json", ".pt"):
-        raise InputError(
-            f"{file} ends in {file.suffix!r}; EAP-IG's graphs end in .json or .pt. From another tool's edges make a "
-            'circuit by their names: hw.Circuit.of(["head 9.9 -> q 10.7", ...], model).'
-        )
     try:
         cfg, listed = (_of_pt if file.suffix == ".pt" else _of_json)(file)
         counts = [checked_count(name, cfg[name]) for name in ("n_layers", "n_heads")]
         sizes = (*counts, checked_flag("parallel_attn_mlp", cfg["parallel_attn_mlp"]))
-        read = [(name, _number(name, score), checked_flag("in_graph", inside)) for name, score, inside in listed]
+        read = [
+            (name, checked_number(f"{name}, score", score, above=-math.inf), checked_flag(f"{name}, in_graph", inside))
+            for name, score, inside in listed
+        ]
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     except (
@@ -68,10 +66,8 @@ def read_graph_file(
     ) as error:  # fmt: skip
         raise InputError(f"{file} is not a graph that EAP-IG wrote ({first_line(error)[:200]}).") from None
     if sizes != (graph.n_layers, graph.n_heads, graph.parallel):
-        raise InputError(
-            f"{file} is the graph of {sizes[0]} layers of {sizes[1]} heads{', parallel blocks' * sizes[2]}; this model "
-            f"has {graph.n_layers} of {graph.n_heads}{', parallel blocks' * graph.parallel}."
-        )
+        shape = f"{sizes[0]} layers of {sizes[1]} heads{', parallel blocks' * sizes[2]}"
+        raise InputError(f"{file} is the graph of {shape}; this model has {graph}.")
     scores: dict[int, float] = {}
     inside_of: dict[int, set[bool]] = {}
     for name, score, inside in read:
@@ -87,7 +83,7 @@ def read_graph_file(
             'groups="any" to take it, or groups="all" to leave it out.'
         )
     kept = [edge for edge, inside in inside_of.items() if inside == {True} or (groups == "any" and True in inside)]
-    return circuit_from_edges(graph, kept, scores, model=model_name(model))
+    return circuit_from_edges(graph, kept, [scores[edge] for edge in kept], model=model_name(model))
 
 
 @checked_call
@@ -104,9 +100,7 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
         RunFolderError: the file cannot be written.
     """
     circuit = checked_kind("circuit", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
-    file, graph = checked_path("path", path), circuit.graph
-    if file.suffix not in (".json", ".pt"):
-        raise InputError(f"{file} must end in .json or .pt.")
+    file, graph = _checked_file(path), circuit.graph
     cfg = {"n_layers": graph.n_layers, "n_heads": graph.n_heads, "parallel_attn_mlp": graph.parallel}
     cfg["d_model"] = int(d_model)
     inside = np.isin(np.arange(graph.n_edges), circuit.edges)
@@ -137,20 +131,24 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
     return file
 
 
+def _checked_file(path: str | Path) -> Path:
+    file = checked_path("path", path)
+    if file.suffix not in (".json", ".pt"):
+        raise InputError(
+            f"{file} ends in {file.suffix!r}; EAP-IG's graphs end in .json or .pt. From another tool's edges make a "
+            'circuit by their names: hw.Circuit.of(["head 9.9 -> q 10.7", ...], model).'
+        )
+    return file
+
+
 def _of_json(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, object]]]:
     content = parse_json(file.read_bytes())
     nodes = [one for one in content["nodes"].values() if isinstance(one, dict)]
     _refuse_neurons([one["neurons"] for one in nodes if "neurons" in one])
     edges = content["edges"].items()
-    return content["cfg"], ((name, one.get("score"), one["in_graph"]) for name, one in edges)
-
-
-def _number(edge: str, score: object) -> float:
-    """Return the score of an edge; 0 if the file has none."""
-    found = score if isinstance(score, int | float) and not isinstance(score, bool) else math.nan
-    if score is not None and not abs(found) < float("inf"):
-        raise ValueError(f"the score of {edge} is {shown(score)}")
-    return 0.0 if score is None else float(found)
+    # A file may leave scores out.
+    scores = (0.0 if one.get("score") is None else one["score"] for _, one in edges)
+    return content["cfg"], ((name, score, one["in_graph"]) for (name, one), score in zip(edges, scores, strict=True))
 
 
 def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, object]]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,24 +26,22 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.circuits.both_runs import BothRuns, Place
-from headwater.circuits.exact import THROUGH, EdgeRows, Receivers, ResidualChange, ThroughName
-from headwater.circuits.graph import QKV, RECEIVERS, Graph, Nodes
-from headwater.circuits.pairs import OTHER_RUN, Pairs, Places, changed_tokens, options_of, places_in, plan_of, runs_of
+from headwater.circuits.exact import THROUGH, EdgeRows, Receivers, ResidualChange, ThroughName, baselines_of
+from headwater.circuits.graph import QKV, RECEIVERS, Graph, Nodes, listed_parts
+from headwater.circuits.pairs import OTHER_RUN, BothRuns, Pairs, Place
 from headwater.circuits.result import GLANCE, ByMetric, beside_baselines, q_of_all
 from headwater.errors import InputError
 from headwater.kernels.devices import in_tiles, to_device
 from headwater.models.edits import Hook, replace_hook
-from headwater.models.hooked import HookedModel
+from headwater.models.hooked import HookedModel, check_model
 from headwater.models.part_names import read_part
 from headwater.models.positions import Where
-from headwater.models.sites import SITES
-from headwater.options import checked_count, checked_name, checked_seed, has_no_order, is_one, shown
+from headwater.models.sites import hook_name
+from headwater.options import checked_count, checked_name, checked_seed, is_one, shown
 from headwater.patching.edits import Indices, ReplacementSpec
 from headwater.patching.metrics import Measures
-from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import DirectionName, Prompts
-from headwater.patching.replacements import Replacement, ValueName
+from headwater.patching.replacements import ValueName
 from headwater.patching.summaries import edited_run, summarize
 from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
@@ -52,11 +49,28 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import table_html, whole_summary, with_interval
 
 
-def path_ends(graph: Graph, nodes: Nodes, sets: list[tuple[str | None, list[Any]]]) -> dict[str, Indices]:
-    """Return by name the nodes that are patched together, of what `_several` returns."""
+def path_ends(
+    graph: Graph, nodes: Nodes, option: str, value: Any, before: tuple[str, Indices] | None = None
+) -> dict[str, Indices]:
+    """Return by name the nodes that are patched together, of `senders=` or `receivers=`.
+
+    `before` are the receivers, with their name, that each part of a set of senders must feed.
+    """
+    sets: list[tuple[str | None, list[Any]]]
+    if isinstance(value, Mapping):
+        sets = [(name, listed_parts(f"{option}[{name!r}]", some)) for name, some in value.items()]
+    else:
+        items = list(nodes.kinds) if value is None else listed_parts(option, value)
+        # A list within the list is one set; a part may also be written as a pair of numbers.
+        sets = [
+            (None, [item]) if is_one(item) or read_part(item) else (" + ".join(map(str, item)), list(item))
+            for item in items
+        ]
     ends: dict[str, Indices] = {}
     for name, several in sets:
         indices = graph.find(nodes, several)
+        if not len(indices):
+            raise InputError(f"{option}={shown(value)} has a set without nodes; give None for all.")
         if name is None:
             ends |= {nodes.name(index): np.array([index]) for index in indices}
             continue
@@ -65,38 +79,14 @@ def path_ends(graph: Graph, nodes: Nodes, sets: list[tuple[str | None, list[Any]
                 f"The receivers {shown(name)} combine the logits with others. The logits read all that others change: "
                 "patch them separately."
             )
+        if before is not None:
+            for one in several:
+                if not has_path(graph, graph.find(nodes, [one]), before[1]):
+                    graph.refuse_order(shown(one), before[0])
         ends[name] = indices
+    if not ends:
+        raise InputError(f"{option}={shown(value)} is empty; give None for all.")
     return ends
-
-
-def _several(nodes: Nodes, option: str, value: Any) -> list[tuple[str | None, list[Any]]]:
-    """Return lists of names, each with the name of the whole list, or None if its nodes are patched separately."""
-    if value is None:
-        return [(None, list(nodes.kinds))]
-    if isinstance(value, Mapping):
-        if not value or not all(isinstance(name, str) and name for name in value):
-            raise InputError(f"{option}={shown(value)} does not map names to the nodes to patch together.")
-        return [(name, _listed(option, name, some)) for name, some in value.items()]
-    if isinstance(value, str):
-        return [(None, [value])]
-    if is_one(value) or has_no_order(value):
-        raise InputError(f"{option}={shown(value)} must be a name such as 'mlp 0', a list of names, or a mapping.")
-    if not (items := list(value)):
-        raise InputError(f"{option} is an empty list; give None for all.")
-    return [
-        (None, [item])
-        if is_one(item) or read_part(item)
-        else (" + ".join(map(str, _listed(option, "a set", item))), list(item))
-        for item in items
-    ]
-
-
-def _listed(option: str, name: str, some: Any) -> list[Any]:
-    if not isinstance(some, str) and (is_one(some) or isinstance(some, Mapping)):
-        raise InputError(f"{option}: {name} is {shown(some)}; give a name such as 'mlp 0', or a list of names.")
-    if not (found := [some] if isinstance(some, str) else list(some)):
-        raise InputError(f"{option}: {name} is empty.")
-    return found
 
 
 WAYS = {"direct": "directly", "mlps": "directly and through MLPs, other heads frozen"}
@@ -129,14 +119,9 @@ class PathEffects(ByMetric):
         return [name for name in ("sender", "receiver", "position", "role", "metric") if name in self.table]
 
     def top(self, n: int = GLANCE, *, metric: str | None = None) -> pd.DataFrame:
-        """Return the paths with the largest absolute mean effect over examples, the largest first.
+        """Return the n paths with the largest absolute mean effect on a metric (default: the first), the largest first.
 
-        Args:
-            n: number of paths.
-            metric: name of the metric; default: the first.
-
-        Returns:
-            A row per path: the columns that name it, and the means of `effect` and `normalized_effect` over examples.
+        A row per path: the columns that name it, and the means of `effect` and `normalized_effect` over examples.
 
         Raises:
             InputError: the metric is unknown.
@@ -148,14 +133,8 @@ class PathEffects(ByMetric):
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize the 20 largest paths of each metric over examples: mean, bootstrap interval, sign-flip p of 0.
 
-        Args:
-            level: level of the interval.
-            seed: seed of the bootstrap and the permutations.
-
-        Returns:
-            A row per metric and path, the largest first: the columns that name it, `examples, mean, low, high, p_value,
-            q_value` (adjusted for all paths of the metric, and not for these 20). With one example there is no interval
-            and no p.
+        A row per metric and path, the largest first: the columns that name it, `examples, mean, low, high, p_value,
+        q_value` (adjusted for all paths of the metric, and not for these 20). One example has no interval and no p.
         """
         parts, q, seed = [], [], checked_seed(seed)
         for metric in self.metrics:
@@ -262,8 +241,7 @@ def path_patch(
         through: `direct`: senders' outputs reach receivers unchanged; `mlps`: also through the MLPs between them, which
             are recomputed. All other heads keep their outputs in either case.
         direction: `noise` edits the clean run, `denoise` (the default of `hw.patch`) the corrupted one.
-        values: what replaces senders' outputs, see `hw.edges`: `other run`, `zero`, `mean` or `resample`; `zero`,
-            `mean` and `resample` do not need `corrupted`.
+        values: what replaces senders' outputs, see `hw.edges`.
         dataset: the prompts for `mean` and `resample`; default: the prompts that are edited.
         over: `position` patches senders at each position separately; default: at all positions together.
         positions: where senders are patched; with roles, each role separately, see `hw.edges`.
@@ -281,105 +259,94 @@ def path_patch(
         NumericsError: a run gives NaN or infinity.
     """
     checked_name("through", through, THROUGH)
-    batch_size, seed = check_call(model, batch_size), checked_seed(seed)
+    check_model(model)
     graph = Graph.of(model.shape)
-    sets = _several(graph.senders, "senders", senders)
-    sent = path_ends(graph, graph.senders, sets)
-    received = path_ends(graph, graph.receivers, _several(graph.receivers, "receivers", receivers))
-    ends = [first_layer(graph, r) for r in received.values() for s in sent.values() if has_path(graph, s, r)]
-    if not ends:
+    received = path_ends(graph, graph.receivers, "receivers", receivers)
+    latest = max(received.items(), key=lambda end: graph.reach[end[1]].max())
+    sent = path_ends(graph, graph.senders, "senders", senders, before=latest)
+    starts = [first_layer(graph, r) for r in received.values() for s in sent.values() if has_path(graph, s, r)]
+    if not starts:
         graph.refuse_order(next(iter(sent)), next(iter(received)))
-    latest = max(received, key=lambda name: graph.reach[received[name]].max())
-    for together, several in sets:
-        for one in several if together else ():
-            if not has_path(graph, graph.find(graph.senders, [one]), received[latest]):
-                graph.refuse_order(shown(one), latest)
-    plan, source = plan_of(model, clean, corrupted, metric, direction, batch_size, values, dataset, seed)
-    places = places_in(plan, over, positions)
-    request = PathRequest(plan, source, graph, sent, received, through, places)
-    tokens = runs_of(graph, np.array(ends)) * len(places) * changed_tokens(plan, source.since).sum()
-    what = f"{len(ends):,} paths of {len(plan.pair.base):,} pairs"
+    pairs = Pairs(
+        model, clean, corrupted, metric, direction=direction, values=values, dataset=dataset, over=over,
+        positions=positions, seed=seed, batch_size=batch_size,
+    )  # fmt: skip
+    request = PathRequest(pairs, sent, received, through)
+    tokens = graph.runs_from(np.array(starts)) * pairs.n_places * pairs.tokens.sum()
+    what = f"{len(starts):,} paths of {len(pairs):,} pairs"
     say_how_long(model, what, tokens, "Fewer senders=, receivers= or pairs take less time.", progress=progress)
     options = {
         "senders": {name: [graph.senders.name(i) for i in one] for name, one in sent.items()},
         "receivers": {name: [graph.receivers.name(i) for i in one] for name, one in received.items()},
         "through": through,
         "over": over,
-        **places.options,
-        **options_of(plan, source),
+        **pairs.options,
     }
     return run_or_resume(PathEffects, "path_patch", model, options, request.measure, out=out, progress=progress)
 
 
 @dataclass(frozen=True, eq=False)
 class PathRequest:
-    """The paths and pairs of a request, resolved to tokens and indices."""
+    """The pairs and paths of a request; senders and receivers by name."""
 
-    plan: Plan
-    source: Replacement
-    graph: Graph
+    pairs: Pairs
     senders: Mapping[str, Indices]
     receivers: Mapping[str, Indices]
     through: str
-    places: Places
 
     def measure(self, run: Run) -> PathEffects:
         """Measure all paths, and assemble the result; a piece is a pair, and all receivers that start in one layer."""
-        pairs = Pairs(self.plan, self.graph, self.source, run.record.fingerprint)
-        layers = [first_layer(self.graph, one) for one in self.receivers.values()]
+        pairs, n_examples = self.pairs, len(self.pairs)
+        pairs.fingerprint = run.record.fingerprint
+        layers = [first_layer(pairs.graph, one) for one in self.receivers.values()]
         stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
-        baselines = pairs.baselines(run)
-        n_examples = len(self.plan.pair.base)
+        baselines = baselines_of(pairs, run)
         items = [(example, stage) for example in range(n_examples) for stage in stages]
-        size = (n_examples, len(self.places), len(self.senders), len(self.receivers), len(self.plan.metrics))
+        size = (n_examples, pairs.n_places, len(self.senders), len(self.receivers), len(pairs.plan.metrics))
         effects = torch.full(size, torch.nan, dtype=torch.float64)
 
         def count(item: tuple[int, list[int]]) -> int:
             return len(item[1]) * len(self.senders)
 
         with run.bar("paths", "path", sum(map(count, items))) as bar:
-            pieces = run.pieces("layer", items, partial(self._stage, pairs), bar, count)
+            pieces = run.pieces("layer", items, self._stage, bar, count)
             for (i, stage), piece in zip(items, pieces, strict=True):
                 effects[i][:, :, stage] = piece["effects"]
         # A row for each number; NaN means that there is no path.
         example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
-        names = list(self.senders), list(self.receivers), [metric.name for metric in self.plan.metrics]
+        names = list(self.senders), list(self.receivers), pairs.metrics
         senders, receivers, metrics = (np.array(some, dtype=object) for some in names)
         columns: dict[str, Any] = {"example": example, "sender": senders[sender], "receiver": receivers[receiver]}
         columns["through"] = self.through
-        if self.places.roles:
-            columns["role"] = np.array(self.places.roles, dtype=object)[place]
-        elif self.places.apart:
+        if pairs.roles:
+            columns["role"] = np.array(pairs.roles, dtype=object)[place]
+        elif pairs.over:
             columns["position"] = place
         effect, direction = effects.numpy()[example, place, sender, receiver, m], run.record.options["direction"]
         columns |= {"metric": metrics[m], "effect": effect}
         columns |= beside_baselines(effect, baselines.numpy()[example, m], str(direction))
         return PathEffects(pd.DataFrame(columns), run.record)
 
-    def _stage(self, pairs: Pairs, item: tuple[int, list[int]]) -> dict[str, Tensor]:
+    def _stage(self, item: tuple[int, list[int]]) -> dict[str, Tensor]:
         """Return the effects of all senders through some receivers, `position sender receiver metric`."""
-        example, stage = item
+        (example, stage), pairs = item, self.pairs
         senders, receivers = list(self.senders.values()), [list(self.receivers.values())[i] for i in stage]
-        with torch.no_grad(), self.plan.model.lock:
+        with torch.no_grad(), pairs.model.lock:
             runs = pairs.runs(example)
             # 0 where a path exists at a place of the example, NaN elsewhere.
-            leads = torch.tensor([[has_path(self.graph, s, r) for r in receivers] for s in senders])
-            effects = self.places.zeros(example, *leads.shape, len(self.plan.metrics))
+            leads = torch.tensor([[has_path(pairs.graph, s, r) for r in receivers] for s in senders])
+            effects = pairs.zeros(example, *leads.shape)
             effects[:, ~leads] = torch.nan
-            for number, place in self.places.of(runs):
+            for number, place in pairs.places(runs):
                 effects[number] = Paths(runs, place, self.through).effects(senders, receivers)
         return {"effects": effects}
 
 
-# The exact effect of patching what some senders pass to some receivers, directly or through the MLPs between them.
-#
-# effect(S → R) = metric(base run in which every r in R outputs its response to x_r + δ_r) - metric(base run)
-#
-# δ_r is the change before r when the senders S are replaced while all other heads keep their outputs
-# (`headwater.circuits.exact`). The receivers' outputs for x_r + δ_r are computed first, once for each set of senders.
-# Then each path is a row that starts at its first receiver's layer, and is changed again at each further receiver.
-# A change by an earlier receiver does not affect a later receiver, whose output was computed first, as with the hooks
-# of Wang et al. 2022. The logits read everything, and can only be a receiver by themselves.
+# The receivers' outputs for x_r + δ_r are computed first, once for each set of senders; δ_r is the change before r when
+# the senders are replaced (`headwater.circuits.exact`). Then each path is a row that starts at its first receiver's
+# layer, and is changed again at each further receiver. A change by an earlier receiver does not affect a later one,
+# whose output was computed first, as with the hooks of Wang et al. 2022. The logits read everything, and can only be a
+# receiver by themselves.
 
 
 def has_path(graph: Graph, senders: Indices, receivers: Indices) -> bool:
@@ -428,7 +395,12 @@ class Paths:
                     # As defaults, because a closure would see the last values of the loop.
                     def measure(cells: Sequence[int], r: int = r, first: int = first, by_layer: Any = by_layer) -> None:
                         last = self._last([s - first for s in cells], receivers[r], by_layer)
-                        named = partial(self._named, receivers=receivers[r], senders=[senders[s] for s in cells])
+
+                        def named(row: int) -> str:
+                            ends = (self.graph.senders, senders[cells[row]]), (self.graph.receivers, receivers[r])
+                            path = " -> ".join(" + ".join(map(nodes.name, some)) for nodes, some in ends)
+                            return f"the path {path} changed"
+
                         effects[cells, r] = self.rows.measure(last, named) - self.rows.unedited
 
                     self.rows.at_once = in_tiles(changing, self.rows.at_once, measure)
@@ -436,27 +408,24 @@ class Paths:
 
     def _made(self, carried: ResidualChange, receivers: Sequence[Indices]) -> dict[int, Made]:
         """Return by layer its receivers' outputs for changed inputs; for the logits, the change of their input."""
-        nodes = self.graph.receivers
+        nodes, rows = self.graph.receivers, self.rows
         indices = np.unique(np.concatenate(receivers))
-        layers = np.where(nodes.layer[indices] < 0, self.rows.n_layers, nodes.layer[indices])
-        by_layer = {}
+        layers = np.where(nodes.layer[indices] < 0, rows.n_layers, nodes.layer[indices])
+        by_layer: dict[int, Made] = {}
         for layer in np.unique(layers).tolist():
             into_heads, into_mlp = carried.at(layer)
             kinds = {nodes.kinds[kind] for kind in nodes.kind[indices[layers == layer]]}
-            heads: list[dict[str, Tensor]] = []
-            mlps: list[Tensor] = []
-            for some in torch.arange(len(into_heads), device=into_heads.device).split(self.rows.at_once):
-                if kinds & set(QKV):
-                    receivers_here = Receivers(self.rows, layer)
-                    heads.append(receivers_here.projected(receivers_here.entering + into_heads[some]))
-                if "mlp" in kinds:
-                    mlps.append(self.rows.blocks.feed_forward(layer, self.rows.read_by_mlp(layer) + into_mlp[some]))
-            outputs: Made = {kind: torch.cat([one[kind] for one in heads]) for kind in QKV} if heads else {}
-            if mlps:
-                outputs["mlp"] = torch.cat(mlps)
             if "logits" in kinds:
-                outputs["logits"] = into_heads
-            by_layer[layer] = outputs
+                by_layer[layer] = {"logits": into_heads}
+                continue
+            receivers_here, tiles = Receivers(rows, layer), []
+            for some in torch.arange(len(into_heads), device=into_heads.device).split(rows.at_once):
+                tiles.append(Made())
+                if kinds & set(QKV):
+                    tiles[-1] |= receivers_here.projected(receivers_here.entering + into_heads[some])
+                if "mlp" in kinds:
+                    tiles[-1]["mlp"] = rows.blocks.feed_forward(layer, rows.read_by_mlp(layer) + into_mlp[some])
+            by_layer[layer] = {kind: torch.cat([tile[kind] for tile in tiles]) for kind in tiles[0]}
         return by_layer
 
     def _last(
@@ -472,31 +441,22 @@ class Paths:
         residual = rows.base("resid_pre", first).expand(len(sets), -1, -1)
         for layer in range(first, rows.n_layers):
             of_layer, hooks = receivers[nodes.layer[receivers] == layer], list[Hook]()
-            # The hooks replace the outputs of the layer's receivers by those computed first.
             for number, kind in enumerate(QKV):
-                if heads := nodes.head[of_layer[nodes.kind[of_layer] == number]].tolist():
-                    written = partial(_exchanged, heads=heads, given=outputs[layer][kind][which])
-                    hooks.append((SITES[kind].hook_name(layer), replace_hook(written)))
+                if len(heads := nodes.head[of_layer[nodes.kind[of_layer] == number]]):
+                    # As defaults, because a closure would see the loop's last kind.
+                    def exchange(
+                        activation: Tensor, hook: object, heads: Indices = heads, given: Tensor = outputs[layer][kind]
+                    ) -> Tensor:
+                        """Replace the outputs of the layer's receivers by those computed first."""
+                        exchanged, chosen = activation.clone(), to_device(heads, activation.device)
+                        exchanged[:, :, chosen] = given[which][:, :, chosen].to(exchanged)
+                        return exchanged
+
+                    hooks.append((hook_name(kind, layer), replace_hook(exchange)))
             with self.runs.model.hooks(hooks):
                 attended = rows.attention(layer, residual)
-            leaving = rows.leaving(layer)
-            residual = residual[:, leaving]
-            middle = residual + attended
-            if (nodes.kind[of_layer] == RECEIVERS.index("mlp")).any():
-                # Replaces the MLP's output in this run, because the MLP reads only what reached it along the path.
-                residual = middle + outputs[layer]["mlp"][which][:, leaving]
-            else:
-                residual = middle + rows.blocks.feed_forward(layer, residual if rows.blocks.parallel else middle)
+            # Replaces the MLP's output in this run, because the MLP reads only what reached it along the path.
+            is_changed = (nodes.kind[of_layer] == RECEIVERS.index("mlp")).any()
+            mlp = outputs[layer]["mlp"][which][:, rows.leaving(layer)] if is_changed else None
+            residual = rows.through(layer, residual, attended, mlp)
         return residual
-
-    def _named(self, row: int, senders: Sequence[Indices], receivers: Indices) -> str:
-        ends = (self.graph.senders, senders[row]), (self.graph.receivers, receivers)
-        path = " -> ".join(" + ".join(nodes.name(i) for i in one) for nodes, one in ends)
-        return f"the path {path} changed"
-
-
-def _exchanged(activation: Tensor, hook: object, heads: list[int], given: Tensor) -> Tensor:
-    exchanged = activation.clone()
-    chosen = to_device(torch.tensor(heads), exchanged.device)
-    exchanged[:, :, chosen] = given[:, :, chosen].to(exchanged)
-    return exchanged

@@ -46,13 +46,7 @@ class ByMetric(Result):
         title: str | None = None,
         figsize: Size | None = None,
     ) -> Axes | Figure:
-        """Draw one metric; see `headwater.figures` for a description of each figure.
-
-        Args:
-            ax: the axes to draw on.
-            title: replaces the figure's default title.
-            figsize: width and height of a new figure, in inches.
-            metric: name of the metric; default: the first.
+        """Draw one metric (default: the first); see `Result.plot` and `headwater.figures`.
 
         Raises:
             InputError: the metric is unknown.
@@ -156,15 +150,10 @@ class EdgeEffects(ByMetric):
         return pd.DataFrame(columns | beside_baselines(effect, self.baselines.numpy()[example, m], direction))
 
     def top(self, n: int = GLANCE, *, metric: str | None = None) -> pd.DataFrame:
-        """Return the edges with the largest absolute mean effect (or estimate) over examples.
+        """Return the n edges with the largest absolute mean effect (or estimate) on a metric (default: the first).
 
-        Args:
-            n: number of edges.
-            metric: name of the metric; default: the first.
-
-        Returns:
-            A row per edge, the largest first: the columns of the table that name it, `edge` (its name), and the means
-            of `effect` and `estimate` over examples.
+        A row per edge, the largest first: the columns of the table that name it, `edge` (its name), and the means of
+        `effect` and `estimate` over examples.
 
         Raises:
             InputError: the metric is unknown.
@@ -178,15 +167,10 @@ class EdgeEffects(ByMetric):
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize the 20 largest edges of each metric over examples: mean, bootstrap interval, sign-flip p of 0.
 
-        Args:
-            level: level of the interval.
-            seed: seed of the bootstrap and the permutations.
-
-        Returns:
-            A row per metric and edge, the largest first: the columns that name it, `examples, mean, low, high, p_value,
-            q_value`. Effects are averaged, or estimates if the method has no effects; one example has no interval or p.
-            `q_value` is adjusted for all edges of the metric, and not for these 20 (Benjamini and Hochberg); edges that
-            a screened run did not recompute count with p = 1.
+        A row per metric and edge, the largest first: the columns that name it, `examples, mean, low, high, p_value,
+        q_value`. Effects are averaged, or estimates if the method has no effects; one example has no interval or p.
+        `q_value` is adjusted for all edges of the metric, and not for these 20 (Benjamini and Hochberg); edges that a
+        screened run did not recompute count with p = 1.
         """
         parts, q, values, seed = [], [], self._values, checked_seed(seed)
         for m, metric in enumerate(self.metrics):
@@ -255,16 +239,13 @@ class EdgeEffects(ByMetric):
         order = np.argsort(-(np.abs(means) if by == "size" else for_the_answer), kind="stable")[:n]
         edges = self.chosen.numpy()[order]
         seen = tuple(tuple(ids) for ids in (self.run.options.get("prompts") or [[]])[0])
-        known = dict(zip(edges.tolist(), means[order].tolist(), strict=True))
-        return circuit_from_edges(self.graph, edges, known, seen, self.run.model)
+        return circuit_from_edges(self.graph, edges, means[order], seen, self.run.model)
 
     def agreement(self, exact: EdgeEffects) -> pd.DataFrame:
-        """Compare these estimates (effects if `method="exact"`) with exact effects, edge by edge.
+        """Compare these estimates (effects if `method="exact"`) with exact effects, edge by edge: means over examples.
 
-        Returns:
-            A row per metric and kind of receiver, and one for all: `metric, receiver, edges, pearson, spearman,
-            sign_agreement` (where the exact effect exceeds 1 % of the largest), `top_overlap` (of the 50 largest).
-            Means over examples are compared.
+        A row per metric and kind of receiver, and one for all: `metric, receiver, edges, pearson, spearman,
+        sign_agreement` (where the exact effect exceeds 1 % of the largest), `top_overlap` (of the 50 largest).
 
         Raises:
             InputError: the edges or metrics of the two differ.
@@ -275,7 +256,7 @@ class EdgeEffects(ByMetric):
         same = torch.equal(self.chosen, exact.chosen) and self.by_position == exact.by_position
         if not same or self.metrics != exact.metrics or self.sizes != exact.sizes:
             raise InputError("The two do not have the same edges and metrics: run both with the same options.")
-        refuse_other_run("exact", exact.run, self.run, "direction", "through", "positions")
+        refuse_other_run("exact", exact.run, self.run, "direction", "through", "positions", "values")
         ours = self._flat("effects" if self.method == "exact" else "estimates")
         theirs = exact._flat("effects")
         shared = ours + theirs  # NaN where one is missing
@@ -291,16 +272,10 @@ class EdgeEffects(ByMetric):
         return table[table["edges"] > 0].reset_index(drop=True)
 
     def stability(self, splits: int = 100, *, n: int = TOP, seed: int = 0) -> pd.DataFrame:
-        """Compare the means of random halves of the examples.
+        """Compare the means of random halves of the examples, over several splits.
 
-        Args:
-            splits: number of times the examples are split in halves.
-            n: number of the largest edges whose overlap is computed.
-            seed: seed of the halves.
-
-        Returns:
-            A row per metric: `metric, examples, overlap` (mean over splits of the overlap of the n largest edges of two
-            halves), `low, high` (2.5th and 97.5th percentile of the overlap over splits), `spearman` (of sizes).
+        A row per metric: `metric, examples, overlap` (mean over splits of the overlap of the n largest edges of two
+        halves), `low, high` (2.5th and 97.5th percentile of the overlap over splits), `spearman` (of sizes).
 
         Raises:
             InputError: there are fewer than two examples.

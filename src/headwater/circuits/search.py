@@ -20,12 +20,12 @@ if single edges were tried one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,27 +35,23 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.circuit import Circuit, checked_circuits, circuit_from_edges, graph_of
-from headwater.circuits.circuit_runs import MOST_PLACEBOS, CircuitsAndPlacebos, beside_placebos, measured, summarized
-from headwater.circuits.circuit_walk import CircuitRequest, CircuitRunner
+from headwater.circuits.circuit_runs import MOST_PLACEBOS, beside_placebos, measured, summarized, with_placebos
+from headwater.circuits.circuit_walk import CircuitRunner, pairs_to_keep
 from headwater.circuits.edge_effects import edges as effects_of_edges
 from headwater.circuits.graph import Graph
+from headwater.circuits.pairs import Pairs
 from headwater.circuits.result import RANKED_BY, RankName
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.unembedding import attention_post_norm
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.edits import Indices
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
+from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, table_html, whole_summary, with_interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+from headwater.runs.result import Result, table_html, whole_summary, with_interval
 
 DECISIONS = ("kept", "removed", "leads nowhere", "not tried", "left out")
 KEPT, REMOVED, NOWHERE, NOT_TRIED, LEFT_OUT = range(5)
@@ -63,41 +59,29 @@ FIRST, LEAST, MOST = 8, 4, 128
 """Number of edges in the first batch, and the limits for any batch."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """The rule by which an edge stays out."""
-
-    threshold: float
-    """In units of the metric."""
-    sign: int = 0
-    """1 or -1 if only a loss (a fall or a rise of the metric) counts; 0 if any change counts."""
-    budget: int | None = None
-    """Largest number of edges that are tried with a run; the others stay in."""
-    together: bool = False
-    """Whether each receiver drives all heads of its layer; see `headwater.circuits.graph`."""
-
-    def drops(self, effect: float) -> bool:
-        """Return whether an edge with this effect stays out."""
-        return (-self.sign * effect if self.sign else abs(effect)) < self.threshold
-
-
 class Greedy:
     """One search, from some edges (`start`) or all of them; `decided` is called with the number of decided edges.
 
-    `evaluate` returns the metric of circuits, given as ascending edge indices. `decision`, `effect` and `value` of each
-    edge are as in the table of a `CircuitSearch`. `runs` counts the circuits that were run, including those that only
-    provided guesses.
+    `evaluate` returns the metric of circuits, given as ascending edge indices. An edge stays out if its effect is below
+    `threshold`; with `sign` 1 or -1 only a loss (a fall or a rise of the metric) counts, with 0 any change. `together`:
+    each receiver drives all heads of its layer, see `headwater.circuits.graph`. `decision`, `effect` and `value` of
+    each edge are as in the table of a `CircuitSearch`. `runs` counts the circuits that were run, including those that
+    only provided guesses.
     """
 
     def __init__(
         self,
         graph: Graph,
-        rule: Rule,
         evaluate: Callable[[Sequence[Indices]], Float[np.ndarray, " circuit"]],
-        decided: Callable[[int], object],
+        threshold: float,
+        sign: int = 0,
+        budget: int | None = None,
+        together: bool = False,
         start: Indices | None = None,
+        decided: Callable[[int], object] = lambda number: None,
     ):
-        self.graph, self.rule, self.evaluate, self.decided = graph, rule, evaluate, decided
+        self.graph, self.evaluate, self.threshold, self.sign = graph, evaluate, threshold, sign
+        self.budget, self.together, self.decided = budget, together, decided
         self.start = np.arange(graph.n_edges) if start is None else start
         inside = np.isin(np.arange(graph.n_edges), self.start)
         self.guessed_in: Bool[np.ndarray, " edge"] = np.zeros(graph.n_edges, dtype=bool)
@@ -129,15 +113,15 @@ class Greedy:
         # As guessed: the remaining circuit, and which senders have an edge in it that leads to the logits.
         inside, reaches_output = np.isin(self.decision, (KEPT, NOT_TRIED)), np.zeros(len(graph.senders), dtype=bool)
         reaches_output[graph.sender[self.decision == KEPT]] = True
-        if self.rule.budget is not None:
-            width = min(width, self.rule.budget - self.tried)
+        if self.budget is not None:
+            width = min(width, self.budget - self.tried)
         leads: dict[int, bool] = {}
         # Edges are numbered by receiver, then sender, so descending order is ACDC's order.
         for edge in self.start[self.start <= self.next][::-1].tolist():
             receiver = int(graph.receiver[edge])
             if receiver not in leads:
                 # All edges out of its node are decided. The logits are the target; they drive no sender.
-                driven = graph.driven(receiver, self.rule.together)
+                driven = graph.driven(receiver, self.together)
                 leads[receiver] = not len(driven) or bool(reaches_output[driven].any())
             # An edge that leads nowhere needs no run, so those at the end of a batch are included.
             if leads[receiver] and trials >= width:
@@ -160,7 +144,7 @@ class Greedy:
                 continue
             value = float(values[number])
             number, effect, guess = number + 1, value - guessed, bool(self.guessed_in[edge])
-            stays = not self.rule.drops(effect)
+            stays = (-self.sign * effect if self.sign else abs(effect)) >= self.threshold
             if right:
                 self.now = self.now if stays else value
                 self._decide(edge, KEPT if stays else REMOVED, effect)
@@ -187,7 +171,7 @@ WALKS = 256
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CircuitSearch(Result):
-    """The result of `hw.find_circuit`."""
+    """The result of `hw.find_circuit`; `plot` draws the metric of the circuit by its number of edges."""
 
     table: pd.DataFrame
     """A row per edge, in the order in which they were tried: `edge` (its name), `sender, sender_layer, sender_head,
@@ -215,20 +199,14 @@ class CircuitSearch(Result):
         graph = Graph.of_sizes(self.sizes)
         in_order = self.table.iloc[::-1]  # edges are tried from the last to the first
         left = np.flatnonzero(in_order["decision"].isin([DECISIONS[KEPT], DECISIONS[NOT_TRIED]]).to_numpy())
-        effects = dict(zip(left.tolist(), in_order["effect"].to_numpy()[left].tolist(), strict=True))
         seen = tuple(tuple(ids) for ids in self.run.options["prompts"][0])
-        return circuit_from_edges(graph, left, effects, seen, self.run.model)
+        return circuit_from_edges(graph, left, in_order["effect"].to_numpy()[left], seen, self.run.model)
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize the search in one row.
 
-        Args:
-            level: level of the interval.
-            seed: seed of the bootstrap.
-
-        Returns:
-            The columns of the summary of `hw.run_circuits` for the remaining circuit, on the pairs of the search; the
-            number of edges that were `removed`, led `nowhere`, were `not_tried` or were `left_out`; and `runs`.
+        It has the columns of `CircuitRuns.summary` for the remaining circuit, on the pairs of the search; the number of
+        edges that were `removed`, led `nowhere`, were `not_tried` or were `left_out`; and `runs`.
         """
         found = summarized(self.alone, self.shapes, level, seed)
         counts = self.table["decision"].value_counts()
@@ -246,10 +224,10 @@ class CircuitSearch(Result):
     def report(self) -> list[str]:
         """Return what remains, its faithfulness beside random circuits, and what was not tried."""
         row, options = whole_summary(self).to_dict("records")[0], self.run.options
-        metric = str(row["metric"]).replace("_", " ")
-        size = f"{options['threshold']:g}"
-        is_signed = options["by"] == "signed"
-        change = f"cost the answer {size} of {metric}" if is_signed else f"changed the {metric} by {size}"
+        metric, size = str(row["metric"]).replace("_", " "), f"{options['threshold']:g}"
+        change = f"changed the {metric} by {size}"
+        if options["by"] == "signed":
+            change = f"cost the answer {size} of {metric}"
         sentences = []
         if row["not_tried"]:
             sentences.append(
@@ -283,10 +261,6 @@ class CircuitSearch(Result):
             "Circuit.claim."
         )
         return sentences
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the metric of the remaining circuit by its number of edges, with the edges that were kept."""
-        return self._drawn(ax, title, figsize)
 
     def __repr__(self) -> str:
         left, untried = len(self.circuit), int((self.table["decision"] == DECISIONS[NOT_TRIED]).sum())
@@ -361,49 +335,55 @@ def find_circuit(
     budget = None if budget is None else checked_count("budget", budget)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
     hours = None if hours is None else checked_number("hours", hours, above=0.0)
-    # A screen reads them again.
-    listed: list[Any] = [list(one) if isinstance(one, Iterator) else one for one in (clean, corrupted, dataset)]
-    clean, corrupted, dataset = listed
-    request = CircuitRequest.of(
-        model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
-    )
-    if len(request.metrics) > 1:
-        raise InputError(f"One metric decides which edges stay; {len(request.metrics)} were given.")
+    pairs = Pairs(
+        model, clean, corrupted, metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size,
+        pair_with_donors=True,
+    )  # fmt: skip
+    if len(pairs.metrics) > 1:
+        raise InputError(f"One metric decides which edges stay; {len(pairs.metrics)} were given.")
     tries = graph.n_edges if budget is None else min(budget, graph.n_edges)
     begun = None if start is None else next(iter(checked_circuits(start, graph).values()))
     if begun is not None and not len(begun):
         raise InputError("start= has no edges: there is nothing to search.")
     screens = begun is None and tries < graph.n_edges
     # Reported before the screen, which costs as much as a search.
-    request.say_how_long(tries, progress, search=True, hours=hours)
-    options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **request.options}
+    what, advice = (
+        f"{tries:,} edges, each tried on {len(pairs):,} pairs,",
+        "A smaller budget= or fewer pairs take less time.",
+    )
+    say_how_long(model, what, tries * pairs.tokens.sum(), advice, hours=hours, progress=progress)
+    options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **pairs.options}
     options |= {"discovery": {FOUND: []}, "start": None if begun is None else digest(begun.names)}
 
     def strongest(_: object) -> dict[str, Tensor]:
-        pairs = {"metric": metric, "values": values, "dataset": dataset, "seed": seed, "batch_size": batch_size}
-        found = effects_of_edges(model, clean, corrupted, **pairs, method="screened", verify=tries, progress=progress)
+        asked = {"metric": metric, "values": values, "dataset": dataset, "seed": seed, "batch_size": batch_size}
+        found = effects_of_edges(model, clean, corrupted, **asked, method="screened", verify=tries, progress=progress)
         return {"edges": torch.from_numpy(found.circuit(tries, by=by).edges)}
 
     def work(run: Run) -> CircuitSearch:
         first = None if begun is None else begun.edges
         if screens:
             first = next(iter(run.pieces("start", [0], strongest)))["edges"].numpy()
-        done = searched(request, run, first)
-        tested = CircuitsAndPlacebos.of({FOUND: circuit_from_edges(graph, done.inside)}, placebos, seed)
-        alone = measured(request, tested, run.part("alone"))
-        return CircuitSearch(tabulated(done), run.record, alone, tested.shapes, graph.sizes, done.runs)
+        done = searched(pairs, run, first)
+        # Rows in the order in which edges were tried.
+        order = np.arange(graph.n_edges)[::-1]
+        table = pd.DataFrame({"edge": [graph.name(edge) for edge in order]} | graph.columns(order))
+        table["decision"] = np.array(DECISIONS, dtype=object)[done.decision[order]]
+        table["effect"], table["value"] = done.effect[order], done.value[order]
+        tested, shapes = with_placebos({FOUND: circuit_from_edges(graph, done.inside)}, placebos, seed)
+        alone = measured(pairs, tested, shapes, run.part("alone"))
+        return CircuitSearch(table, run.record, alone, shapes, graph.sizes, done.runs)
 
     return run_or_resume(CircuitSearch, "find_circuit", model, options, work, out=out, seed=seed, progress=progress)
 
 
-def searched(request: CircuitRequest, run: Run, start: Indices | None = None) -> Greedy:
+def searched(pairs: Pairs, run: Run, start: Indices | None = None) -> Greedy:
     """Search with the options in the record of a run, from all edges or from some."""
-    keep = request.pairs_to_keep(WALKS)
-    options, runner = run.record.options, CircuitRunner(request, run.record.fingerprint, keep)
-    pairs, steps = range(len(request)), count()
+    options, graph, steps = run.record.options, pairs.graph, count()
+    runner = CircuitRunner(pairs, run.record.fingerprint, pairs_to_keep(pairs, WALKS))
 
     def means(stage: str, circuits: Sequence[Indices], name: str) -> Tensor:
-        pieces = run.pieces(stage, pairs, partial(runner.measure, circuits=circuits))
+        pieces = run.pieces(stage, range(len(pairs)), partial(runner.measure, circuits=circuits))
         return torch.stack([piece[name] for piece in pieces]).mean(0)
 
     def evaluate(circuits: Sequence[Indices]) -> Any:
@@ -412,16 +392,8 @@ def searched(request: CircuitRequest, run: Run, start: Indices | None = None) ->
     clean, corrupted, _ = means("baselines", (), "baselines")[0].tolist()
     # The direction of a loss: a metric may be larger in the corrupted run.
     sign = (1 if clean >= corrupted else -1) if options["by"] == "signed" else 0
-    layers = range(runner.graph.n_layers)
-    together = any(attention_post_norm(request.plan.model, layer) is not None for layer in layers)
-    rule = Rule(float(options["threshold"]), sign, options["budget"], together)
-    with run.bar("edges decided", "edge", runner.graph.n_edges) as bar:
-        return Greedy(runner.graph, rule, evaluate, lambda decided: bar.update(decided - bar.n), start).search()
-
-
-def tabulated(done: Greedy) -> pd.DataFrame:
-    """Return the search as rows, in the order in which edges were tried."""
-    graph, edges = done.graph, np.arange(done.graph.n_edges)[::-1]
-    columns = {"edge": [graph.name(edge) for edge in edges]} | graph.columns(edges)
-    decision = np.array(DECISIONS, dtype=object)[done.decision[edges]]
-    return pd.DataFrame(columns | {"decision": decision, "effect": done.effect[edges], "value": done.value[edges]})
+    together = any(shares.norm is not None for shares in pairs.shares)
+    with run.bar("edges decided", "edge", graph.n_edges) as bar:
+        decided = lambda number: bar.update(number - bar.n)  # noqa: E731
+        rule = float(options["threshold"]), sign, options["budget"], together
+        return Greedy(graph, evaluate, *rule, start, decided).search()
