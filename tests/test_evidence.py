@@ -236,10 +236,10 @@ def test_effects_and_attention_are_those_of_plain_hooks():
                 return z
 
             expected.append(lead(plain) - lead(raw.run_with_hooks(pairs.clean, fwd_hooks=[(name, write)])))
-    measured = head_effects(model, pairs)
-    found = np.stack([measured.effect[:, layer, head] for layer, head in heads], 1)
+    effects, found_gap = head_effects(model, pairs)
+    found = np.stack([effects[:, layer, head] for layer, head in heads], 1)
     assert np.allclose(found, torch.stack(expected, 1).numpy(), atol=2e-4)
-    assert np.allclose(measured.gap, gap.numpy(), atol=2e-4)
+    assert np.allclose(found_gap, gap.numpy(), atol=2e-4)
     pattern = cache["blocks.2.attn.hook_pattern"][:, :, -1, pairs.source].mean(0)
     assert np.allclose(attention_to_source(model, pairs)[2], pattern, atol=1e-5)
 

@@ -33,7 +33,7 @@ from headwater.heads.causal import Head
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Place
 from headwater.patching.components import ablate
-from headwater.patching.metrics import Metric, logit_difference
+from headwater.patching.replacements import ValueName
 from headwater.stats.resample import Bootstrap, interval
 
 # For a pair of prompts that differ in the source, with answer t and foil f, all logits at the last position:
@@ -45,56 +45,39 @@ from headwater.stats.resample import Bootstrap, interval
 # attention     of a head from the last position to the source, mean over clean prompts
 
 
-def metric_of(pairs: PairedPrompts) -> Metric:
-    """Return the logit difference of the pairs' answers and foils."""
-    return logit_difference(pairs.answer.tolist(), pairs.foil.tolist())
-
-
-def both_sides(pairs: PairedPrompts) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the token ids of the clean and of the corrupted prompts."""
-    return pairs.clean.tolist(), pairs.corrupted.tolist()
-
-
-@dataclass(frozen=True)
-class HeadEffects:
-    """Effects of single heads on some pairs."""
-
-    effect: Float[ndarray, "pair layer head"]
-    gap: Float[ndarray, " pair"]
-
-    @property
-    def share(self) -> Float[ndarray, "layer head"]:
-        """Each head's mean effect, as a share of the mean gap."""
-        return self.effect.mean(0) / self.gap.mean()
-
-
-def head_effects(model: HookedModel, pairs: PairedPrompts, heads: Collection[Head] | None = None) -> HeadEffects:
-    """Measure the exact effects of heads (default: all); those of other heads are NaN.
+def head_effects(
+    model: HookedModel, pairs: PairedPrompts, heads: Collection[Head] | None = None
+) -> tuple[Float[ndarray, "pair layer head"], Float[ndarray, " pair"]]:
+    """Return the exact effects of heads (default: all; those of other heads are NaN), and the gap of each pair.
 
     Only the last token is rerun through the layers, from its head on. In a model of 30 layers and 9 heads, all heads of
     a pair cost as much as reading about 135 tokens, less than a gradient estimate and a check of its leaders.
     """
     size = model.shape.n_layers, model.shape.n_heads
     chosen = sorted(np.ndindex(size) if heads is None else heads)
-    sets = {str(number): [head] for number, head in enumerate(chosen)}
-    options = {"sets": sets, "values": "other run", "positions": "last", "metric": metric_of(pairs), "progress": False}
-    table = ablate(model, *both_sides(pairs), **options).table  # type: ignore[arg-type]
     by_head = np.full((len(pairs), *size), np.nan)
-    # pivot sorts its columns as strings ("10" before "2"), so they are put back in the order of the heads.
-    by_head[:, *np.transpose(chosen)] = -table.pivot(index="example", columns="set", values="effect")[list(sets)]
-    clean, corrupted = table.groupby("example")[["clean", "corrupted"]].first().to_numpy(dtype=float).T
-    return HeadEffects(by_head, clean - corrupted)
+    by_head[:, *np.transpose(chosen)], ends = _losses(model, pairs, [[head] for head in chosen], "other run")
+    return by_head, (ends["clean"] - ends["corrupted"]).to_numpy(dtype=float)
 
 
 def ablated(
     model: HookedModel, pairs: PairedPrompts, sets: Sequence[Sequence[Head]]
 ) -> tuple[Float[ndarray, "pair set"], float]:
     """Return each pair's loss of the difference when heads are zeroed at the last position, and the mean difference."""
+    losses, ends = _losses(model, pairs, sets, "zero")
+    return losses, float(ends["clean"].mean())
+
+
+def _losses(
+    model: HookedModel, pairs: PairedPrompts, sets: Sequence[Sequence[Head]], values: ValueName
+) -> tuple[Float[ndarray, "pair set"], pd.DataFrame]:
+    """Return each pair's loss of the difference for each set of heads, and the first row of its table."""
     named = {str(number): list(heads) for number, heads in enumerate(sets)}
-    options = {"sets": named, "positions": "last", "metric": metric_of(pairs), "progress": False}
-    table = ablate(model, pairs.clean.tolist(), **options).table  # type: ignore[arg-type]
+    options = {"sets": named, "values": values, "positions": "last", "metric": pairs.metric, "progress": False}
+    table = ablate(model, *pairs.sides[: 2 if values == "other run" else 1], **options).table  # type: ignore[arg-type]
+    # pivot sorts its columns as strings ("10" before "2"), so they are put back in the order of the sets.
     effects = table.pivot(index="example", columns="set", values="effect")[list(named)].to_numpy(dtype=float)
-    return -effects, float(table.groupby("example")["clean"].first().mean())
+    return -effects, table.groupby("example").first()
 
 
 def attention_to_source(model: HookedModel, pairs: PairedPrompts) -> Float[ndarray, "layer head"]:

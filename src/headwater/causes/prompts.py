@@ -15,7 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 
 import numpy as np
@@ -41,6 +41,7 @@ from headwater.models.generation import next_logits
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import ChatText, chat_text
 from headwater.options import checked_count, checked_seed, shown
+from headwater.patching.metrics import Metric, logit_difference
 from headwater.stats.resample import Bootstrap, Interval, interval
 
 INSTRUCTION = "Complete the sentence with the right word."
@@ -73,10 +74,20 @@ class PairedPrompts:
         cut = {name: part[:n] for name, part in vars(self).items() if name != "source"}
         return replace(self, **cut)
 
+    @property
+    def sides(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The token ids of the clean and of the corrupted prompts."""
+        return self.clean.tolist(), self.corrupted.tolist()
+
+    @property
+    def metric(self) -> Metric:
+        """The logit difference of answers and foils."""
+        return logit_difference(self.answer.tolist(), self.foil.tolist())
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RelationPrompts:
-    """The result of `relation_prompts`."""
+    """The result of `relation_prompts`; before one is chosen, a candidate."""
 
     tokens: TokenRelation
     template: str
@@ -87,13 +98,13 @@ class RelationPrompts:
     """Pairs for choices."""
     second: PairedPrompts
     """Pairs for measurements."""
-    templates: pd.DataFrame
+    templates: pd.DataFrame = field(default_factory=pd.DataFrame)
     """A row per candidate: `kind, template, pairs, difference, low, high, accuracy, chosen`; `difference` is the logit
     difference of target and foil on pairs of the first half, with its 95 % interval."""
-    table: pd.DataFrame = field(init=False)
-    """A row per pair: `half, source, target, other_source, other_target`."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """A row per pair: `half, source, target, other_source, other_target`."""
         words, rows = self.tokens.words, []
         other = {int(source): word for source, (word, _) in zip(self.tokens.source, words, strict=True)}
         spelled = zip(self.tokens.targets, words, strict=True)
@@ -105,7 +116,7 @@ class RelationPrompts:
                 (half, words[item][0], target[answer], other[one], target[foil]) for item, answer, one, foil in each
             ]
         columns = ["half", "source", "target", "other_source", "other_target"]
-        object.__setattr__(self, "table", pd.DataFrame(rows, columns=columns))
+        return pd.DataFrame(rows, columns=columns)
 
     @property
     def relation(self) -> Relation:
@@ -141,20 +152,12 @@ def relation_prompts(
         raise InputError(f"relation={shown(relation)} names {len(given)} relations: name one.")
     (tokens,) = tokenize_relations(given, model.tokenizer)
     tried = candidates(model, tokens, template, pairs, seed)
-    return chosen_prompts(tokens, tried, measured_candidates(model, tried))
+    return chosen_prompts(tried, measured_candidates(model, tried))
 
 
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A candidate prompt for a relation's targets, and its pairs."""
-
-    kind: str
-    template: str
-    first: PairedPrompts
-    second: PairedPrompts
-
-
-def candidates(model: HookedModel, tokens: TokenRelation, template: str, pairs: int, seed: int) -> list[Candidate]:
+def candidates(
+    model: HookedModel, tokens: TokenRelation, template: str, pairs: int, seed: int
+) -> list[RelationPrompts]:
     """Return the candidate prompts; see `relation_prompts`. The model is not run."""
     halves, usable = halves_of(tokens, seed), []
     enough = len(halves[0]) >= SHOTS + FEWEST_PAIRS
@@ -168,7 +171,7 @@ def candidates(model: HookedModel, tokens: TokenRelation, template: str, pairs: 
         items = halves[0][SHOTS:]  # the first ones are the examples
         both = [paired(prompts, tokens, items, CHOSEN_ON), paired(prompts, tokens, halves[1], pairs)]
         if min(map(len, both)) >= FEWEST_PAIRS:
-            usable.append(Candidate(kind, text, *both))
+            usable.append(RelationPrompts(tokens, str(text), kind, both[0], both[1]))
     if not usable:
         n_single, n_pairs = len(tokens.targets), len(tokens.relation.pairs)
         raise InputError(
@@ -181,7 +184,7 @@ def candidates(model: HookedModel, tokens: TokenRelation, template: str, pairs: 
 MEASURES = ["pairs", "difference", "low", "high", "accuracy"]
 
 
-def measured_candidates(model: HookedModel, tried: Sequence[Candidate]) -> Float[Tensor, "row column"]:
+def measured_candidates(model: HookedModel, tried: Sequence[RelationPrompts]) -> Float[Tensor, "row column"]:
     """Return `MEASURES` for each candidate, on the pairs of the first half."""
     rows = []
     for one in tried:
@@ -191,17 +194,13 @@ def measured_candidates(model: HookedModel, tried: Sequence[Candidate]) -> Float
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def chosen_prompts(
-    tokens: TokenRelation, tried: Sequence[Candidate], measured: Float[Tensor, "row column"]
-) -> RelationPrompts:
+def chosen_prompts(tried: Sequence[RelationPrompts], measured: Float[Tensor, "row column"]) -> RelationPrompts:
     """Return the prompts of the candidate with the largest mean difference."""
     best = int(measured[:, 1].argmax())
     templates = pd.DataFrame(measured.numpy(), columns=MEASURES).astype({"pairs": int})
     templates.insert(0, "kind", [candidate.kind for candidate in tried])
-    templates.insert(1, "template", [str(candidate.template) for candidate in tried])
-    templates["chosen"] = templates.index == best
-    chosen = tried[best]
-    return RelationPrompts(tokens, str(chosen.template), chosen.kind, chosen.first, chosen.second, templates)
+    templates.insert(1, "template", [candidate.template for candidate in tried])
+    return replace(tried[best], templates=templates.assign(chosen=templates.index == best))
 
 
 def mean_of(values: Float[ndarray, " pair"], sources: Sequence[int]) -> Interval:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,14 +13,10 @@ from headwater.causes.naming import BASELINES, NAMED, WAYS, shuffled_p
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_seed
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, whole_summary, with_interval
+from headwater.runs.result import Result, whole_summary, with_interval
 from headwater.stats.claims import LARGEST_P
 from headwater.stats.resample import Bootstrap, interval
 from headwater.stats.significance import q_values
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 FEW = 8
 """Number of pairs for costs, residual streams and direct effects."""
@@ -28,16 +24,12 @@ COLUMNS = ["relation", "category", "items", "prompt", "pairs", "gap", "gap_low",
 COLUMNS += ["reason", "family"]
 
 
-def holds(row: Mapping[Any, Any], ways: pd.DataFrame) -> bool:
-    """Return whether a relation's weights name its cause: p at most 5 %, and a share above that of each baseline."""
-    beside = ways[ways["way"].isin(BASELINES)].dropna(subset=["share"])
-    # A baseline that could not be measured does not count as beaten.
-    return bool(row["p_value"] <= LARGEST_P and len(beside) == len(BASELINES) and (beside["difference_low"] > 0).all())
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class EvidenceSuite(Result):
-    """The result of `hw.evidence` for several relations."""
+    """The result of `hw.evidence` for several relations.
+
+    `plot` draws, for each, the named head's share of the largest effect, beside the three baselines.
+    """
 
     table: pd.DataFrame
     """A row per relation: `relation, category, items` (of single tokens), `prompt` (kind), `pairs`, `gap, gap_low,
@@ -59,14 +51,13 @@ class EvidenceSuite(Result):
         columns = ["relation", "way", "layer", "head", "heads", "rank", "share", "low", "high", "difference"]
         columns += ["difference_low", "difference_high", "p_value"]
         every = pd.concat(ways, ignore_index=True)[columns] if ways else pd.DataFrame(columns=columns)
-        ours = every.loc[
-            every["way"] == NAMED, ["relation", "layer", "head", "rank", "share", "low", "high", "p_value"]
-        ]
+        named = ["relation", "layer", "head", "rank", "share", "low", "high", "p_value"]
+        ours = every.loc[every["way"] == NAMED, named]
         table = pd.DataFrame(rows).reindex(columns=COLUMNS).merge(ours, on="relation", how="left")
-        of_relation = dict(tuple(every.groupby("relation")))
-        table["holds"] = [
-            bool(row["can"]) and holds(row, of_relation[row["relation"]]) for row in table.to_dict("records")
-        ]
+        # A baseline that could not be measured does not count as beaten.
+        beaten = every[every["way"].isin(BASELINES) & (every["difference_low"] > 0)].groupby("relation").size()
+        beats_all = table["relation"].map(beaten).fillna(0) == len(BASELINES)
+        table["holds"] = table["can"].astype(bool) & (table["p_value"] <= LARGEST_P).fillna(False) & beats_all
         return cls(table, every, strength, run)
 
     @property
@@ -139,17 +130,13 @@ class EvidenceSuite(Result):
         )
         return sentences
 
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw, relation by relation, the named head's share of the largest effect, beside the three baselines."""
-        return self._drawn(ax, title, figsize)
-
-    def __repr__(self) -> str:
-        return f"EvidenceSuite({self.run.model}: {len(self.measured)} of {len(self.table)} relations measured)"
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evidence(Result):
-    """The result of `hw.evidence` for one relation."""
+    """The result of `hw.evidence` for one relation.
+
+    `plot` draws margins, attention, effects, when the answer passes on, cost of ablation; on `ax` each way's share.
+    """
 
     table: pd.DataFrame
     """A row per head, the largest product first: `layer, head`; from the weights `score, excess, q_value` (as in
@@ -268,10 +255,6 @@ class Evidence(Result):
     def _largest(self, column: str) -> str:
         rows = self.table.nlargest(3, column).to_dict("records")
         return ", ".join(f"{_head(row)} ({row[column]:.2f})" for row in rows)
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw margins, attention, effects, when the answer passes on, cost of ablation; on `ax` each way's share."""
-        return self._drawn(ax, title, figsize)
 
     def __repr__(self) -> str:
         return f"Evidence({self.run.model}, {self.relation}: {self.verdict})"

@@ -33,17 +33,14 @@ from headwater.causes.naming import (
     Choice,
     ablated,
     attention_to_source,
-    both_sides,
     head_effects,
     judged,
-    metric_of,
     names_of,
     strongest,
 )
 from headwater.causes.prompts import (
     FEWEST_PAIRS,
     HALVES,
-    Candidate,
     PairedPrompts,
     RelationPrompts,
     candidates,
@@ -63,6 +60,7 @@ from headwater.lenses.direct_attribution import direct_logit_attribution
 from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
+from headwater.models.positions import Place
 from headwater.options import checked_count, checked_seed
 from headwater.patching.activation_patching import patch
 from headwater.patching.sweep import say_how_long
@@ -132,7 +130,7 @@ def evidence(
         "pairs": pairs,
         "draws": draws,
     }
-    work: Any = partial(_measure, model, tokenized, len(loaded), options, seed)
+    work: Any = partial(_measure, model, tokenized, len(loaded))
     result_class: type[Evidence | EvidenceSuite] = Evidence if single else EvidenceSuite
     with model.hashed_once():
         return run_or_resume(result_class, "evidence", model, options, work, out=out, seed=seed, progress=progress)
@@ -151,10 +149,9 @@ def unrelated(tokens: TokenRelation, suite: Sequence[TokenRelation], seed: int) 
     return [far[place] for place in order[:OTHERS]]
 
 
-def _measure(
-    model: HookedModel, tokenized: Sequence[TokenRelation], n: int, options: Mapping[str, Any], seed: int, run: Run
-) -> Evidence | EvidenceSuite:
+def _measure(model: HookedModel, tokenized: Sequence[TokenRelation], n: int, run: Run) -> Evidence | EvidenceSuite:
     """Run the steps in the docstring of this file; the first `n` relations are the requested ones."""
+    options, seed = run.record.options, run.record.seed or 0
     tried, reasons = {}, dict[int, str]()
     for number, tokens in enumerate(tokenized):
         template = options["template"] if number < n else "auto"
@@ -169,10 +166,10 @@ def _measure(
         if not some or (stage == "others" and not any("share" in piece for piece in results.values())):
             continue
         with run.bar("Gaps, attention, effects", "relation", len(some)) as bar:
-            pieces = run.pieces(stage, some, lambda i: _of_relation(model, tokenized[i], tried[i]), bar)
+            pieces = run.pieces(stage, some, lambda i: _of_relation(model, tried[i]), bar)
             results |= dict(zip(some, pieces, strict=True))
-    prompts = {i: chosen_prompts(tokenized[i], tried[i], results[i]["candidates"]) for i in results}
-    choices = _choices(model, tokenized, results, options, seed, run)
+    prompts = {i: chosen_prompts(tried[i], results[i]["candidates"]) for i in results}
+    choices = _choices(model, tokenized, results, run)
     named = {i: names_of(choice, [choices[j] for j in choices if j != i]) for i, choice in choices.items() if i < n}
     single = options["one"] is not None
     with run.bar("Effect of patching, second half", "relation", len(named)) as bar:
@@ -180,7 +177,7 @@ def _measure(
         def second(i: int) -> dict[str, Tensor]:
             leaders = strongest(choices[i].share, LEADERS)
             heads = None if single else {*leaders, *(head for some in named[i].values() for head in some)}
-            return {"effects": torch.from_numpy(head_effects(model, prompts[i].second, heads).effect)}
+            return {"effects": torch.from_numpy(head_effects(model, prompts[i].second, heads)[0])}
 
         for i, piece in zip(named, run.pieces("second", list(named), second, bar), strict=True):
             results[i] = {**results[i], **piece}
@@ -201,13 +198,13 @@ def _measure(
         empty = {"when": pd.DataFrame(columns=WHEN), "cost": pd.DataFrame(columns=COST)}
         return Evidence(pd.DataFrame(columns=BY_HEAD), suite.table, templates, ways=suite.ways, run=suite.run, **empty)
     others = [prompts[i] for i in choices if i >= n]
-    return one_relation(model, suite, prompts[0], choices[0], results[0], others, options, seed, run)
+    return _one_relation(model, suite, prompts[0], choices[0], results[0], others, run)
 
 
 def _say_how_long(
     model: HookedModel,
     requested: Sequence[TokenRelation],
-    tried: Mapping[int, Sequence[Candidate]],
+    tried: Mapping[int, Sequence[RelationPrompts]],
     pairs: int,
     progress: bool,
 ) -> None:
@@ -230,10 +227,10 @@ def _say_how_long(
     )
 
 
-def _of_relation(model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate]) -> dict[str, Tensor]:
+def _of_relation(model: HookedModel, tried: Sequence[RelationPrompts]) -> dict[str, Tensor]:
     """Choose the prompt; if the model can do the relation, measure attention and effects on the first half."""
     measured = measured_candidates(model, tried)
-    prompts = chosen_prompts(tokens, tried, measured)
+    prompts = chosen_prompts(tried, measured)
     second = prompts.second
     clean, correct = differences(model, second)
     gap = clean - differences(model, second, corrupted=True)[0]
@@ -241,7 +238,8 @@ def _of_relation(model: HookedModel, tokens: TokenRelation, tried: Sequence[Cand
     # `not ... > 0`, so that an interval of NaN does not count as an effect.
     if not mean_of(gap, second.item.tolist()).low > 0:
         return result
-    result["share"] = torch.from_numpy(head_effects(model, prompts.first).share)
+    effect, first_gap = head_effects(model, prompts.first)
+    result["share"] = torch.from_numpy(effect.mean(0) / first_gap.mean())
     result["attention"] = torch.from_numpy(attention_to_source(model, prompts.first))
     return result
 
@@ -250,11 +248,10 @@ def _choices(
     model: HookedModel,
     tokenized: Sequence[TokenRelation],
     results: Mapping[int, Mapping[str, Tensor]],
-    options: Mapping[str, Any],
-    seed: int,
     run: Run,
 ) -> dict[int, Choice]:
     """Return the first-half values of each relation that the model can do; margins are over its first half's items."""
+    options, seed = run.record.options, run.record.seed or 0
     can = [i for i, piece in results.items() if "share" in piece]
     if not can:
         return {}
@@ -319,26 +316,29 @@ BY_HEAD = ["layer", "head", "score", "excess", "q_value", "margin", "attention",
 BY_HEAD += ["low", "high", "direct"]
 
 
-def one_relation(
+def _one_relation(
     model: HookedModel,
     suite: EvidenceSuite,
     prompts: RelationPrompts,
     choice: Choice,
     result: Mapping[str, Tensor],
     others: Sequence[RelationPrompts],
-    options: Mapping[str, Any],
-    seed: int,
     run: Run,
 ) -> Evidence:
     """Return all details about the first relation of a suite; `others` are the controls of ablation."""
-    pairs = prompts.second
-    gap = result["gap"].numpy()
-    heads = _by_head(model, prompts, choice, result["effects"].numpy(), gap, options)
+    options, pairs, gap = run.record.options, prompts.second.few(FEW), result["gap"].numpy()
+    heads = _by_head(model, prompts, choice, result["effects"].numpy(), gap, str(options["embedding"]))
     named: list[Head] = [(layer, head) for layer, head in heads[["layer", "head"]].head(TOGETHER).to_numpy().tolist()]
     with run.bar("Residual stream, cost of ablation", "part", 2 + len(others[:CONTROLS])) as bar:
-        when = _when(model, pairs.few(FEW), gap[:FEW].mean())
+        # The share of the gap that the residual stream carries at the source and the last position, by layer.
+        roles: dict[str, Place] = {"source": pairs.source, "last": "last"}
+        there: dict[str, Any] = {"sites": "resid_pre", "positions": roles, "direction": "noise", "progress": False}
+        sweep, when = patch(model, *pairs.sides, metric=pairs.metric, **there), []
+        for (role, layer), cell in sweep.table.groupby(["role", "layer"], sort=False):
+            share = -cell["effect"].to_numpy(dtype=float) / gap[:FEW].mean()
+            when.append((role, layer, *mean_of(share, pairs.item.tolist())))
         bar.update(1)
-        cost = _cost(model, pairs.few(FEW), named, choice.family, options["draws"], seed)
+        cost = _cost(model, pairs, named, choice.family, options["draws"], run.record.seed or 0)
         bar.update(1)
         for control in others[:CONTROLS]:
             sample = control.second.few(FEW)
@@ -346,8 +346,8 @@ def one_relation(
             what = f"named together, on {control.relation.name}"
             cost.append(_ablation_row(what, named, lost[:, 0], sample, difference))
             bar.update(1)
-    costs = pd.DataFrame(cost, columns=COST)
-    return Evidence(heads, suite.table, prompts.templates, when, suite.ways, costs, suite.run)
+    tables = pd.DataFrame(when, columns=WHEN), suite.ways, pd.DataFrame(cost, columns=COST)
+    return Evidence(heads, suite.table, prompts.templates, *tables, suite.run)
 
 
 def _by_head(
@@ -356,7 +356,7 @@ def _by_head(
     choice: Choice,
     effects: Float[ndarray, "pair layer head"],
     gap: Float[ndarray, " pair"],
-    options: Mapping[str, Any],
+    embedding: str,
 ) -> pd.DataFrame:
     """Return a row per head, the largest product of margin and attention first."""
     layer, head = (index.ravel() for index in np.indices(choice.attention.shape))
@@ -367,14 +367,14 @@ def _by_head(
     means = Bootstrap.of(prompts.second.item.tolist()).mean(effects.reshape(len(effects), -1) / gap.mean())
     frame[["effect", "low", "high"]] = np.array([interval(of_head) for of_head in means.T])
     if prompts.tokens.usable:
-        given = {"relations": prompts.relation, "embedding": options["embedding"], "every_excess": True}
+        given: dict[str, Any] = {"relations": prompts.relation, "embedding": embedding, "every_excess": True}
         scores = classify_heads(model, **given, progress=False).table[["layer", "head", "score", "excess", "q_value"]]
         # Relations with too few single-token words have margins but no score.
         frame = frame.merge(scores, on=["layer", "head"])
     few, written = prompts.second.few(FEW), []
     tokens = few.answer.tolist(), few.foil.tolist()
     try:
-        for side in both_sides(few):
+        for side in few.sides:
             found = direct_logit_attribution(model, side, tokens=tokens, progress=False).table
             of_heads = found[found["component"] == "head"].groupby(["layer", "head"])["contribution"].sum()
             written.append(of_heads.to_numpy(dtype=float))
@@ -383,17 +383,6 @@ def _by_head(
     except ModelError:  # the logits are not a sum of direct contributions
         frame["direct"] = np.nan
     return frame.reindex(columns=BY_HEAD).sort_values("product", ascending=False, ignore_index=True)
-
-
-def _when(model: HookedModel, pairs: PairedPrompts, gap: float) -> pd.DataFrame:
-    """Return the share of the gap that the residual stream carries at the source and the last position, by layer."""
-    options = {"sites": "resid_pre", "positions": {"source": pairs.source, "last": "last"}, "direction": "noise"}
-    sweep = patch(model, *both_sides(pairs), **options, metric=metric_of(pairs), progress=False)  # type: ignore[arg-type]
-    rows = []
-    for (role, layer), cell in sweep.table.groupby(["role", "layer"], sort=False):
-        mean = mean_of(-cell["effect"].to_numpy(dtype=float) / gap, pairs.item.tolist())
-        rows.append((role, layer, mean.value, mean.low, mean.high))
-    return pd.DataFrame(rows, columns=WHEN)
 
 
 def _cost(
