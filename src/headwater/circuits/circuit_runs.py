@@ -129,6 +129,8 @@ class CircuitRuns(ByMetric):
         Raises:
             InputError: the circuit or metric is unknown, or there are neither placebos nor a margin.
         """
+        if other is not None:
+            checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
         table, name = self.table, _chosen(self.table, "circuit", circuit)
         level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
         margin = None if margin is None else checked_number("margin", margin, above=0.0)
@@ -141,7 +143,6 @@ class CircuitRuns(ByMetric):
         effects, others = _effects(table, name, metric), None
         drawn, effect = effects[1:], effects[0]
         if other is not None:
-            checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
             if other.run.options["prompts"][0] != self.run.options["prompts"][0]:
                 raise InputError("other= has other prompts: run the same circuits on the same prompts.")
             refuse_other_run("other", other.run, self.run, prompts=False)
