@@ -5,22 +5,28 @@ from dataclasses import replace
 import pytest
 
 import headwater as hw
-from headwater.demo.steps import STEPS, Demo
+from headwater.demo.steps import STEPS, Number
 from headwater.demo.tour import Tour
 from tests.looking import fits
 from tests.viewed import answered, controlled, profiled, swept, traced
 
 pytestmark = pytest.mark.browser
 
-MADE = {"heads": controlled, "answers": answered, "pathways": traced, "memorization": profiled, "patching": swept}
-VIEWS = ("heads", "pathways", "memorization", "patching", "patching")  # the last with attention beside it
+MADE = {"heads": controlled, "changed": swept, "answers": answered, "pathways": traced, "memorization": profiled}
+VIEWS = ("heads", "changed", "changed", "pathways", "memorization")  # the sweep with attention beside it
+
+
+def patched(sweep):
+    return Number("the strongest effect is " + f"{sweep.table['effect'].max():.2f}")
 
 
 @pytest.fixture(scope="module")
 def tour(tmp_path_factory):
     """The tour over results that the tests of views have made already, without their further figures."""
     few = {name: replace(STEPS[name], run=lambda *_, of=make: of(), companions=()) for name, make in MADE.items()}
-    found = Tour(Demo(hw.load(), 100), few, tmp_path_factory.mktemp("demo"), progress=False)
+    attention = hw.load().cache(["Paris is in France."], sites=["pattern"], progress=False)
+    few["changed"] = replace(few["changed"], number=patched, beside=("Attention", lambda _: attention.view()))
+    found = Tour(hw.load(), None, few, 100, tmp_path_factory.mktemp("demo"))
     for name, step in few.items():
         found.take(name, step)
     found.page()
@@ -50,8 +56,8 @@ def test_the_views_stand_in_their_sections_and_answer_the_mouse_from_the_disk_an
     frames = page.locator("iframe")
     assert frames.count() == len(VIEWS)
     titles = {name: STEPS[name].title for name in MADE}
-    for number, name in enumerate(VIEWS):
-        frame = frames.nth(number)
+    for place, name in enumerate(VIEWS):
+        frame = frames.nth(place)
         frame.scroll_into_view_if_needed()
         frame.content_frame.locator("html[data-ready='yes']").wait_for(timeout=30_000, state="attached")
         assert frame.locator("xpath=ancestor::section").locator("h2").inner_text() == titles[name]
@@ -68,7 +74,7 @@ def test_the_summary_is_first_a_line_and_its_control_each_and_the_rest_is_folded
     on_top = [name for name in MADE if STEPS[name].is_on_top]
     assert lines.count() == len(on_top)
     for line, name in zip(lines.all(), on_top, strict=True):
-        number = STEPS[name].number(tour.demo.found[name])
+        number = tour.steps[name].number(tour.found[name])
         assert number.found[1:] in line.inner_text()
         assert f"Control: {number.control}." in line.inner_text() if number.control else True
         section = page.locator(line.locator("a").get_attribute("href"))

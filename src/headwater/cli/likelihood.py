@@ -98,7 +98,6 @@ def memorization(
     files = run.write(profile, "depth_profile")
     if run.out is not None and is_main():
         from headwater import figures
-        from headwater.demo.tour import write_report
 
         (run.out / "tokens.html").write_text(figures.token_html(profile), encoding="utf-8")
         files += map(str, figures.save_figure(figures.token_heat_map(profile), run.out / "tokens", "png"))
@@ -106,7 +105,7 @@ def memorization(
             curves = figures.layer_curves(profile)
             files += map(str, figures.save_figure(curves, run.out / "layers", ("png", "svg", "pdf")))
         files.append(str(run.out / "tokens.html"))
-        files.append(str(write_report({"memorization": profile}, run.out / "report.md")))
+        files += run.write_report({"memorization": profile})
     run.finish(profile, files)
 
 

