@@ -10,7 +10,6 @@ import transformers as tf
 import headwater as hw
 from headwater.axes import AXES
 from headwater.errors import HeadwaterError, InputError, InterventionError
-from headwater.figures import activation_sizes
 from headwater.models.sites import SITES
 from tests.plain_hooks import random_texts, run_and_note
 
@@ -360,24 +359,6 @@ def test_a_cache_of_patterns_alone_is_drawn_as_attention(llama):
     plt.close("all")
 
 
-def test_many_chosen_heads_are_tiles_of_one_image_by_layer_and_head(llama, monkeypatch):
-    monkeypatch.setattr(activation_sizes, "MOST_ROWS", 1)
-    monkeypatch.setattr(activation_sizes, "MOST_COLUMNS", 2)
-    cache = llama.cache(TEXTS, sites="pattern", layers=[0, 2], heads=[1, 3], **QUIET)
-    ax = cache.plot(heads=[(2, 3), (0, 1), (2, 1)])
-    whole, n = np.asarray(ax.images[0].get_array().filled(np.nan)), cache.example("pattern", 0, 0).shape[-1]
-    assert whole.shape == (2 * n + 1, 2 * n + 1)
-    for (layer, place), (row, column) in {(0, 0): (1, 0), (2, 0): (1, 1), (2, 1): (0, 1)}.items():
-        tile = whole[row * (n + 1) :, column * (n + 1) :][:n, :n]
-        assert np.array_equal(tile, cache.example("pattern", layer, 0)[place])
-    assert np.isnan(whole[:n, :n]).all()  # head 0.3 was not chosen
-    for axis, names in ((ax.xaxis, ["0", "2"]), (ax.yaxis, ["3", "1"])):
-        assert [one.get_text() for one in axis.get_ticklabels()] == names
-        assert [*axis.get_majorticklocs()] == [(n - 1) / 2, n + 1 + (n - 1) / 2]
-    assert "3 heads" in ax.get_title("left")
-    plt.close("all")
-
-
 def test_patterns_of_chosen_heads_of_a_text_are_drawn_whatever_else_is_kept(llama):
     cache = llama.cache(TEXTS, sites=["pattern", "z"], layers=[0, 2], heads=[1, 3], **QUIET)
     figure = cache.plot(heads=[(2, 3), (0, 1)], example=1)
@@ -392,5 +373,8 @@ def test_patterns_of_chosen_heads_of_a_text_are_drawn_whatever_else_is_kept(llam
     plt.close("all")
     with pytest.raises(InputError, match=r"no attention pattern of head \(2, 2\)"):
         cache.plot(heads=[(2, 2)])
+    for n in (0, 49):
+        with pytest.raises(InputError, match=rf"{n} heads: a figure shows 1 to 48; view\(\) shows all"):
+            cache.plot(heads=[(2, 3)] * n)
     with pytest.raises(InputError, match="2 panels"):
         cache.plot(ax, heads=[(2, 3), (0, 1)])

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from html.parser import HTMLParser
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import unquote
 
@@ -17,7 +16,7 @@ import headwater as hw
 from headwater.cli.options import RunOptions
 from headwater.demo import steps
 from headwater.demo import tour as tour_module
-from headwater.demo.steps import STEPS, Number
+from headwater.demo.steps import STEPS, Demo, Number
 from headwater.demo.tour import MODELS, HelperProcess, Tour
 from headwater.errors import HeadwaterError
 from headwater.heads import scores
@@ -139,20 +138,6 @@ def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path,
     assert "holds another run" in error
 
 
-def test_some_findings_stand_on_top_and_the_others_are_folded_but_not_what_failed(tmp_path):
-    names = ("heads", "answers", "changed", "saliency")
-    tour = Tour(None, None, {name: STEPS[name] for name in names}, 4, tmp_path)
-    tour.failed = dict.fromkeys(names, "no")
-    assert "<details>" not in tour.page().read_text().split("</nav>")[0]
-    tour.steps = {name: step_of(name) for name in names}
-    tour.failed = {"changed": "no", "saliency": "no"}
-    for name in ("heads", "answers"):
-        tour.take(name, tour.steps[name])
-    top, folded = tour.page().read_text().split("</nav>")[0].split("<details>")
-    assert [f"#{name}" in top for name in names] == [True, False, True, True]
-    assert "#answers" in folded
-
-
 def test_what_fails_is_named_on_the_page_and_the_other_analyses_are_kept(run, tmp_path, monkeypatch):
     def broken(tour, options):
         raise ZeroDivisionError(HOSTILE)
@@ -162,7 +147,7 @@ def test_what_fails_is_named_on_the_page_and_the_other_analyses_are_kept(run, tm
 
     found = {
         "answers": dataclasses.replace(STEPS["answers"], run=broken),
-        "saliency": STEPS["saliency"],
+        "detection": STEPS["detection"],
         "heads": step_of("heads"),
         "memorization": dataclasses.replace(STEPS["memorization"], run=refused),
     }
@@ -171,7 +156,7 @@ def test_what_fails_is_named_on_the_page_and_the_other_analyses_are_kept(run, tm
     assert code == 1
     analyses = json.loads(printed)["analyses"]
     assert analyses["answers"] == {"failed": f"ZeroDivisionError: {HOSTILE}"}
-    assert analyses["saliency"] == {"failed": "It needs the analysis 'answers', which failed."}
+    assert analyses["detection"] == {"failed": "It needs the analysis 'answers', which failed."}
     assert analyses["memorization"] == {"failed": "No such thing."}
     assert analyses["heads"] == {"all": 1}
     code, printed, _ = run("demo", "--out", tmp_path, "--quiet")
@@ -195,7 +180,7 @@ def test_an_interrupt_ends_the_demo_and_says_how_to_go_on(run, tmp_path, monkeyp
 
 def test_nothing_that_an_analysis_says_can_reach_the_page_as_markup(tmp_path):
     said = {"title": HOSTILE, "asks": HOSTILE, "caption": HOSTILE}
-    tour = Tour(None, None, {"a": step_of("heads", **said), "b": step_of("heads", **said)}, 4, tmp_path)
+    tour = Tour(None, None, 4, steps={"a": step_of("heads", **said), "b": step_of("heads", **said)}, out=tmp_path)
     tour.take("a", tour.steps["a"])
     tour.failed["b"] = HOSTILE
     page = Page(tour.page().read_text())
@@ -238,7 +223,7 @@ def test_what_a_process_beside_it_ran_the_tour_reads(tmp_path):
     assert torch.get_num_threads() == 2
     torch.set_num_threads(threads)
     written = (tmp_path / "answers" / "table.parquet").stat().st_mtime_ns
-    tour = Tour(hw.load(), None, STEPS, 4, tmp_path)
+    tour = Tour(hw.load(), None, 4, steps=STEPS, out=tmp_path)
     tour.take("answers", STEPS["answers"])
     assert not tour.failed
     assert (tmp_path / "answers" / "table.parquet").stat().st_mtime_ns == written
@@ -303,7 +288,7 @@ def test_the_head_that_the_weights_name_is_shown_beside_what_names_one_without_t
 def test_smollm2_passes_a_capital_on_in_a_chat():
     """Its other step on a capital is `hw.evidence`, which the README's example runs on SmolLM2 in full."""
     real = hw.load(steps.MODEL)
-    said = steps.passing(STEPS["changed"].run(Tour(real, real, STEPS, 4, Path()), {"progress": False}))
+    said = steps.passing(STEPS["changed"].run(Demo(real, real, 4), {"progress": False}))
     assert "at the country up to layer 23 (" in said.found
     assert "at the last token from layer 24 on (" in said.found
     assert not said.weak

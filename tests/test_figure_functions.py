@@ -21,7 +21,7 @@ OTHERS = ("save_figure", "token_html")
 """What draws nothing."""
 DRAWING = [name for name in hw.figures.__all__ if name not in OTHERS]
 MODELS = ("model", "tiny", "headwater", "question", "Llama")
-SEVERAL = {"baselines": 1, "head_maps": 2, "depth_profiles": 2, "delta_p": 2, "saliency": 2}
+SEVERAL = {"head_maps": 2, "depth_profiles": 2, "delta_p": 2, "saliency": 2}
 """Of these so many results have several panels."""
 
 
@@ -53,8 +53,8 @@ def given():
     }
     calls = {name: lambda n, one=one: [one] * n for name, one in listed.items()}
     calls["saliency"] = lambda n: [made_up_saliency(model=f"model-{i}") for i in range(n)]
-    alone = {"layer_curves": profile, "token_heat_map": profile, "dose_response": doses}
-    alone |= dict.fromkeys(("flip_rates", "controls", "baselines", "logit_changes", "mode_properties"), traced)
+    alone = {"layer_curves": profile, "dose_response": doses}
+    alone |= dict.fromkeys(("flip_rates", "controls", "logit_changes"), traced)
     return calls | {name: lambda n, one=one: one for name, one in alone.items()}
 
 

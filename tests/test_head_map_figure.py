@@ -152,53 +152,51 @@ def test_used_heads_have_a_ring_around_their_mark_that_stays_clear_of_the_next_a
     assert not [one for one in plot_head_map(random_map(6, 8)).collections if one.get_label() == "used"]
 
 
+def legend_of(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 def test_maps_of_which_one_is_validated_say_used_in_one_line_and_leave_the_others_open():
     maps = [random_map(6, 8, "one"), validated(random_map(6, 8, "two"))]
-    texts = [text.get_text() for text in hw.figures.head_maps(maps).axes[-1].texts]
-    assert "used" in texts
     count = int(maps[1].table["used"].sum())
-    assert texts[texts.index("one") + 1 : texts.index("two")][-1] == "–"
-    assert texts[-1] == f"{count}"
+    assert legend_of(hw.figures.head_maps(maps))[-1] == f"used (– / {count})"
 
 
 def test_maps_side_by_side_keep_their_own_ranges_and_share_one_legend():
     maps = [random_map(48, 25, "one"), random_map(5, 8, "two"), random_map(80, 64, "a-rather-long-name-of-a-model")]
     figure = hw.figures.head_maps(maps)
-    *panels, legend = figure.axes
+    panels = figure.axes
     assert len(panels) == 3
     for head_map, ax in zip(maps, panels, strict=True):
         n_layers, n_heads = head_map.categories[["layer", "head"]].max() + 1
         assert (ax.get_xlim(), ax.get_ylim()) == ((-0.7, n_layers - 0.3), (-0.7, n_heads - 0.3))
         assert len(drawn_marks(ax)) == n_layers * n_heads
         assert ax.get_legend() is None
-    texts = [text.get_text() for text in legend.texts]
-    for head_map in maps:
-        start = texts.index(head_map.title)
-        shown = [label for label in LABELS if label in texts]
-        assert texts[start + 1 : start + 1 + len(shown)] == [
-            f"{label_counts(head_map.categories)[label]:,}" for label in shown
-        ]
+    counts = [label_counts(head_map.categories) for head_map in maps]
+    assert legend_of(figure) == [
+        f"{label} ({' / '.join(f'{count[label]:,}' for count in counts)})"
+        for label in LABELS
+        if any(count[label] for count in counts) or label[0] not in "234"
+    ]
 
 
-@pytest.mark.parametrize(("number", "columns"), [(1, None), (2, None), (4, 2), (5, 3), (5, None)])
+@pytest.mark.parametrize(("number", "columns"), [(2, None), (4, 2), (5, 3), (5, None)])
 def test_nothing_in_a_figure_of_several_maps_overlaps(number, columns):
     figure = hw.figures.head_maps([random_map(*SIZES[i % 5], f"model-{i}") for i in range(number)], columns)
     figure.canvas.draw()
     boxes = [ax.get_tightbbox() for ax in figure.axes]
+    boxes += [legend.get_window_extent() for legend in figure.legends]
     for i, box in enumerate(boxes):
         assert not any(boxes_overlap(box, other) for other in boxes[:i])
         assert box.x0 >= -5
         assert box.y0 >= -5
-    texts = [text.get_window_extent() for text in figure.axes[-1].texts]
-    for i, box in enumerate(texts):
-        assert not any(boxes_overlap(box, other) for other in texts[:i])
 
 
 def test_no_maps_is_an_error_and_so_are_no_columns():
     with pytest.raises(InputError, match="needs a list of results"):
         hw.figures.head_maps([])
     with pytest.raises(InputError, match="columns=0 must be"):
-        hw.figures.head_maps([random_map(2, 2)], 0)
+        hw.figures.head_maps([random_map(2, 2)] * 2, 0)
 
 
 def test_drawing_and_saving_leave_matplotlibs_settings_alone_and_make_the_same_file_twice(tmp_path):
@@ -216,8 +214,7 @@ def test_drawing_and_saving_leave_matplotlibs_settings_alone_and_make_the_same_f
         assert one.stat().st_size > 1000
 
 
-def test_one_map_drawn_twice_is_told_apart_by_number_in_titles_and_legend():
+def test_one_map_drawn_twice_is_told_apart_by_number():
     one = random_map(3, 4)
     figure = hw.figures.head_maps([one, one])
     assert [ax.get_title("left")[-3:] for ax in figure.axes[:2]] == ["(1)", "(2)"]
-    assert {text.get_text()[-3:] for text in figure.axes[-1].texts} >= {"(1)", "(2)"}

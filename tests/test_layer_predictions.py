@@ -253,5 +253,5 @@ def test_the_figure_writes_the_top_token_of_the_last_positions_into_its_cells(mo
     long = read(models("gpt2"), " the" * 30).plot()
     assert len(long.texts) == 3 * 14
     assert long.get_xlabel() == "The last 14 positions"
-    with pytest.raises(InputError, match="no example 4"):
+    with pytest.raises(InputError, match="example=4 must be"):
         read(models("gpt2"), PROMPTS).plot(example=4)

@@ -383,7 +383,6 @@ def test_the_command_writes_tables_figures_and_a_report_and_reads_folders(run, c
         "depth_profile.png",
         "layers.png",
         "tokens.html",
-        "tokens.png",
         "table.csv",
         "judged.csv",
         "report.md",

@@ -64,9 +64,9 @@ def lines_of(ax):
 
 
 def test_each_question_set_has_its_colour_with_solid_and_dashed_curves_and_bands(pathways):
-    figure = hw.figures.delta_p([pathways, pathways], titles=["A", "B"])
+    figure = hw.figures.delta_p([pathways, pathways])
     axes = figure.axes
-    assert [ax.get_title(loc="left") for ax in axes] == ["A", "B"]
+    assert len(axes) == 2
     curves = pathways.curves[pathways.curves["split_by"] == "per layer"]
     for ax in axes:
         drawn = {(line.get_color(), line.get_linestyle()): line for line in lines_of(ax)}
@@ -118,21 +118,18 @@ def test_one_model_is_drawn_on_axes_or_as_a_figure_with_any_split_and_value(path
 def test_nothing_too_much_and_unknown_names_are_refused(pathways):
     with pytest.raises(InputError, match="the list is empty"):
         hw.figures.delta_p([])
-    with pytest.raises(InputError, match="Found 1 titles for 2 panels"):
-        hw.figures.delta_p([pathways, pathways], titles=["A"])
     with pytest.raises(InputError, match=r"split_by='per layers' is not one of .* Did you mean 'per layer'"):
         pathways.plot(split_by="per layers")
     with pytest.raises(InputError, match="value='p' is not one of"):
         pathways.plot(value="p")
 
 
-@pytest.mark.parametrize("name", ["flip_rates", "controls", "logit_changes", "mode_properties"])
+@pytest.mark.parametrize("name", ["flip_rates", "controls", "logit_changes"])
 def test_companion_figures_draw_a_panel_per_question_set_and_leave_settings_as_they_were(pathways, name):
     settings = dict(plt.rcParams)
     figure = getattr(hw.figures, name)(pathways)
     assert dict(plt.rcParams) == settings
-    if name != "mode_properties":
-        assert [ax.get_title(loc="left").split()[0] for ax in figure.axes] == list(SETS)
+    assert [ax.get_title(loc="left").split()[0] for ax in figure.axes] == list(SETS)
     assert all(len(ax.lines) for ax in figure.axes)
     figure.draw_without_rendering()
     titles = [text for ax in figure.axes for text in (ax.title, ax._left_title) if text.get_text()]
@@ -219,7 +216,7 @@ def test_of_questions_without_relations_it_is_said_once_that_two_modes_cannot_be
 
 
 def test_the_published_style_has_the_published_series_in_two_columns_and_nothing_else(pathways):
-    figure = hw.figures.delta_p([pathways, pathways], titles=["A", "B"], style="published")
+    figure = hw.figures.delta_p([pathways, pathways], style="published")
     words = [text.get_text() for text in figure.subfigs[1].legends[0].get_texts()]
     assert words == [f"{mode} ({name})" for mode in ("Q-Anchored", "A-Anchored") for name in SETS]
     assert figure.axes[0].get_ylabel() == "ΔP"
@@ -232,9 +229,9 @@ def test_the_published_style_has_the_published_series_in_two_columns_and_nothing
         assert np.array_equal(one.get_ydata(), other.get_ydata())
     assert [line.get_color() for line in lines_of(figure.axes[0])[4:]] == list(PUBLISHED)
     own = plt.figure().add_subplot()
-    assert hw.figures.delta_p([pathways], titles=["A"], style="published", ax=own) is own
+    assert hw.figures.delta_p([pathways], style="published", ax=own) is own
     assert [text.get_text() for text in own.get_legend().get_texts()] == words
-    assert (own.get_title(loc="left"), own.get_ylabel()) == ("A", "ΔP")
+    assert own.get_ylabel() == "ΔP"
     assert [line.get_color() for line in lines_of(own)[4:]] == list(PUBLISHED)
     with pytest.raises(InputError, match="published"):
         hw.figures.delta_p([pathways], style="paper")

@@ -18,7 +18,7 @@ from headwater.models.loading import load
 from headwater.reference import maps, pathways
 from headwater.reference import membership as members
 from headwater.reference import memorization as depth
-from headwater.reference.plan import BILLIONS, DATA, FIGURES, figure_commands, reproduction_plan
+from headwater.reference.plan import DATA, FIGURES, figure_commands, reproduction_plan
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
 from tests import chance
 from tests.dry_runs import answerable_files, depth_folder, family_of, member_file, random_checkpoint, relation_folder
@@ -35,7 +35,6 @@ def test_every_published_model_has_its_line_and_every_line_its_data_and_numbers(
         assert line.weights > 0
         assert all(name in line.command and name in DATA for name in line.data)
         assert ("--device auto" in line.command) == (line.weights > 70)
-        assert line.measured == 0
     assert sum(line.published for line in LINES) > 800
 
 
@@ -85,8 +84,8 @@ def test_parameters_are_counted_as_transformers_builds_the_model(name):
     positions = network.config.n_positions * sizes.d_model if family_of(name) == "gpt2" else 0
     assert sizes.parameters == sum(one.numel() for one in matrices) - positions
     published = [published_numbers(kind).models.get(name) for kind in KINDS]
-    assert {(one["layers"], one["heads"]) for one in published if one} == {(sizes.layers, sizes.heads)}
-    assert round(sizes.parameters / 1e9, 2) == BILLIONS[name]
+    size = round(sizes.parameters / 1e9, 2), sizes.layers, sizes.heads
+    assert {tuple(one[key] for key in ("billions", "layers", "heads")) for one in published if one} == {size}
 
 
 def test_a_model_that_takes_twice_the_forwards_takes_twice_the_time():
@@ -213,5 +212,3 @@ def test_every_line_of_the_plan_runs_on_a_random_model_of_the_family(line, run, 
     assert len(measured)
     assert (measured["low"] <= measured["measured"] + 1e-9).all()
     assert (measured["measured"] <= measured["high"] + 1e-9).all()
-    after = next(one for one in reproduction_plan("nowhere") if one.folder == line.folder)
-    assert after.measured == found.table["difference"].notna().sum()

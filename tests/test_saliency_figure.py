@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.pathways.attention_saliency import COLUMNS
 from tests.made_up import made_up_saliency
 
 
@@ -136,17 +135,6 @@ def test_edges_that_were_not_measured_are_left_out_and_an_unmeasured_run_is_refu
     result.table["saliency_all"] = np.nan
     with pytest.raises(InputError, match="every value is NaN"):
         hw.figures.saliency([result])
-
-
-def test_a_logarithmic_axis_draws_the_densities_of_the_logarithm():
-    result = made_up_saliency(datasets=("NQ",), n=400)
-    result.table.loc[0, list(COLUMNS)] = 0.0
-    figure = hw.figures.saliency([result], log_scale=True)
-    ax = figure.axes[0]
-    assert ax.get_xscale() == "log"
-    assert "n = 399" in texts(figure)[0]
-    x, height = ax.lines[0].get_data()
-    assert np.trapezoid(height, np.log10(x)) == pytest.approx(1, abs=0.06)
 
 
 def test_sets_without_a_density_and_empty_lists_are_one_clear_line():

@@ -116,12 +116,11 @@ def test_of_many_texts_a_page_takes_as_many_as_stay_small():
     assert "texts of 9" in spec["note"]
 
 
-@pytest.mark.parametrize("kind", ["heads", "sweep", "pathways", "memorization", "likelihood", "edges", "evidence"])
+@pytest.mark.parametrize("kind", ["heads", "sweep", "pathways", "memorization", "edges", "evidence"])
 def test_a_view_has_the_title_of_the_figure_that_draws_the_same(kind):
     draw = {
         "pathways": lambda: traced().plot(ax=plt.figure().add_subplot()),
         "memorization": lambda: profiled().plot(ax=plt.figure().add_subplot()),
-        "likelihood": lambda: hw.figures.token_heat_map(profiled()),
         "edges": lambda: wired().circuit(len(spec_in(viewed("edges"))["edges"]["name"])).plot(),
     }
     figure = figure_of(draw.get(kind, lambda: SHOWN[kind]().plot())())

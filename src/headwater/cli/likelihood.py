@@ -100,7 +100,6 @@ def memorization(
         from headwater import figures
 
         (run.out / "tokens.html").write_text(figures.token_html(profile), encoding="utf-8")
-        files += map(str, figures.save_figure(figures.token_heat_map(profile), run.out / "tokens", "png"))
         if profile.by_layer["layer"].nunique() > 1:
             curves = figures.layer_curves(profile)
             files += map(str, figures.save_figure(curves, run.out / "layers", ("png", "svg", "pdf")))

@@ -44,7 +44,7 @@ def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = Fal
 
     Args:
         plan: List every command, its data, the size of its weights and how many numbers were published; run nothing.
-        runs: With --plan: the folder whose finished runs are counted.
+        runs: With --plan: the folder into which the commands write.
     """
     if not plan:
         raise InputError("Nothing was requested: choose maps, pathways, memorization or membership, or pass --plan.")
@@ -62,11 +62,7 @@ def _plan_of(kind: str, summary: dict[str, Any]) -> list[str]:
     named = dict.fromkeys(name for line in lines for name in line["data"])
     meanings = {what: [name for name in named if summary["data"][name] == what] for what in summary["data"].values()}
     return [
-        *(
-            f"  {line['command']}  # {line['weights']:.1f} GiB, {line['published']:,} numbers"
-            + (f", {line['measured']:,} of them measured" if line["measured"] else "")
-            for line in lines
-        ),
+        *(f"  {line['command']}  # {line['weights']:.1f} GiB, {line['published']:,} numbers" for line in lines),
         *(f"  {figure}" for figure in summary["figures"][kind]),
         *(f"  data: {', '.join(names)}: {what}" for what, names in meanings.items() if names),
         *(f"  limit: {limit}" for limit in summary["limits"][kind]),
@@ -370,7 +366,8 @@ def demo(
             )
     beside = [name for name, step in steps.items() if step.model == "embedded"]
     helper = HelperProcess(beside, questions, out) if is_real and processes().count == 1 else None
-    tour = Tour(hw.load(), hw.load(MODEL) if is_real else None, steps, questions, out, not quiet)
+    real = hw.load(MODEL) if is_real else None
+    tour = Tour(hw.load(), real, questions, steps=steps, out=out, progress=not quiet)
     for number, (name, step) in enumerate(steps.items(), start=1):
         if not quiet:
             screen.print(f"[{number}/{len(steps)}] {step.title}")

@@ -8,7 +8,7 @@ runs those that either model can run. A number whose control is hardly smaller i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from headwater.demo.tour import Tour
+    from headwater.models.hooked import HookedModel
     from headwater.patching.metrics import Metric
     from headwater.runs.result import View
 
@@ -132,13 +132,6 @@ def pathways(result: Result) -> Number:
     )
 
 
-def saliency(result: Result) -> Number:
-    """Return how often the saliency of the cross-entropy is near zero; beside that of the logit."""
-    rows = whole_summary(result).query("edges == 'exact_answer'").dropna(subset=["near_zero"])
-    sure, logit = (_percent(rows.loc[rows["target"] == name, "near_zero"]) for name in ("cross_entropy", "logit"))
-    return Number(f"the saliency is near zero in {sure} of the answers of a set", f"with the probe's logit, in {logit}")
-
-
 def detection(result: Result) -> Number:
     """Return the AUC of the best detector; beside that of the question alone, which needs no model."""
     rows = whole_summary(result).dropna(subset=["auc"])
@@ -159,7 +152,7 @@ def memorization(result: DepthProfile) -> Number:
     rows, ends = result.comparisons, f"{result.depths[0]}-{result.depths[-1]}"
     rows = rows[(rows["measure"] == "depth") & (rows["score"] == result.main) & (rows["depths"] == ends)]
     # Scores fall as Min-K% rises.
-    rises = -rows.drop_duplicates("control").set_index("control")[["value", "high", "low"]]
+    rises: Any = -rows.drop_duplicates("control").set_index("control")[["value", "high", "low"]]
     if not {"all nodes", "shuffled", "minus shuffled"} <= {*rises.index}:
         return Number(sentence)
     less, low, high = rises.loc["minus shuffled"]
@@ -181,6 +174,24 @@ def _span(values: Iterable[float], digits: str) -> str:
     return " to ".join(dict.fromkeys((texts[0], texts[-1]))) if texts else "-"
 
 
+@dataclass
+class Demo:
+    """The models, and the results so far."""
+
+    model: HookedModel
+    """The embedded model."""
+    real: HookedModel | None
+    questions: int
+    """Number of questions of each set."""
+    found: dict[str, Any] = field(default_factory=dict)
+    """The result of each step."""
+
+    @property
+    def first(self) -> HookedModel:
+        """The model of the first steps: the real one if there is one."""
+        return self.model if self.real is None else self.real
+
+
 @dataclass(frozen=True)
 class Step:
     """One analysis of the demonstration."""
@@ -188,17 +199,15 @@ class Step:
     title: str
     asks: str
     caption: str
-    run: Callable[[Tour, dict[str, Any]], Result]
+    run: Callable[[Demo, dict[str, Any]], Result]
     number: Callable[[Any], Number]
     model: Literal["embedded", "real", "either"] = "embedded"
     needs: Sequence[str] = ()
     companions: Sequence[tuple[str, Callable[[Any], Figure | Axes], str]] = ()
     """Further figures: file name, function that draws, caption."""
-    is_on_top: bool = True
-    """Whether its number is among the lines at the top of the page; the others are folded below them."""
-    view: Callable[[Tour, Any], View] | None = None
+    view: Callable[[Demo, Any], View] | None = None
     """Interactive view, instead of the result's own view."""
-    beside: tuple[str, Callable[[Tour], View]] | None = None
+    beside: tuple[str, Callable[[Demo], View]] | None = None
     """Another interactive view, with its title."""
 
 
@@ -232,32 +241,32 @@ def _gift_prompts(templates: tuple[str, ...], shift: int) -> tuple[list[str], li
     return clean, corrupted, hw.logit_difference([f" {a}" for a, _ in pairs], [f" {b}" for _, b in pairs])
 
 
-def _edges(tour: Tour, options: dict[str, Any]) -> Result:
+def _edges(demo: Demo, options: dict[str, Any]) -> Result:
     clean, corrupted, metric = _gift_prompts(GIFTS, shift=3)
-    return hw.edges(tour.first, clean, corrupted, metric=metric, method="eap-ig", **options)
+    return hw.edges(demo.first, clean, corrupted, metric=metric, method="eap-ig", **options)
 
 
-def _circuit(tour: Tour, options: dict[str, Any]) -> Result:
+def _circuit(demo: Demo, options: dict[str, Any]) -> Result:
     clean, corrupted, metric = _gift_prompts((HELD_OUT,), shift=5)
-    circuits = {f"the {EDGES} strongest edges": tour.found["indirect_object"].circuit(EDGES)}
-    return hw.run_circuits(tour.first, clean, corrupted, circuits, metric=metric, placebos=8, **options)
+    circuits = {f"the {EDGES} strongest edges": demo.found["indirect_object"].circuit(EDGES)}
+    return hw.run_circuits(demo.first, clean, corrupted, circuits, metric=metric, placebos=8, **options)
 
 
-def _shown_circuit(tour: Tour, _: CircuitRuns) -> View:
-    edges: EdgeEffects = tour.found["indirect_object"]
+def _shown_circuit(demo: Demo, _: CircuitRuns) -> View:
+    edges: EdgeEffects = demo.found["indirect_object"]
     return edges.circuit(EDGES).view(n=100, edges=edges)
 
 
-def _repeated(tour: Tour) -> View:
+def _repeated(demo: Demo) -> View:
     """Return the attention on a repeated sentence."""
-    return tour.first.cache([REPEATED], sites=["pattern"], progress=False).view(values=tour.first)
+    return demo.first.cache([REPEATED], sites=["pattern"], progress=False).view(values=demo.first)
 
 
-def _capitals(tour: Tour, options: dict[str, Any]) -> Result:
+def _capitals(demo: Demo, options: dict[str, Any]) -> Result:
     """Patch the residual stream at the country, at another word of the question, and where the capital follows."""
 
-    def question_about(name: str) -> str | list[dict[str, str]]:
-        if tour.real is None:
+    def question_about(name: str) -> Any:
+        if demo.real is None:
             return f"Q: What is the capital of {name}?\nA:"
         question = f"Which city is the capital of {name}?"
         return [{"role": "user", "content": question}, {"role": "assistant", "content": "The capital is"}]
@@ -265,10 +274,10 @@ def _capitals(tour: Tour, options: dict[str, Any]) -> Result:
     sides = list(CAPITALS)[::2], list(CAPITALS)[1::2]
     clean, corrupted = ([question_about(name) for name in side] for side in sides)
     countries = [tuple(f" {name}" for name in pair) for pair in zip(*sides, strict=True)]
-    other = " capital" if tour.real is None else " city"
+    other = " capital" if demo.real is None else " city"
     roles = {"country": countries, OTHER_WORD: other, "last": "last"}
     metric = hw.logit_difference(*([f" {CAPITALS[name]}" for name in side] for side in sides))
-    return hw.patch(tour.first, clean, corrupted, sites="resid_pre", positions=roles, metric=metric, **options)
+    return hw.patch(demo.first, clean, corrupted, sites="resid_pre", positions=roles, metric=metric, **options)
 
 
 STEPS = {
@@ -277,10 +286,10 @@ STEPS = {
         "Each head's parameters are read as a map from words to words and compared with relations between words; "
         "the score expected from shuffled pairs, and mere copying, do not count (Elhelo & Geva, 2025).",
         "A mark per head, coloured by the category of the relations it implements.",
-        lambda tour, options: hw.classify_heads(tour.first, **options),
+        lambda demo, options: hw.classify_heads(demo.first, **options),
         heads,
         model="either",
-        view=lambda tour, heads: heads.view(model=tour.first),
+        view=lambda demo, heads: heads.view(model=demo.first),
     ),
     "capital": Step(
         "From weights to a cause",
@@ -290,7 +299,7 @@ STEPS = {
         "divided by the largest effect of any head.",
         "Margins of the weights, attention to the country, effects of patching heads, the layer where the answer "
         "passes to the last token, the cost of ablation. The ring is the head that weights and attention name.",
-        lambda tour, options: hw.evidence(tour.first, "country_to_capital", pairs=8, draws=50, **options),
+        lambda demo, options: hw.evidence(demo.first, "country_to_capital", pairs=8, draws=50, **options),
         cause,
         model="real",
     ),
@@ -302,7 +311,6 @@ STEPS = {
         _edges,
         strongest_edge,
         model="real",
-        is_on_top=False,
     ),
     "circuit": Step(
         "A circuit for the indirect object",
@@ -320,10 +328,9 @@ STEPS = {
         "Heads on random tokens, repeated once: previous token, duplicate token, induction and others, each compared "
         "with as many random keys.",
         "Heads by what they attend to.",
-        lambda tour, options: hw.attention_behaviour(tour.first, copying=False, **options),
+        lambda demo, options: hw.attention_behaviour(demo.first, copying=False, **options),
         induction,
         model="real",
-        is_on_top=False,
         beside=("A repeated sentence, head by head", _repeated),
     ),
     "changed": Step(
@@ -341,9 +348,8 @@ STEPS = {
         "Four sets of questions about the world the model was trained on, answered greedily; an answer is wrong when "
         "it contains no accepted answer.",
         "Share of the questions answered correctly and wrongly.",
-        lambda tour, options: hw.answer(tour.model, hw.load_questions(sample=tour.questions), **options),
+        lambda demo, options: hw.answer(demo.model, hw.load_questions(sample=demo.questions), **options),
         answers,
-        is_on_top=False,
     ),
     "pathways": Step(
         "Does the truthfulness signal come from the question or from the answer?",
@@ -351,8 +357,8 @@ STEPS = {
         "tokens is severed in all layers up to each layer; examples whose prediction flips are Q-anchored (Luo et al., "
         "2026). Splitting by the flip always gives two groups, so the controls decide.",
         "ΔP, the change of the probe's probability of its own prediction, against the layer; bands are 95 %.",
-        lambda tour, options: hw.trace_pathways(
-            tour.model, tour.found["answers"], token="exact_answer_last", **options
+        lambda demo, options: hw.trace_pathways(
+            demo.model, demo.found["answers"], token="exact_answer_last", **options
         ),
         pathways,
         needs=("answers",),
@@ -377,22 +383,12 @@ STEPS = {
             ),
         ),
     ),
-    "saliency": Step(
-        "What the probe depends on",
-        "Saliency |A · ∂L/∂A| of the attention that the answer's tokens, or all tokens, pay to the question's exact "
-        "tokens. A confident, correct probe has no cross-entropy gradient whatever flows: the logit's is shown too.",
-        "Densities of S(E_Q→E_A) and S(E_Q→*) per example.",
-        lambda tour, options: hw.saliency(tour.model, tour.found["answers"], tour.found["pathways"].probe, **options),
-        saliency,
-        needs=("answers", "pathways"),
-        is_on_top=False,
-    ),
     "detection": Step(
         "Can wrong answers be detected?",
         "Detectors are fitted on half of each question set and measured on the other half; the first row needs no "
         "model, only the question's relation, popularity and depth. Probes read the token before the answer.",
         "AUC with 95 % intervals over questions; the dashed line is chance.",
-        lambda tour, options: hw.detect(tour.model, tour.found["answers"], token="before_answer", **options),
+        lambda demo, options: hw.detect(demo.model, demo.found["answers"], token="before_answer", **options),
         detection,
         needs=("answers",),
     ),
@@ -402,7 +398,7 @@ STEPS = {
         "log-likelihood of the least likely tokens of the answer: higher is less likely seen.",
         "Min-K% by depth, and the density of the score gap from depth 2 to 3 where Min-K% is in its lowest quartile "
         "(25%) and in its highest (75%).",
-        lambda tour, options: hw.memorization(tour.model, hw.load_depth_graph(), layers="all", **options),
+        lambda demo, options: hw.memorization(demo.model, hw.load_depth_graph(), layers="all", **options),
         memorization,
         companions=(
             ("layers", lambda result: hw.figures.layer_curves(result), "The same at every layer, by the logit lens."),

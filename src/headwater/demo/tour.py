@@ -13,21 +13,18 @@ from dataclasses import dataclass, field
 from html import escape
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import torch
 
-from headwater.demo.steps import STEPS, Number, Step
+from headwater.demo.steps import STEPS, Demo, Number, Step
 from headwater.errors import HeadwaterError, RunFolderError
 from headwater.figures.files import write_figure, write_result
 from headwater.models.loading import load
 from headwater.runs.result import FITTING
 from headwater.runs.storage import write_atomically
 from headwater.views.page import page_of, picture_of, table_of
-
-if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
 
 INDEX = "index.html"
 MODELS = (
@@ -71,33 +68,21 @@ def _run(names: Sequence[str], questions: int, out: Path) -> None:
     """Run analyses of the embedded model, each into its folder."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # exits cleanly, without warnings
     torch.set_num_threads(1)
-    tour = Tour(load(), None, STEPS, questions, out)
+    demo = Demo(load(), None, questions)
     with suppress(Exception):  # the tour runs missing analyses again, and reports their failures
         for name in names:
-            tour.found[name] = STEPS[name].run(tour, {"progress": False, "out": out / name})
+            demo.found[name] = STEPS[name].run(demo, {"progress": False, "out": out / name})
 
 
-@dataclass
-class Tour:
-    """The models, and the results so far, with their failures and files."""
+@dataclass(kw_only=True)
+class Tour(Demo):
+    """The tour: the failures and files besides the results."""
 
-    model: HookedModel
-    """The embedded model."""
-    real: HookedModel | None
     steps: Mapping[str, Step]
-    questions: int
-    """Number of questions of each set."""
     out: Path
     progress: bool = False
-    found: dict[str, Any] = field(default_factory=dict)
-    """The result of each step."""
     failed: dict[str, str] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
-
-    @property
-    def first(self) -> HookedModel:
-        """The model of the first steps: the real one if there is one."""
-        return self.model if self.real is None else self.real
 
     def take(self, name: str, step: Step) -> None:
         """Run one analysis, or load it if it is done; record an error as its failure."""
@@ -123,22 +108,17 @@ class Tour:
 
     def page(self) -> Path:
         """Write the page: a line for each step, linked to its section; then the sections."""
-        first = others = body = ""
+        lines = body = ""
         for name, step in self.steps.items():
             line = _line(step.number(self.found[name])) if name in self.found else ""
             failed = " (failed)" if name in self.failed else ""
-            entry = f'<li><a href="#{escape(name)}">{escape(step.title)}</a>{failed}{line}</li>'
-            if step.is_on_top or failed:  # failures are never folded
-                first += entry
-            else:
-                others += entry
+            lines += f'<li><a href="#{escape(name)}">{escape(step.title)}</a>{failed}{line}</li>'
             shown = self._failure(name) if failed else line + self._shown(name, step)
             asks = _folded("Question and method", f'<p class="asks">{escape(step.asks)}</p>')
             body += f'<section id="{escape(name)}"><h2>{escape(step.title)}</h2>{shown}{asks}</section>\n'
-        folded = _folded("The other analyses, one line each", f"<ul>{others}</ul>") if others else ""
         models = "" if self.real is None else f'<p class="asks">{escape(MODELS)}</p>'
-        lines = f"<h2>What was found</h2>{models}{LEGEND}<ol>{first}</ol>{folded}"
-        whole = f'<nav aria-label="What was found">{lines}</nav>\n<script>{FITTING}</script><main>{body}</main>'
+        found = f"<h2>What was found</h2>{models}{LEGEND}<ol>{lines}</ol>"
+        whole = f'<nav aria-label="What was found">{found}</nav>\n<script>{FITTING}</script><main>{body}</main>'
         title = f"headwater on {'' if self.real is None else 'SmolLM2-135M-Instruct and on '}its embedded model"
         page = page_of(title, whole, next(iter(self.found.values())).run if self.found else None)
         write_atomically(self.out / INDEX, lambda file: file.write_text(page, encoding="utf-8"))

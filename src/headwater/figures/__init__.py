@@ -8,14 +8,11 @@ if TYPE_CHECKING:
     from headwater.figures.head_map import head_maps as head_maps
     from headwater.figures.likelihood import depth_profiles as depth_profiles
     from headwater.figures.likelihood import layer_curves as layer_curves
-    from headwater.figures.likelihood import token_heat_map as token_heat_map
     from headwater.figures.likelihood import token_html as token_html
-    from headwater.figures.pathways import baselines as baselines
     from headwater.figures.pathways import controls as controls
     from headwater.figures.pathways import delta_p as delta_p
     from headwater.figures.pathways import flip_rates as flip_rates
     from headwater.figures.pathways import logit_changes as logit_changes
-    from headwater.figures.pathways import mode_properties as mode_properties
     from headwater.figures.saliency_density import saliency as saliency
     from headwater.figures.style import save_figure as save_figure
     from headwater.figures.sweep import dose_response as dose_response

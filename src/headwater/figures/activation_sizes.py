@@ -3,8 +3,7 @@
 Before anything is fitted, the figure shows which sites grow through the layers (a residual stream), which layer differs
 (with values a hundred times its neighbours'), and which sites are zero. Sites outside the layers are dashed lines. The
 size is the root mean square of a site's values. Patterns are of one text, query by key, one panel per selected head or
-layer; with many heads, their mean in one panel per layer. Many selected heads are tiles of one image, by layer and
-head: hundreds of axes would take half a minute, and a page a metre long.
+layer; with many heads, their mean in one panel per layer.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -46,8 +43,6 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, FAINT)
 MARKS = ("o", "s", "^", "D", "v")
 MOST_ROWS, MOST_COLUMNS, MOST_TOKENS = 6, 8, 20
 """For patterns: most layers and heads with separate panels, and most tokens written along the axes."""
-TILE, WIDEST, HIGHEST, GAP = 0.3, 7.7, 8.0, "#c8c8c8"
-"""For tiles: inches of one, most inches of all, and the colour between them and of heads that were not selected."""
 
 
 @DRAWINGS.add(Cache)
@@ -94,8 +89,9 @@ def _chosen(cache: Cache, heads: Any) -> list[tuple[int, int]]:
             f"This cache has no attention pattern of head {shown(missing[0])}: heads= must be pairs (layer, head) that "
             "model.cache(..., sites='pattern') has kept."
         )
-    if not chosen:
-        raise InputError("heads=[] is empty: pass pairs (layer, head).")
+    if not 0 < len(chosen) <= MOST_ROWS * MOST_COLUMNS:
+        most = f"a figure shows 1 to {MOST_ROWS * MOST_COLUMNS}; view() shows all"
+        raise InputError(f"heads= names {len(chosen)} heads: {most}.")
     return chosen
 
 
@@ -108,9 +104,6 @@ def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] 
         chosen, columns = [*product(layers, heads)], len(heads)
     read = layers if chosen is None else {layer for layer, _ in chosen}
     maps = {layer: cache.example("pattern", layer, example).float() for layer in read}
-    if chosen is not None and len(chosen) > MOST_ROWS * MOST_COLUMNS:
-        tiles = {(layer, head): maps[layer][heads.index(head)] for layer, head in chosen}
-        return _tiles(tiles, ax, f"{title}, {len(tiles)} heads (query down, key right)")
     if chosen is not None:
         named = [(f"{layer}.{head}", maps[layer][heads.index(head)]) for layer, head in chosen]
     else:
@@ -136,27 +129,6 @@ def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] 
         return panels[0]
     set_figure_title(figure, title)
     return figure
-
-
-def _tiles(tiles: dict[tuple[int, int], Tensor], ax: Axes | None, title: str) -> Axes:
-    """Draw patterns as one image: a column of tiles for each layer, a row for each head, head 0 below."""
-    layers, heads = (sorted({one[axis] for one in tiles}) for axis in (0, 1))
-    tile = min(TILE, WIDEST / len(layers), HIGHEST / len(heads))
-    ax = ax or new_figure(1.3 + tile * max(len(layers), 6), 0.9 + tile * max(len(heads), 4)).add_subplot()
-    queries, keys = next(iter(tiles.values())).shape
-    whole = np.full((len(heads) * (queries + 1) - 1, len(layers) * (keys + 1) - 1), np.nan, dtype=np.float32)
-    for (layer, head), weights in tiles.items():
-        row, column = heads[::-1].index(head) * (queries + 1), layers.index(layer) * (keys + 1)
-        whole[row : row + queries, column : column + keys] = weights.numpy()
-    colours = colormaps["Blues"].with_extremes(bad=GAP)
-    image = ax.imshow(whole, cmap=colours, vmin=0.0, vmax=1.0, aspect="auto", interpolation="antialiased")
-    for axis, side, names, what in ((ax.xaxis, keys, layers, "Layer"), (ax.yaxis, queries, heads[::-1], "Head")):
-        cell_ticks(axis, [i * (side + 1) + (side - 1) / 2 for i in range(len(names))], [*map(str, names)])
-        axis.set_label_text(what)
-    ax.tick_params(length=0)
-    ax.set_title(title)
-    color_bar(image, [ax], "Attention", aspect=30)
-    return ax
 
 
 def _panel(ax: Axes, weights: Tensor, tokens: list[str], left: bool, below: bool) -> AxesImage:

@@ -36,6 +36,7 @@ from headwater.figures.style import (
     MOST_TICKS,
     WAYS,
     cell_ticks,
+    draw_line,
     inches,
     label,
     largest,
@@ -266,11 +267,10 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
             ax.axhline(y, color=LINE, linewidth=0.8)
         others = [_placebos(table[table["circuit"] == circuit]) for circuit in summary["circuit"]]
         if all(len(one) for one in others):
-            low, middle, high = (np.array([np.quantile(one, q) for one in others]) for q in (0.05, 0.5, 0.95))
-            ax.fill_between(summary["size"], low, high, color=PLACEBO, alpha=0.3, linewidth=0)
-            ax.plot(summary["size"], middle, color=PLACEBO, linewidth=1.0, label="random, of the same shape")
-        ax.fill_between(summary["size"], summary["low"], summary["high"], color=CIRCUIT, alpha=0.2, linewidth=0)
-        ax.plot(summary["size"], summary["faithfulness"], "o-", color=CIRCUIT, markersize=3.5, label="strongest edges")
+            placebos = np.array([np.quantile(one, (0.5, 0.05, 0.95)) for one in others]).T
+            draw_line(ax, summary["size"], *placebos, color=PLACEBO, linewidth=1.0, label="random, of the same shape")
+        look: dict[str, Any] = {"marker": "o", "markersize": 3.5, "label": "strongest edges"}
+        draw_line(ax, *(summary[name] for name in ("size", "faithfulness", "low", "high")), color=CIRCUIT, **look)
         ax.set(xscale="log", xlabel="Share of all edges", ylabel=label(f"Faithfulness on {name.replace('_', ' ')}"))
         n = curve.table["example"].nunique()
         legend_above(ax, 2, model_title(curve.run, "circuits by size, run alone" + f" (n = {n})" * (n > 1)))
@@ -368,31 +368,23 @@ def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str
     down = ~np.isnan(matrix).all(1)
     across = ~np.isnan(matrix).all(0)
     shown = matrix[np.ix_(down, across)]
-    top = largest(shown)
     with one_panel(ax, 4.6, 4.6) as ax:
-        norm = FuncNorm((root, square), vmin=-top, vmax=top)
-        image = ax.imshow(shown, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
         _ticks(ax, "x", graph.senders, np.flatnonzero(across))
         _ticks(ax, "y", graph.receivers, np.flatnonzero(down))
-        ax.set(xlabel="Sender", ylabel="Receiver")
-        name = edges.metrics[0] if metric is None else metric
-        what = "Effect" if edges.is_exact else "Estimate"
-        bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
-        bar.set_label(label(f"{what} on {name.replace('_', ' ')}"))
-        n = len(edges.baselines)
-        seen = f"effect of edges, {WAYS[edges.run.options['direction']]}" + f" (n = {n})" * (n > 1)
-        ax.set_title(model_title(edges.run, seen))
+        _effect_map(ax, shown, edges, "Effect" if edges.is_exact else "Estimate", metric, "effect of edges")
     return ax
 
 
-def root(x: np.ndarray) -> np.ndarray:
-    """Return the square root of the absolute values, with their signs."""
-    return np.sign(x) * np.sqrt(np.abs(x))
-
-
-def square(x: np.ndarray) -> np.ndarray:
-    """Return the squares, with the signs of the values."""
-    return np.sign(x) * np.square(x)
+def _effect_map(ax: Axes, grid: Any, result: Any, what: str, metric: str | None, seen: str) -> None:
+    top = largest(grid)
+    signed_root = (lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * np.square(x))
+    norm = FuncNorm(signed_root, vmin=-top, vmax=top)
+    image = ax.imshow(grid, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
+    ax.set(xlabel="Sender", ylabel="Receiver")
+    name = result.metrics[0] if metric is None else metric
+    ax.figure.colorbar(image, ax=ax, pad=0.02).set_label(label(f"{what} on {name.replace('_', ' ')}"))
+    n = result.table["example"].nunique()
+    ax.set_title(model_title(result.run, f"{seen}, {WAYS[result.run.options['direction']]}" + f" (n = {n})" * (n > 1)))
 
 
 def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
@@ -418,17 +410,9 @@ def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
 def plot_path_effects(paths: PathEffects, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
     """Draw paths, as described in `PathEffects.plot`."""
     matrix = paths.matrix(metric)
-    top = largest(matrix)
     with one_panel(ax, 4.6, 3.6) as ax:
-        norm = FuncNorm((root, square), vmin=-top, vmax=top)
-        image = ax.imshow(matrix, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
         for names, axis in ((matrix.columns, ax.xaxis), (matrix.index, ax.yaxis)):
             cell_ticks(axis, range(len(names)), ticks(names, 28), rotation=90 if axis is ax.xaxis else 0)
-        ax.set(xlabel="Sender", ylabel="Receiver")
-        name = paths.metrics[0] if metric is None else metric
-        ax.figure.colorbar(image, ax=ax, pad=0.02).set_label(label(f"Effect on {name.replace('_', ' ')}"))
-        n = paths.table["example"].nunique()
-        way = "effect of direct paths" if paths.through == "direct" else "effect of paths through MLPs"
-        seen = f"{way}, {WAYS[paths.run.options['direction']]}" + f" (n = {n})" * (n > 1)
-        ax.set_title(model_title(paths.run, seen))
+        way = "direct paths" if paths.through == "direct" else "paths through MLPs"
+        _effect_map(ax, matrix, paths, "Effect", metric, f"effect of {way}")
     return ax

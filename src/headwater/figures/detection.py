@@ -16,12 +16,15 @@ from headwater.figures.style import (
     DASHED,
     LINES_ARE,
     MARKS_ONLY,
+    draw_line,
+    draw_points,
     figure_of,
     label,
     legend_above,
     model_title,
     new_figure,
     one_panel,
+    panel_grid,
     set_figure_title,
     style,
     ticks,
@@ -30,7 +33,7 @@ from headwater.figures.style import (
 from headwater.pathways.token_map import ProbeMap
 from headwater.probes.selectivity import ProbeFit
 from headwater.questions.answers import AnsweredQuestions
-from headwater.runs.result import DRAWINGS, each_row, whole_summary
+from headwater.runs.result import DRAWINGS, whole_summary
 
 
 @DRAWINGS.add(Detection)
@@ -52,9 +55,8 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
             here = [method for method in methods if method in part.index]
             y = [methods.index(method) + shift for method in here]
             found = part.loc[here]
-            ax.hlines(y, found["low"], found["high"], colors=color, linewidths=1, zorder=2)
             counted = f"{label(name)} ({found['answers'].iloc[0]:,.0f} answers, {found['wrong'].iloc[0]:,.0f} wrong)"
-            ax.plot(found["auc"], y, marker, color=color, markersize=3.2, zorder=3, label=counted)
+            draw_points(ax, found["auc"], y, found["low"], found["high"], color, marker, label=counted)
         ax.set_yticks(range(len(methods)), [NAMES[method] for method in methods])
         ax.tick_params(axis="y", length=0)
         ax.set(xlim=(min(0.45, float(table["low"].min()) - 0.02), 1.0), ylim=(len(methods) - 0.5, -0.5))
@@ -74,24 +76,22 @@ COLORS = {"right": (BLUE, "white"), "wrong": (ORANGE, INK), "cut off": (FAINT, "
 @DRAWINGS.add(AnsweredQuestions)
 def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
     """Draw a bar per question set: the shares right, wrong, cut at the token limit, and dropped for other reasons."""
-    sets = each_row(whole_summary(answered))
-    written = ticks(row["dataset"] for row in sets)
-    names = [f"{name} ({row['questions']:,})" for name, row in zip(written, sets, strict=True)]
-    used = [row["used"] / row["questions"] for row in sets]
-    wrong = [share * (row["wrong"] if row["used"] else 0.0) for share, row in zip(used, sets, strict=True)]
-    right = [share - part for share, part in zip(used, wrong, strict=True)]
-    cut = [row["cut"] / row["questions"] for row in sets]
-    dropped = [(row["dropped"] - row["cut"]) / row["questions"] for row in sets]
+    rows = whole_summary(answered)
+    written = ticks(rows["dataset"])
+    names = [f"{name} ({count:,})" for name, count in zip(written, rows["questions"], strict=True)]
+    wrong = rows["wrong"].fillna(0.0).astype(float) * rows["used"]
+    counts = (rows["used"] - wrong, wrong, rows["cut"], rows["dropped"] - rows["cut"])
     with one_panel(ax, 4.5, 1.0 + 0.3 * len(names)) as ax:
-        starts = [0.0] * len(names)
-        for (name, (color, ink)), shares in zip(COLORS.items(), (right, wrong, cut, dropped), strict=True):
-            if not any(shares):
+        starts = np.zeros(len(names))
+        for (name, (color, ink)), count in zip(COLORS.items(), counts, strict=True):
+            shares = (count / rows["questions"]).to_numpy()
+            if not shares.any():
                 continue
             bars = ax.barh(range(len(names)), shares, left=starts, height=0.6, color=color, label=name)
             # Narrower bars have no room for their number.
             fitting = [f"{share:.0%}" if share >= 0.06 else "" for share in shares]
             ax.bar_label(bars, fitting, label_type="center", color=ink, fontsize=7)
-            starts = [start + share for start, share in zip(starts, shares, strict=True)]
+            starts += shares
         ax.set_yticks(range(len(names)), names)
         ax.set(xlim=(0, 1), ylim=(len(names) - 0.5, -0.5), xlabel="Share of the questions")
         legend_above(ax, 4, model_title(answered.run, "right and wrong answers"))
@@ -124,19 +124,15 @@ def plot_probe_map(result: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
             return ax
         tokens = result.table["token"].nunique()
         across = min(2, len(sets))
-        rows = -(-len(sets) // across)
-        figure = new_figure(2.6 * across + 1.6, (0.2 * tokens + 0.7) * rows + 0.5)
-        axes = figure.subplots(rows, across, squeeze=False, sharey=True).ravel().tolist()
-        for panel, name in zip(axes, sets, strict=False):
+        figure = new_figure(2.6 * across + 1.6, (0.2 * tokens + 0.7) * -(-len(sets) // across) + 0.5)
+        axes = panel_grid(figure, len(sets), across, sharey=True)
+        for panel, name in zip(axes, sets, strict=True):
             image = _panel(result, name, panel)
             answers = result.table.loc[result.table["dataset"] == name, "answers"].iloc[0]
             panel.set_title(f"{label(name)} (n = {answers:,})")
-        for spare in axes[len(sets) :]:
-            spare.set_axis_off()
         figure.colorbar(image, ax=axes, label="AUC")
-        set_figure_title(
-            figure, model_title(result.run, f"wrong answers detected by probes of {result.run.options['site']}")
-        )
+        seen = f"wrong answers detected by probes of {result.run.options['site']}"
+        set_figure_title(figure, model_title(result.run, seen))
     return figure
 
 
@@ -162,10 +158,8 @@ def plot_probe_fit(fit: ProbeFit, ax: Axes | None = None) -> Axes:
         ax.axhline(0.5, color=FAINT, linewidth=0.6)
         ax.axhline(0, color=FAINT, linewidth=0.6)
         for name, text, color in (("auc", "AUC", BLUE), ("selectivity", "selectivity (accuracy)", ORANGE)):
-            value = table[name].to_numpy(dtype=float)
-            low, high = (table[f"{name}_{end}"].to_numpy(dtype=float) for end in ("low", "high"))
-            ax.fill_between(layers, low, high, color=color, alpha=0.18, linewidth=0)
-            ax.plot(layers, value, color=color, marker="o", markersize=2.6, label=text)
+            values = (table[f"{name}{end}"].to_numpy(dtype=float) for end in ("", "_low", "_high"))
+            draw_line(ax, layers, *values, color=color, marker="o", markersize=2.6, label=text)
         if table["control_auc"].notna().any():
             ax.plot(layers, table["control_auc"], color=FAINT, linestyle=DASHED, label="AUC of control tasks")
         ax.set_ylim(min(-0.1, float(table["selectivity_low"].min(skipna=True) or 0) - 0.02), 1.03)

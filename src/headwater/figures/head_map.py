@@ -20,11 +20,20 @@ from matplotlib.path import Path
 from matplotlib.transforms import Affine2D
 
 from headwater.calls import checked_call
-from headwater.colors import FAINT, INK, PURPLE
+from headwater.colors import INK, PURPLE
 from headwater.errors import InputError
-from headwater.figure_options import Size, apply_title_and_size
+from headwater.figure_options import Size, apply_title_and_size, size_requested
 from headwater.figures.published import StyleName, is_published, model_name
-from headwater.figures.style import checked_place, legend_beside, new_figure, set_figure_title, whole_numbers
+from headwater.figures.style import (
+    checked_place,
+    figure_of,
+    legend_below,
+    legend_beside,
+    new_figure,
+    panel_grid,
+    set_figure_title,
+    whole_numbers,
+)
 from headwater.figures.style import label as drawn_label
 from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
@@ -58,10 +67,7 @@ CELL = 0.2
 LARGEST = (6.0, 4.2)
 PANEL_HEIGHT = 2.2
 LEFT, BOTTOM, TOP, GAP, LEGEND, LINE = 0.5, 0.45, 0.35, 0.25, 1.6, 0.165
-LABEL_COLUMN, COUNT_COLUMN, LETTER = 1.2, 0.6, 0.085
-LEGEND_ROW = 4.6
-"""Width of the published legend in two rows."""
-HEADING = 0.3
+LETTER, HEADING, LEGEND_WIDTH = 0.085, 0.3, 4.6
 SEEN = "heads by category"
 
 
@@ -112,48 +118,47 @@ def head_maps(
     if not maps or not all(hasattr(head_map, "categories") for head_map in maps):
         raise InputError("head_maps needs a list of results of classify_heads.")
     size, as_published = checked_place(ax, len(maps), figsize), is_published(style)
-    if ax is not None:
-        if not as_published:
-            return apply_title_and_size(plot_head_map(maps[0], ax), title, None)
-        with shared_look(ax):
-            _draw(maps[0], ax, sized=False)
-            ax.set_title(drawn_label(model_name(maps[0].title)))
-            handles, words = _published_words(maps)
-            legend_beside(ax, False, handles=handles, labels=words)
-        return apply_title_and_size(ax, title, None)
+    if len(maps) == 1 and not as_published:
+        return maps[0].plot(ax, title=title, figsize=size)
     names = [model_name(name) if as_published else name for name in names_of(maps)]
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
-    titles = [title_of(maps)] if len(maps) == 1 and not as_published else names
-    note = rule_note(maps) if as_published else ""
-    row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 + bool(note) if as_published else len(_lines(maps)) + 2) * LINE
-    # Layers and heads are equally spaced, within limits.
+    with shared_look(ax), size_requested(size):
+        axes = [ax] if ax is not None else _panels(maps, names, min(columns, len(maps)), as_published)
+        for head_map, name, panel in zip(maps, names, axes, strict=True):
+            _draw(head_map, panel, sized=not as_published)
+            panel.set_title(drawn_label(name))
+        look: dict[str, Any] = {"columnspacing": 1.2, "handletextpad": 0.3}
+        if as_published:
+            # The published words, including categories that no head has.
+            shown = [label for label in labels() if label in _shown(maps) or label in PUBLISHED_SEVERAL]
+            look |= {"handles": [_mark(label) for label in shown], "labels": [label.capitalize() for label in shown]}
+            look |= {"title": rule_note(maps) or None, "title_fontsize": 6.5}
+        else:
+            called, marks, counts = zip(*_lines(maps), strict=True)
+            written = [" / ".join("–" if one is None else f"{one:,}" for one in of_maps) for of_maps in counts]
+            texts = [f"{name} ({count})" for name, count in zip(called, written, strict=True)]
+            explained = "in brackets: heads, map by map" + f"; {SIZES_ARE}" * any(map(_has_excess, maps))
+            look |= {"handles": marks, "labels": texts, "title": explained}
+        if ax is not None:
+            legend_beside(ax, False, **look)
+            return apply_title_and_size(ax, title, None)
+        figure = figure_of(axes[0])
+        legend_below(figure, 8 if as_published else 4, **look)
+        if len(maps) > 1 and not as_published:
+            set_figure_title(figure, title_of(maps))
+    return apply_title_and_size(figure, title, size)
+
+
+def _panels(maps: Sequence[HeadMap], names: Sequence[str], columns: int, as_published: bool) -> list[Axes]:
+    """Make a figure with axes for each map; layers and heads are equally spaced, within limits."""
     sizes = [extent(one.categories) for one in maps]
     widths = [PANEL_HEIGHT * min(max(n_layers / n_heads, 0.4), 2.5) for n_layers, n_heads in sizes]
-    widths = [max(widths)] * len(maps) if as_published else widths
-    pitches = [LEFT + max(wide, LETTER * len(name)) + GAP for wide, name in zip(widths, titles, strict=True)]
-    pitches = [max(pitches)] * len(maps) if as_published else pitches
-    panels = list(zip(maps, titles, widths, pitches, strict=True))
-    rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
-    row_width = max(sum(pitch for *_, pitch in row) for row in rows)
-    table_width = 0.0 if as_published else LABEL_COLUMN + sum(map(_count_column, names))
-    width = max(row_width, table_width, LEGEND_ROW if as_published else 0.0)
-    with shared_look(ax):
-        above = HEADING if title is not None or (len(maps) > 1 and not as_published) else 0.0
-        figure = new_figure(width, len(rows) * row_height + below + above, layout=None)
-        for number, row in enumerate(reversed(rows)):
-            left = LEFT + (width - row_width) / 2
-            for head_map, name, wide, pitch in row:
-                ax = _axes(figure, left, below + number * row_height + BOTTOM, wide, PANEL_HEIGHT)
-                _draw(head_map, ax, sized=not as_published)
-                ax.set_title(drawn_label(name))
-                left += pitch
-        if as_published:
-            _published_legend(figure, maps, note)
-        else:
-            _legend_table(figure, maps, names, table_width, below)
-            if len(maps) > 1:
-                set_figure_title(figure, title_of(maps))
-    return apply_title_and_size(figure, title, size)
+    widths = [max(width, LETTER * len(name)) for width, name in zip(widths, names, strict=True)]
+    widths = [max(widths) if as_published else max(widths[column::columns]) for column in range(columns)]
+    rows, legend = -(-len(maps) // columns), (2 + len(_lines(maps)) // 4) * LINE
+    width = max(sum(widths) + columns * (LEFT + GAP), LEGEND_WIDTH)
+    figure = new_figure(width, rows * (BOTTOM + PANEL_HEIGHT + TOP) + legend + HEADING)
+    return panel_grid(figure, len(maps), columns, width_ratios=widths)
 
 
 def title_of(maps: Sequence[HeadMap]) -> str:
@@ -168,16 +173,6 @@ def names_of(maps: Sequence[HeadMap]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, start=1)]
-
-
-def _axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Add axes at a place and of a size in inches."""
-    x, y = figure.get_size_inches()
-    return figure.add_axes((left / x, bottom / y, width / x, height / y))
-
-
-def _count_column(name: str) -> float:
-    return max(COUNT_COLUMN, LETTER * len(name)) + GAP
 
 
 def extent(heads: pd.DataFrame) -> tuple[int, int]:
@@ -300,12 +295,6 @@ def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]
     return lines
 
 
-def _published_words(maps: Sequence[HeadMap]) -> tuple[list[Line2D], list[str]]:
-    """Return the published words and their markers, including categories that no head has."""
-    shown = [label for label in labels() if label in _shown(maps) or label in PUBLISHED_SEVERAL]
-    return [_mark(label) for label in shown], [label.capitalize() for label in shown]
-
-
 def rule_note(maps: Sequence[HeadMap]) -> str:
     """Return a note on the rule of classification if it is not the published one; else an empty string."""
     rules = {str(one.run.options.get("rule")) for one in maps}
@@ -315,36 +304,3 @@ def rule_note(maps: Sequence[HeadMap]) -> str:
         if rules == {"published"}
         else f"Heads classified by the {listed} rule; published maps, by the published one."
     )
-
-
-def _published_legend(figure: Figure, maps: Sequence[HeadMap], note: str) -> None:
-    """Draw the published words below all maps, and a note below them."""
-    handles, words = _published_words(maps)
-    columns = -(-len(words) // (1 if figure.get_size_inches()[0] > len(words) else 2))
-    at = 0.5, LINE * bool(note) / figure.get_size_inches()[1]
-    look: dict[str, Any] = {"handletextpad": 0.2, "columnspacing": 1.2}
-    figure.legend(handles, words, loc="lower center", bbox_to_anchor=at, ncols=columns, **look)
-    figure.text(0.5, 0.01, note, ha="center", va="bottom", size=6.5)
-
-
-def _legend_table(figure: Figure, maps: Sequence[HeadMap], names: Sequence[str], width: float, height: float) -> None:
-    """Draw one legend for all maps: a line per label, a column of head counts per map."""
-    lines = _lines(maps)
-    ax = _axes(figure, (figure.get_size_inches()[0] - width) / 2, 0.0, width, height)
-    ax.set(xlim=(0, width), ylim=(len(lines) + 1, -1))
-    ax.axis("off")
-    ax.hlines((-0.75, 0.3, len(lines) + 0.6), 0, width, colors=INK, linewidths=(0.8, 0.4, 0.8))
-    for line, (name, mark, _) in enumerate(lines, start=1):
-        mark.set_data([0.1], [line])
-        ax.add_line(mark)
-        ax.text(0.25, line, name, va="center_baseline")
-    if any(map(_has_excess, maps)):
-        ax.text(0, -0.2, SIZES_ARE, va="center_baseline")
-    right = LABEL_COLUMN
-    for place in range(len(maps)):
-        right += _count_column(names[place])
-        ax.text(right, -0.2, drawn_label(names[place]), ha="right", va="center_baseline", weight="bold")
-        for line, (_, _, counts) in enumerate(lines, start=1):
-            count = counts[place]
-            shown = "–" if count is None else f"{count:,}"
-            ax.text(right, line, shown, ha="right", va="center_baseline", color=INK if count else FAINT)

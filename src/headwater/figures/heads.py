@@ -28,6 +28,8 @@ from headwater.figures.style import (
     cell_ticks,
     color_bar,
     columns,
+    draw_line,
+    draw_points,
     figure_of,
     inches,
     label,
@@ -120,17 +122,12 @@ def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: b
 def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
     """Make a figure of fitting size with axes for each map, maps with markers first, and room for the legend."""
     (n_layers, n_heads), maps = extent(result.heads), len(shown)
-    rows = [row for row in ([n for n in shown if n in SEEN], [n for n in shown if n in SHADES]) if row]
+    columns = max(sum(name in kinds for name in shown) for kinds in (SEEN, SHADES))
+    rows = -(-maps // columns)
     cell = min(CELL, LARGEST[0] / n_layers / maps**0.5, LARGEST[1] / n_heads)
     width, height = max(n_layers * cell, 1.3), max(n_heads * cell, LINES)
-    columns = max(map(len, rows))
-    figure = new_figure(
-        columns * (LEFT + width) + LEGEND * (maps == 1), len(rows) * (BOTTOM + height) + TITLE * (maps > 1)
-    )
-    panels = figure.subplots(len(rows), columns, squeeze=False)
-    for spare in (one for line, row in zip(panels, rows, strict=True) for one in line[len(row) :]):
-        spare.remove()
-    return [one for line, row in zip(panels, rows, strict=True) for one in line[: len(row)]]
+    figure = new_figure(columns * (LEFT + width) + LEGEND * (maps == 1), rows * (BOTTOM + height) + TITLE * (maps > 1))
+    return panel_grid(figure, maps, columns)
 
 
 def _mark_heads(table: pd.DataFrame, ax: Axes) -> pd.DataFrame:
@@ -423,8 +420,7 @@ def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
         for shift, (context, (color, mark)) in zip((-0.15, 0.15), CONTEXT_LOOKS.items(), strict=True):
             found = rows[rows["context"] == context].set_index("relation").loc[names]
             y = [place + shift for place in range(len(names))]
-            ax.hlines(y, found["low"], found["high"], colors=color, linewidths=1)
-            ax.plot(found["pearson"], y, mark, color=color, markersize=4, label=f"{context} context")
+            draw_points(ax, found["pearson"], y, found["low"], found["high"], color, mark, label=f"{context} context")
         ax.set_yticks(range(len(names)), ticks(name.replace("_", " ") for name in names))
         ax.set(
             xlim=(min(0.0, rows["low"].min(skipna=True) or 0.0), 1.02),
@@ -441,17 +437,16 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
     table = ablation.table
     base = table[(table["role"] == "relation") & (table["removed"] == "none")]
     with one_panel(ax, 3.6, 3.0) as ax:
-        for removed, color, look in (("relation heads", BLUE, "o-"), ("random heads", FAINT, "s--")):
+        solid, dashed = {"marker": "o"}, {"marker": "s", "linestyle": "--"}
+        for removed, color, look in (("relation heads", BLUE, solid), ("random heads", FAINT, dashed)):
             rows = table[(table["role"] == "relation") & (table["removed"] == removed)]
             if rows.empty:
                 continue
             means = rows.groupby("n_heads")["accuracy"].agg(["mean", "min", "max"])
-            x = [0, *means.index]
-            start = base["accuracy"].iloc[0]
-            ax.fill_between(x, [start, *means["min"]], [start, *means["max"]], color=color, alpha=0.2, linewidth=0)
-            draws = rows["draw"].nunique()
+            start, draws = base["accuracy"].iloc[0], rows["draw"].nunique()
             name = f"{removed} ({draws} draws, band: all)" if draws > 1 else removed
-            ax.plot(x, [start, *means["mean"]], look, color=color, markersize=3, label=name)
+            values = ([start, *means[column]] for column in ("mean", "min", "max"))
+            draw_line(ax, [0, *means.index], *values, color=color, **look, markersize=3, label=name)
         controls = table[(table["role"] == "control") & (table["removed"] == "relation heads")]
         if len(controls):
             ax.plot(
@@ -540,8 +535,8 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
         when, cost = axes[3:]
         for role, rows in result.when.groupby("role", sort=False):
             color, mark = ROLE_LOOKS[str(role)]
-            when.fill_between(rows["layer"], rows["low"], rows["high"], color=color, alpha=0.2, lw=0)
-            when.plot(rows["layer"], rows["share"], color=color, marker=mark, ms=2.5, label=f"at the {role} token")
+            values = (rows[name] for name in ("layer", "share", "low", "high"))
+            draw_line(when, *values, color=color, marker=mark, ms=2.5, label=f"at the {role} token")
         when.set(xlabel="Before layer", ylabel="Share of gap", title="residual stream patched")
         whole_numbers(when.xaxis)
         when.legend()

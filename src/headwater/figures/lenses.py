@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.colors import BLUE, DIVERGING, FAINT, GREEN, INK, ORANGE, PURPLE
-from headwater.errors import InputError
 from headwater.figure_options import requested_size
 from headwater.figures.style import (
     MOST_TICKS,
@@ -29,8 +28,7 @@ from headwater.figures.style import (
 from headwater.figures.sweep import shown
 from headwater.lenses.direct_attribution import DirectAttribution
 from headwater.lenses.predictions import LayerPredictions
-from headwater.options import shown as said
-from headwater.options import whole_number
+from headwater.options import checked_count
 from headwater.runs.result import DRAWINGS
 
 # Prediction of each layer: layers upwards, positions to the right, the top token in every cell.
@@ -55,12 +53,8 @@ LETTERS = 9
 def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, example: int = 0) -> Axes:
     """Draw one prompt, as described in `LayerPredictions.plot`."""
     table = result.table
-    try:
-        table = table[(table["example"] == whole_number(example)) & (table["top"] == 1)]
-    except TypeError:
-        table = table.iloc[:0]
-    if table.empty:
-        raise InputError(f"There is no example {said(example)}; there are 0 to {result.table['example'].max()}.")
+    example = checked_count("example", example, least=0, most=int(table["example"].max()))
+    table = table[(table["example"] == example) & (table["top"] == 1)]
     positions = np.unique(table["position"])
     layers = np.unique(table["layer"])
     if ax is not None:

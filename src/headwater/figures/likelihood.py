@@ -11,16 +11,15 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize, to_hex
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from numpy import ndarray
 from scipy.stats import gaussian_kde
 
@@ -34,15 +33,12 @@ from headwater.figures.style import (
     DASHED,
     cell_ticks,
     checked_place,
-    columns,
-    drawable,
-    figure_of,
-    label,
+    draw_line,
+    draw_points,
     legend_above,
     model_title,
     new_figure,
     one_panel,
-    others,
     plain_title,
     set_figure_title,
     short_name,
@@ -87,7 +83,6 @@ def plot_depth_profile(profile: DepthProfile, ax: Axes | None = None) -> Axes | 
 @checked_call
 def depth_profiles(
     profiles: Sequence[DepthProfile],
-    labels: Sequence[str] | None = None,
     *,
     style: StyleName = "headwater",
     ax: Axes | None = None,
@@ -98,7 +93,6 @@ def depth_profiles(
 
     Args:
         profiles: results of `memorization`.
-        labels: a title per model. Default: the models' names, without parent folders.
         style: "headwater", or "published": lettered panels, with the score gaps in separate rows, only for models that
             have scores; models and axes by their published names, without counts. No letter on `ax`.
         ax: axes for the boxes of a single profile, without the densities; default: a new figure.
@@ -106,26 +100,19 @@ def depth_profiles(
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: there are no profiles, or not as many labels; an unknown style; or `ax` was passed for several.
+        InputError: there are no profiles; an unknown style; or `ax` was passed for several.
     """
     size, as_published = checked_place(ax, len(profiles), figsize), is_published(style)
-    if labels is None:
-        names = [short_name(one.run.model) for one in profiles]
-        labels = list(map(model_name, names)) if as_published else names
-    else:
-        labels = [label(one) for one in labels]
-    if not profiles or len(labels) != len(profiles):
-        raise InputError(
-            f"Found {len(labels)} labels for {len(profiles)} profiles; pass at least one profile, and a label for each."
-        )
-    if ax is not None:
-        with shared_look(ax):
-            (_published_boxes if as_published else plot_boxes)(profiles[0], ax)
-            ax.set_title(labels[0] if as_published else f"{labels[0]}: {BY_DEPTH}")
-        return apply_title_and_size(ax, title, None)
+    if not profiles:
+        raise InputError("depth_profiles needs a list of results of memorization; the list is empty.")
+    labels = [short_name(one.run.model) for one in profiles]
+    labels = list(map(model_name, labels)) if as_published else labels
     with shared_look(ax):
-        figure = (_published_panels if as_published else _panels)(profiles, labels)
-    return apply_title_and_size(figure, title, size)
+        if ax is None:
+            return apply_title_and_size(_panels(profiles, labels, as_published), title, size)
+        plot_boxes(profiles[0], ax, as_published)
+        ax.set_title(labels[0] if as_published else f"{labels[0]}: {BY_DEPTH}")
+    return apply_title_and_size(ax, title, None)
 
 
 def title_of(profile: DepthProfile) -> str:
@@ -133,68 +120,40 @@ def title_of(profile: DepthProfile) -> str:
     return plain_title(profile.run.model, BY_DEPTH)
 
 
-def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
-    """Draw boxes of each model, and its densities below; for a single model, beside them."""
-    across = min(len(profiles), COLUMNS)
-    bands = math.ceil(len(profiles) / across)
-    if len(profiles) == 1:
-        figure = new_figure(*ALONE)
-        pairs = [tuple(figure.subplots(1, 2))]
-    else:
-        figure = new_figure(PANEL_WIDTH * across + 0.4, 2 * PANEL_HEIGHT * bands)
-        grid = figure.subplots(2 * bands, across, squeeze=False)
-        places = [divmod(number, across) for number in range(len(profiles))]
-        pairs = [(grid[2 * band, column], grid[2 * band + 1, column]) for band, column in places]
-        for ax in set(grid.flat) - {ax for pair in pairs for ax in pair}:
-            ax.remove()
-    for number, (profile, name, (boxes, densities)) in enumerate(zip(profiles, labels, pairs, strict=True)):
-        plot_boxes(profile, boxes)
-        plot_gaps(profile, densities, narrow=len(profiles) > 1)
-        boxes.set_title(name if len(profiles) > 1 else "", **_title_look(labels))
-        if number % across:
-            boxes.set_ylabel("")
-            densities.set_ylabel("")
-    ends = np.array([boxes.get_ylim() for boxes, _ in pairs])
-    for boxes, _ in pairs:
-        boxes.set_ylim(ends.min(), ends.max())
-    set_figure_title(figure, BOTH if len(profiles) > 1 else f"{labels[0]}: {BOTH}")
-    return figure
+def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str], as_published: bool) -> Figure:
+    """Draw rows of boxes, then rows of densities in the same columns; for a single model, one row.
 
-
-def _published_panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
-    """Draw lettered boxes of all models, then in separate rows lettered densities of the models that have scores."""
+    In the published style, panels have letters, and only the models with scores have densities.
+    """
     named = list(zip(profiles, labels, strict=True))
-    scored = [one for one in named if any(len(_gaps(one[0], quartile)) for quartile in ENDS)]
-    is_alone = len(named) == 1
-    across = len(named) + len(scored) if is_alone else min(len(named), COLUMNS)
-    first_gap = len(named) if is_alone else across * math.ceil(len(named) / across)
-    places = [*range(len(named)), *range(first_gap, first_gap + len(scored))]
+    scored = [one for one in named if not as_published or any(len(_gaps(one[0], quartile)) for quartile in ENDS)]
+    n, is_alone = len(named), len(named) == 1
+    across = 1 + len(scored) if is_alone else min(n, COLUMNS)
+    first_density = 1 if is_alone else across * math.ceil(n / across)
+    places = [*range(n), *range(first_density, first_density + len(scored))]
     rows = places[-1] // across + 1
-    titles = [with_letter(number, name) for number, (_, name) in enumerate([*named, *scored])]
     figure = new_figure(*(ALONE if is_alone else (PANEL_WIDTH * across + 0.4, PANEL_HEIGHT * rows)))
     grid = figure.add_gridspec(rows, across)
     axes = [figure.add_subplot(grid[divmod(place, across)]) for place in places]
+    titles = [name for _, name in named] + [""] * len(scored)
+    if as_published:
+        titles = [with_letter(number, name) for number, (_, name) in enumerate([*named, *scored])]
+    elif is_alone:
+        titles = ["", ""]
     for number, (ax, (profile, _)) in enumerate(zip(axes, [*named, *scored], strict=True)):
-        (_published_boxes if number < len(named) else _published_gaps)(profile, ax)
+        if number < n:
+            plot_boxes(profile, ax, as_published)
+        else:
+            plot_gaps(profile, ax, narrow=not is_alone, as_published=as_published)
         ax.set_title(titles[number], **_title_look(titles))
         if places[number] % across and not is_alone:
             ax.set_ylabel("")
+    if not as_published:
+        ends = np.array([ax.get_ylim() for ax in axes[:n]])
+        for ax in axes[:n]:
+            ax.set_ylim(ends.min(), ends.max())
+        set_figure_title(figure, f"{labels[0]}: {BOTH}" if is_alone else BOTH)
     return figure
-
-
-def _published_boxes(profile: DepthProfile, ax: Axes) -> None:
-    plot_boxes(profile, ax)
-    ax.set_xticks(ax.get_xticks(), [f"Depth {depth}" for depth in profile.depths])
-    ax.set_ylabel(AVERAGE.removesuffix(" (nats)"))
-
-
-def _published_gaps(profile: DepthProfile, ax: Axes) -> None:
-    plot_gaps(profile, ax)
-    handles, series = ax.get_legend_handles_labels()
-    quartiles = [f"{one}%" for one, (*_, named) in ENDS.items() if any(named in words for words in series)]
-    ax.set_xticks(np.arange(-GAP_RANGE, GAP_RANGE + 0.1, 0.5))
-    ax.tick_params(axis="x", labelsize=6)
-    ax.legend(handles, quartiles, loc="upper right", handlelength=1.6)
 
 
 def answers_note(profiles: Sequence[DepthProfile]) -> str:
@@ -217,7 +176,7 @@ def looks_of_depths(profile: DepthProfile) -> dict[int, tuple[str, str]]:
     return {depth: (DEPTH_COLORS[i % n], DEPTH_MARKS[i % n]) for i, depth in enumerate(profile.depths)}
 
 
-def plot_boxes(profile: DepthProfile, ax: Axes) -> None:
+def plot_boxes(profile: DepthProfile, ax: Axes, as_published: bool = False) -> None:
     """Draw a box per depth: median, quartiles, whiskers to the last value within 1.5 interquartile ranges."""
     averages = profile.depthwise
     values = [-averages.loc[averages["depth"] == depth, profile.main].dropna().to_numpy() for depth in profile.depths]
@@ -234,9 +193,10 @@ def plot_boxes(profile: DepthProfile, ax: Axes) -> None:
     for box, (color, _) in zip(drawn["boxes"], looks_of_depths(profile).values(), strict=True):
         box.set_facecolor(color)
         box.set_alpha(0.85)
-    names = [f"Depth {depth}\nn = {len(sample):,}" for depth, sample in zip(profile.depths, values, strict=True)]
+    counts = ["" if as_published else f"\nn = {len(sample):,}" for sample in values]
+    names = [f"Depth {depth}{count}" for depth, count in zip(profile.depths, counts, strict=True)]
     ax.set_xticks(range(1, len(values) + 1), names)
-    ax.set_ylabel(depth_label(profile))
+    ax.set_ylabel(AVERAGE.removesuffix(" (nats)") if as_published else depth_label(profile))
     if any(len(sample) for sample in values):
         ax.set_ylim(bottom=min(0.0, min(sample.min() for sample in values if len(sample))))
 
@@ -246,16 +206,20 @@ def depth_label(profile: DepthProfile) -> str:
     return AVERAGE if profile.run.options["aggregate"] == "group" else "MIN-K% of a Question\n(nats)"
 
 
-def plot_gaps(profile: DepthProfile, ax: Axes, narrow: bool = False) -> Axes:
+def plot_gaps(profile: DepthProfile, ax: Axes, narrow: bool = False, as_published: bool = False) -> Axes:
     """Draw the density of the score gap of the deepest questions in the lowest and highest quartile of Min-K%."""
-    drawn = sum(_density(ax, _gaps(profile, quartile), quartile) for quartile in ENDS)
+    drawn = [quartile for quartile in ENDS if _density(ax, _gaps(profile, quartile), quartile)]
     ax.set(xlim=(-GAP_RANGE, GAP_RANGE), ylabel="Density")
     ax.set_xticks(np.linspace(-GAP_RANGE, GAP_RANGE, 7)[:: 3 if narrow else 1])
     shallower = profile.depths[-2] if len(profile.depths) > 1 else "?"
     whose = "\nof the answers in the data" if drawn and profile.run.options["answers"] == DATA else ""
     ax.set_xlabel(f"Score Gap (D{profile.depths[-1]} − D{shallower}){whose}")
     ax.set_ylim(bottom=0)
-    if drawn:
+    if drawn and as_published:
+        ax.set_xticks(np.arange(-GAP_RANGE, GAP_RANGE + 0.1, 0.5))
+        ax.tick_params(axis="x", labelsize=6)
+        ax.legend(ax.get_legend_handles_labels()[0], [f"{one}%" for one in drawn], loc="upper right", handlelength=1.6)
+    elif drawn:
         legend_above(ax, 1, "", handlelength=2.2)
     else:
         ax.set_yticks([])
@@ -291,8 +255,8 @@ def layer_curves(
     with one_panel(ax, 3.6, 2.9) as ax:
         for depth, (color, mark) in looks_of_depths(profile).items():
             line = rows[rows["depth"] == depth]
-            ax.fill_between(line["layer"], -line["high"], -line["low"], color=color, alpha=0.2, linewidth=0)
-            ax.plot(line["layer"], -line["value"], f"{mark}-", markersize=3, color=color, label=f"Depth {depth}")
+            values = (-line[name] for name in ("value", "high", "low"))
+            draw_line(ax, line["layer"], *values, color=color, marker=mark, markersize=3, label=f"Depth {depth}")
         ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel=AVERAGE if score == profile.main else f"minus {score}")
         whole_numbers(ax.xaxis)
         legend_above(ax, min(3, len(profile.depths)), model_title(profile.run, f"{named} by layer"))
@@ -305,20 +269,20 @@ def _gaps(profile: DepthProfile, quartile: int) -> Float[ndarray, " node"]:
     return rows["gap"].dropna().to_numpy(float)
 
 
-def _density(ax: Axes, gaps: Float[ndarray, " node"], quartile: int) -> int:
-    """Draw a density, or a line if all values are equal; return 1, or 0 if there is nothing to draw."""
+def _density(ax: Axes, gaps: Float[ndarray, " node"], quartile: int) -> bool:
+    """Draw a density, or a line if all values are equal; return whether there is anything to draw."""
     if not len(gaps):
-        return 0
+        return False
     color, dash, hatch, named = ENDS[quartile]
     look: dict[str, Any] = {"color": color, "linestyle": dash}
     if np.ptp(gaps) == 0:
         ax.axvline(gaps[0], label=f"{named} (n = {len(gaps):,}, all {gaps[0]:.2g})", **look)
-        return 1
+        return True
     x = np.linspace(-GAP_RANGE, GAP_RANGE, 301)
     y = gaussian_kde(gaps)(x)
     ax.fill_between(x, y, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.3, linewidth=0)
     ax.plot(x, y, label=f"{named} (n = {len(gaps):,})", **look)
-    return 1
+    return True
 
 
 # Tokens and scores of texts.
@@ -333,8 +297,7 @@ def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
     with one_panel(ax, 3.6, 2.4) as ax:
         if "layer" in table and table["layer"].nunique() > 1:
             found = table.groupby("layer")["log_probability"].quantile(QUARTILES).unstack()
-            ax.fill_between(found.index, found[0.25], found[0.75], color=BLUE, alpha=0.25, linewidth=0)
-            ax.plot(found.index, found[0.5], "o-", color=BLUE, markersize=3)
+            draw_line(ax, found.index, found[0.5], found[0.25], found[0.75], color=BLUE, marker="o", markersize=3)
             ax.set(xlabel="Layer (band: quartiles of tokens)", ylabel="log p of a token (nats)")
             tokens = len(table) // table["layer"].nunique()
             ax.set_title(model_title(stats.run, f"log-probability of {tokens:,} tokens"))
@@ -359,8 +322,8 @@ def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
         drawn = {name: SCORES[name] for name in SCORES if SCORES[name].takes_k and (table["score"] == name).any()}
         for name, score in drawn.items():
             found = table[table["score"] == name].groupby("k")["value"].quantile(QUARTILES).unstack()
-            ax.fill_between(found.index, found[0.25], found[0.75], color=score.color, alpha=0.15, linewidth=0)
-            ax.plot(found.index, found[0.5], marker=score.mark, color=score.color, markersize=3, label=score.title)
+            look: dict[str, Any] = {"color": score.color, "marker": score.mark, "markersize": 3, "label": score.title}
+            draw_line(ax, found.index, found[0.5], found[0.25], found[0.75], **look)
         ax.set(xlabel="K, share of lowest tokens (bands: quartiles of texts)", xlim=(0, 1.02))
         ax.set_ylabel("Score (higher = more likely seen)")
         legend_above(ax, 3, model_title(scores.run, f"scores of {texts:,} texts by K"))
@@ -384,8 +347,8 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
         y = np.arange(len(names))
         is_baseline = (table["score"] == BASELINE).to_numpy()
         for where, color, mark in ((~is_baseline, BLUE, "o"), (is_baseline, ORANGE, "s")):
-            ax.hlines(y[where], table["auc_low"][where], table["auc_high"][where], colors=color, linewidths=1)
-            ax.plot(table["auc"][where], y[where], mark, color=color, markersize=3.5)
+            ends = table["auc_low"][where], table["auc_high"][where]
+            draw_points(ax, table["auc"][where], y[where], *ends, color, mark)
         ax.axvline(0.5, color=FAINT, linewidth=0.7, linestyle="--")
         cell_ticks(ax.yaxis, y, [f"{name}, no model" if name == BASELINE else name for name in names])
         ax.set_ylim(len(names) - 0.4, -0.6)
@@ -411,86 +374,28 @@ def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
     return ax
 
 
-# A heat map of the tokens of texts: their likelihood, and the lowest K % that Min-K% averages.
-#
-# As a figure, and as HTML for notebooks, where hovering over a token shows its numbers. A token's colour is its
-# log-probability, from white (certain) to dark (unlikely); the lowest K % are framed.
+# A heat map of the tokens of texts, as HTML: hovering over a token shows its numbers. A token's colour is its
+# log-probability, from white (certain) to dark (unlikely); the lowest K %, which Min-K% averages, are framed.
 
 COLORS = "YlOrBr"
 UNLIKELY = -10.0
 """The log-probability, in nats, at and below which the colour is the darkest."""
 FRAME = "#2b6cb8"
-WIDTH = 88
-"""Characters per line."""
 SHOWN = 6
 SEEN = "how likely each token is"
 
 
-class Placed(NamedTuple):
-    """A token and its place."""
-
-    text: str
-    line: int
-    column: int
-    log_probability: float
-    lowest: bool
-
-
 @checked_call
-def token_heat_map(
-    profile: DepthProfile,
-    nodes: Sequence[str] | None = None,
-    *,
-    ax: Axes | None = None,
-    title: str | None = None,
-    figsize: Size | None = None,
-) -> Axes | Figure:
-    """Draw the scored tokens of questions, a block of lines per question.
+def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str:
+    """Return the scored tokens of questions as HTML, for `IPython.display.HTML`; all text in it is escaped.
 
     Args:
         profile: a result of `memorization`.
         nodes: ids of questions. Default: the first of the first graphs.
-        ax: axes to draw on; default: a new figure, sized for the tokens' font.
-        title: replaces the figure's title.
-        figsize: width and height of a new figure, in inches.
 
     Raises:
         InputError: a node is unknown, or has no scored tokens.
     """
-    size = checked_place(ax, 1, figsize)
-    chosen = _tokens_of(profile, nodes)
-    placed, headings, line = [], [], 0
-    for name, rows in chosen.items():
-        headings.append((line, name))
-        line, column = line + 1, 0
-        for token, value, lowest in zip(rows["token"], rows["log_probability"], rows["lowest"], strict=True):
-            text = _shown(str(token))[:WIDTH]  # a token longer than a line is cut
-            if column + columns(text) > WIDTH:
-                line, column = line + 1, 0
-            placed.append(Placed(text, line, column, float(value), bool(lowest)))
-            column += columns(text)
-        line += 2
-    width = max(40, *(one.column + columns(one.text) for one in placed))
-    is_new = ax is None
-    with one_panel(ax, 0.7 + 0.058 * width, 0.6 + 0.16 * line) as ax:
-        for start, name in headings:
-            depth = int(profile.table.loc[profile.table["id"] == name, "depth"].iloc[0])
-            ax.text(0, start + 0.5, label(f"{name}, depth {depth}"), va="center", color=FAINT, size=6.5)
-        for one in placed:
-            _draw(ax, one)
-        ax.set(xlim=(0, width), ylim=(line - 0.5, -0.2))
-        ax.axis("off")
-        scale = mpl.cm.ScalarMappable(Normalize(UNLIKELY, 0), mpl.colormaps[COLORS].reversed())
-        bar = ax.figure.colorbar(scale, ax=ax, fraction=0.02, pad=0.01, aspect=12, extend="min", shrink=0.9)
-        bar.set_label("log p (nats);\nframed: lowest K%")
-        ax.set_title(model_title(profile.run, SEEN))
-    apply_title_and_size(ax, title, size)
-    return figure_of(ax) if is_new else ax
-
-
-@checked_call
-def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str:
-    """Return the token heat map as HTML, for `IPython.display.HTML`; all text in it is escaped."""
     blocks = []
     for name, rows in _tokens_of(profile, nodes).items():
         spans = ""
@@ -527,22 +432,6 @@ def _tokens_of(profile: DepthProfile, nodes: Sequence[str] | None) -> dict[str, 
 
 def _shown(token: str) -> str:
     return token.replace("\n", "↵").replace("\t", "→") or "∅"
-
-
-def _draw(ax: Axes, token: Placed) -> None:
-    wide = columns(token.text)
-    box = Rectangle((token.column + 0.05, token.line + 0.06), wide - 0.1, 0.88)
-    # All boxes lie within the axes, so the layout need not measure hundreds of them one by one.
-    box.set(facecolor=_color(token.log_probability), linewidth=0, in_layout=False)
-    ax.add_patch(box)
-    if token.lowest:
-        frame = Rectangle((token.column + 0.08, token.line + 0.08), wide - 0.16, 0.84)
-        ax.add_patch(frame)
-        frame.set(fill=False, edgecolor=FRAME, linewidth=1.1, in_layout=False)
-    middle = token.column + wide / 2
-    text = ax.text(middle, token.line + 0.52, drawable(token.text, "monospace"), ha="center", va="center", size=6.2)
-    # parse_math=False, since a token may contain "$".
-    text.set(color=_ink(token.log_probability), family=["monospace", *others()], parse_math=False, in_layout=False)
 
 
 def _color(log_probability: float) -> str:

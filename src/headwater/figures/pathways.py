@@ -10,7 +10,7 @@ than ten examples is thin, with open markers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
 from headwater.calls import checked_call
-from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PURPLE, RED, SETS, looks_of_sets, places_of_sets
+from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PURPLE, RED, SETS, places_of_sets
 from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_name, set_names
@@ -34,6 +34,8 @@ from headwater.figures.style import (
     DASHED,
     LINES_ARE,
     checked_place,
+    draw_line,
+    draw_points,
     label,
     legend_above,
     model_title,
@@ -51,8 +53,8 @@ from headwater.options import checked_name
 from headwater.pathways.interventions import ANSWER_ONLY, EXACT, EXACT_ON_RANDOM_ROWS, RANDOM, RANDOM_SWAP, SWAP
 from headwater.pathways.modes import ALL, BEST_LAYER, CROSSED, FEWEST, MODES, PER_LAYER, RANDOM_SPLIT, WITHIN, SplitName
 from headwater.pathways.refusal_rates import Refusals
-from headwater.pathways.report import SetAtBest, share_of
-from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, RELATION, RELATION_ANSWER, SPANS
+from headwater.pathways.report import SetAtBest
+from headwater.pathways.tables import PROBE
 from headwater.pathways.tables import WRONG_ANSWER as WRONG
 from headwater.pathways.trace import Pathways
 from headwater.runs.result import DRAWINGS, whole_summary, with_interval
@@ -84,8 +86,6 @@ def delta_p(
     *,
     split_by: SplitName | None = None,
     value: str = "delta_p",
-    titles: Sequence[str] | None = None,
-    columns: int | None = None,
     style: StyleName = "headwater",
     ax: Axes | None = None,
     title: str | None = None,
@@ -97,8 +97,6 @@ def delta_p(
         pathways: results of `hw.trace_pathways`.
         split_by: how the modes are defined: "per layer" (published), "best layer", "cross-fitted" or "random tokens".
         value: `delta_p` or `delta_logit`.
-        titles: of the panels; by default the models' names.
-        columns: panels in a row; up to three by default.
         style: "headwater", or "published": models, series and axes by their published names, without counts.
         ax: axes for a single model, with the legend below; default: a new figure.
         title: above all panels; for a single panel, replaces its title.
@@ -113,10 +111,12 @@ def delta_p(
         raise InputError("delta_p needs a list of results of trace_pathways; the list is empty.")
     checked_name("value", value, tuple(VALUES))
     splits = [_split(result, split_by) for result in shown]
-    titles = _titles(shown, splits, value, as_published) if titles is None else [label(one) for one in titles]
-    if len(titles) != len(shown):
-        raise InputError(f"Found {len(titles)} titles for {len(shown)} panels; pass one for each.")
-    columns = columns or min(len(shown), 3)
+    titles = [model_title(result.run, SPLIT_BY[split]) for result, split in zip(shown, splits, strict=True)]
+    if as_published:
+        titles = [model_name(short_name(result.run.model)) for result in shown]
+    elif len(shown) == 1:
+        titles = [label(title_of(shown[0], splits[0], value))]
+    columns = min(len(shown), 3)
     rows = -(-len(shown) // columns)
     names = _names(shown)
     names = in_order(names) if as_published else names
@@ -147,15 +147,6 @@ def delta_p(
         elif len(shown) > 1:
             set_figure_title(figure, f"{SHORT[value]} without the question's exact words")
     return apply_title_and_size(figure, title, size)
-
-
-def _titles(shown: Sequence[Pathways], splits: Sequence[str], value: str, as_published: bool) -> list[str]:
-    """Return the default titles of the panels."""
-    if as_published:
-        return [model_name(short_name(result.run.model)) for result in shown]
-    if len(shown) == 1:
-        return [label(title_of(shown[0], splits[0], value))]
-    return [model_title(result.run, SPLIT_BY[split]) for result, split in zip(shown, splits, strict=True)]
 
 
 @DRAWINGS.add(Pathways)
@@ -200,9 +191,7 @@ def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, val
             look = look_of(name, mode, names, as_published)
             if 0 < line["examples"].max() < FEWEST:
                 look |= HOLLOW | {"marker": SETS[places_of_sets(names)[name]][1]}
-            bounds = line[f"{value}_low"], line[f"{value}_high"]
-            ax.fill_between(line["layer"], *bounds, color=look["color"], alpha=0.15, linewidth=0)
-            ax.plot(line["layer"], line[value], **look)
+            draw_line(ax, line["layer"], *(line[f"{value}{end}"] for end in ("", "_low", "_high")), **look)
     ax.set_xlabel(layer_label(pathways))
     whole_numbers(ax.xaxis)
     ax.margins(x=0.04)
@@ -321,22 +310,21 @@ def flip_rates(
         InputError: `ax` was passed for several question sets.
     """
     table = pathways.controls[pathways.controls["group"] == ALL]
-    with shared_look(ax):
-        figure, axes = panels(pathways, ax, figsize)
-        for ax, name in zip(axes, pathways.datasets, strict=True):
-            for intervention, look in LOOKS.items():
-                line = table[(table["dataset"] == name) & (table["intervention"] == intervention)]
-                line = line[line["examples"] > 0].sort_values("layer")
-                if len(line):
-                    bounds = 100 * line["flip_rate_low"], 100 * line["flip_rate_high"]
-                    ax.fill_between(line["layer"], *bounds, color=look["color"], alpha=0.15, linewidth=0)
-                    ax.plot(line["layer"], 100 * line["flip_rate"], markersize=2.6, label=intervention, **look)
-            ax.axvline(SetAtBest(pathways, name).layer, color=FAINT, linewidth=0.7, linestyle=":")
-            ax.set(title=_titled(pathways, name, len(axes)), xlabel="Layer", ylim=(0, None))
-            whole_numbers(ax.xaxis)
-        shared_label(axes, "Predictions that flip (%)")
-        _legend_below(figure, axes, f"{BANDS_ARE}; dotted: l*, the probe's best layer\n{RANDOM_ARE}")
-        return with_title(figure, axes, pathways, "predictions that flip", title)
+
+    def draw(panel: Axes, name: str) -> None:
+        for intervention, look in LOOKS.items():
+            line = table[(table["dataset"] == name) & (table["intervention"] == intervention)]
+            line = line[line["examples"] > 0].sort_values("layer")
+            rates = (100 * line[f"flip_rate{end}"] for end in ("", "_low", "_high"))
+            if len(line):
+                draw_line(panel, line["layer"], *rates, markersize=2.6, label=intervention, **look)
+        panel.axvline(SetAtBest(pathways, name).layer, color=FAINT, linewidth=0.7, linestyle=":")
+        panel.set(xlabel="Layer", ylim=(0, None))
+        whole_numbers(panel.xaxis)
+
+    note = f"{BANDS_ARE}; dotted: l*, the probe's best layer\n{RANDOM_ARE}"
+    subject, y = "predictions that flip", "Predictions that flip (%)"
+    return _by_set(pathways, draw, ax, figsize, title, subject=subject, y=y, note=note)
 
 
 @checked_call
@@ -358,64 +346,67 @@ def controls(
     """
     table = pathways.controls_at_best
     shown = [name for name in LOOKS if (table["intervention"] == name).any()]
-    with shared_look(ax):
-        figure, axes = panels(pathways, ax, figsize, sharey=True, names=1.7)
-        for ax, dataset in zip(axes, pathways.datasets, strict=True):
-            ax.axvline(0, color=FAINT, linewidth=0.6)
-            for shift, mode in zip((-0.14, 0.14), MODES, strict=True):
-                own = table[(table["dataset"] == dataset) & (table["group"] == mode)].set_index("intervention")
-                rows = own.reindex(shown)
-                color, marker = MODE_LOOKS[mode]
-                y = np.arange(len(shown)) + shift
-                ax.hlines(y, rows["delta_p_low"], rows["delta_p_high"], colors=color, linewidths=1.2)
-                ax.plot(rows["delta_p"], y, marker, color=color, markersize=3.6, linestyle="none", label=mode)
-            ax.set(title=_titled(pathways, dataset, len(axes)), xlabel="ΔP at l* (percentage points)")
-            ax.set(yticks=range(len(shown)), yticklabels=shown, ylim=(len(shown) - 0.5, -0.5))
-            ax.xaxis.set_major_locator(MaxNLocator(4))
-        _legend_below(figure, axes, f"{LINES_ARE}; l*: the probe's best layer\n{RANDOM_ARE}")
-        return with_title(figure, axes, pathways, "ΔP and controls", title)
+
+    def draw(panel: Axes, dataset: str) -> None:
+        panel.axvline(0, color=FAINT, linewidth=0.6)
+        for shift, (mode, (color, marker)) in zip((-0.14, 0.14), MODE_LOOKS.items(), strict=True):
+            own = table[(table["dataset"] == dataset) & (table["group"] == mode)].set_index("intervention")
+            rows, y = own.reindex(shown), np.arange(len(shown)) + shift
+            low, high = (rows[f"delta_p_{end}"] for end in ("low", "high"))
+            draw_points(panel, rows["delta_p"], y, low, high, color, marker, label=mode)
+        panel.set(xlabel="ΔP at l* (percentage points)")
+        panel.set(yticks=range(len(shown)), yticklabels=shown, ylim=(len(shown) - 0.5, -0.5))
+        panel.xaxis.set_major_locator(MaxNLocator(4))
+
+    note = f"{LINES_ARE}; l*: the probe's best layer\n{RANDOM_ARE}"
+    return _by_set(pathways, draw, ax, figsize, title, subject="ΔP and controls", note=note, names=1.7, sharey=True)
 
 
-def panels(
-    pathways: Pathways, ax: Axes | None, figsize: Size | None, *, sharey: bool = False, names: float = 0.0
-) -> tuple[Figure | None, list[Axes]]:
-    """Make a figure with a panel per question set, and `names` inches for names at the left; or use `ax` for one."""
-    n = len(pathways.datasets)
-    requested_size = checked_place(ax, n, figsize)
-    if ax is not None:
-        return None, [ax]
-    across = 2 if n == 4 else min(n, 4)
-    size = max(CONTROLS_PANEL[0] * across, 3.4) + names, CONTROLS_PANEL[1] * -(-n // across) + 0.4
-    figure = new_figure(*(requested_size or size))
-    return figure, panel_grid(figure, n, across, sharey=sharey)
-
-
-def with_title(
-    figure: Figure | None, axes: list[Axes], pathways: Pathways, subject: str, title: str | None
+def _by_set(
+    pathways: Pathways,
+    draw: Callable[[Axes, str], None],
+    ax: Axes | None,
+    figsize: Size | None,
+    title: str | None,
+    *,
+    subject: str,
+    y: str = "",
+    note: str = "",
+    names: float = 0.0,
+    sharey: bool = False,
 ) -> Axes | Figure:
-    """Put the model and the subject above the panels; for a single panel, above its title."""
-    if len(axes) == 1:
-        axes[0].set_title(f"{model_title(pathways.run, subject)}\n{axes[0].get_title(loc='left')}")
-    elif figure is not None:
-        set_figure_title(figure, model_title(pathways.run, subject))
-    return apply_title_and_size(axes[0] if figure is None else figure, title, None)
+    """Let `draw` fill a panel per question set, on `ax` for a single one, with the model and the subject above.
 
-
-def shared_label(axes: list[Axes], text: str) -> None:
-    """Label the y axes of the leftmost panels."""
-    for ax in axes:
-        if ax.get_subplotspec().is_first_col():  # type: ignore[union-attr]
-            ax.set_ylabel(text)
-
-
-def _titled(pathways: Pathways, dataset: str, n_panels: int) -> str:
-    """Return a title: the question set, its number of examples, and the number with as many random tokens as E_Q.
-
-    With several panels, the counts are on a second line, so that the titles do not meet.
+    With a `note`, titles count the examples, and a legend below all panels has the note as its title. `names` are
+    inches for names at the left.
     """
+    n = len(pathways.datasets)
+    size, across = checked_place(ax, n, figsize), 2 if n == 4 else min(n, 4)
+    heading = model_title(pathways.run, subject)
+    with shared_look(ax):
+        if ax is None:
+            usual = max(CONTROLS_PANEL[0] * across, 3.4) + names, CONTROLS_PANEL[1] * -(-n // across) + 0.4
+            figure = new_figure(*(size or usual))
+            axes = panel_grid(figure, n, across, sharey=sharey)
+        else:
+            figure, axes = None, [ax]
+        for panel, name in zip(axes, pathways.datasets, strict=True):
+            draw(panel, name)
+            seen = _counted_title(pathways, name, " " if n == 1 else "\n") if note else label(name)
+            panel.set_title(f"{heading}\n{seen}" if n == 1 else seen)
+        for panel in axes[::across] if y else ():
+            panel.set_ylabel(y)
+        if note:
+            _legend_below(figure, axes, note)
+        if figure is not None and n > 1:
+            set_figure_title(figure, heading)
+        return apply_title_and_size(axes[0] if figure is None else figure, title, None)
+
+
+def _counted_title(pathways: Pathways, dataset: str, between: str) -> str:
+    """Return a question set with its number of examples, and the number with as many random tokens as E_Q."""
     view = SetAtBest(pathways, dataset)
     beside = f"; random: {view.controlled:,}" if view.controlled else ""
-    between = " " if n_panels == 1 else "\n"
     return f"{label(dataset)}{between}(n = {view.n_examples:,}{beside})"
 
 
@@ -437,11 +428,10 @@ def plot_refusals(refusals: Refusals, ax: Axes | None = None) -> Axes:
     rows = whole_summary(refusals)
     names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
     with one_panel(ax, 4.2, 0.9 + 0.28 * len(rows)) as ax:
-        for shift, mode, column in zip((-0.12, 0.12), MODES, ("q_refused", "a_refused"), strict=True):
-            color, marker = MODE_LOOKS[mode]
-            y = [place + shift for place in range(len(rows))]
-            ax.hlines(y, 100 * rows[f"{column}_low"], 100 * rows[f"{column}_high"], colors=color, linewidths=1.2)
-            ax.plot(100 * rows[column], y, marker, color=color, markersize=3.6, linestyle="none", label=mode)
+        columns = zip((-0.12, 0.12), MODE_LOOKS.items(), ("q_refused", "a_refused"), strict=True)
+        for shift, (mode, look), column in columns:
+            value, low, high = (100 * rows[f"{column}{end}"] for end in ("", "_low", "_high"))
+            draw_points(ax, value, np.arange(len(rows)) + shift, low, high, *look, label=mode)
         left = min(0.0, ax.get_xlim()[0])
         ax.set(yticks=range(len(rows)), yticklabels=names, ylim=(max(len(rows), 1) - 0.5, -0.5), xlim=(left, None))
         ax.set_xlabel(f"Refusals when asked again (%)\n({LINES_ARE})")
@@ -449,59 +439,7 @@ def plot_refusals(refusals: Refusals, ax: Axes | None = None) -> Axes:
     return ax
 
 
-SHOWN = {WRONG: (PROBE, RELATION, RELATION_ANSWER, SPANS), ANY_MODE: (AWARE, MARGIN, BY_LOGIT)}
-"""By question: the measured score, then its baselines."""
-
-
-@checked_call
-def baselines(
-    pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
-) -> Axes | Figure:
-    """Draw the AUC of the probe and of the probe of the mode beside their baselines: a column per question set.
-
-    Args:
-        pathways: a result of `hw.trace_pathways` with its controls.
-        ax: not supported, since there are two panels for each question set.
-        title: replaces the figure's title.
-        figsize: width and height, in inches.
-
-    Raises:
-        InputError: no baseline was measured, or `ax` was passed.
-    """
-    size = checked_place(ax, 2 * len(pathways.datasets), figsize)
-    table = pathways.baselines[~pathways.baselines["difference"] & pathways.baselines["value"].notna()]
-    if not table["score"].isin([*SHOWN[WRONG][1:], *SHOWN[ANY_MODE][1:]]).any():
-        raise InputError("This trace measured no baseline: there is nothing to draw.")
-    sets = pathways.datasets
-    with shared_look(ax):
-        figure = new_figure(1.9 * len(sets) + 1.8, 2.9)
-        axes = figure.subplots(2, len(sets), squeeze=False, sharex=True, sharey="row", height_ratios=(4, 3))
-        for row, (question, scores) in zip(axes, SHOWN.items(), strict=True):
-            for ax, name in zip(row, sets, strict=True):
-                _baseline_panel(ax, table[(table["dataset"] == name) & (table["question"] == question)], scores)
-        for ax, name in zip(axes[0], sets, strict=True):
-            examples = pathways.modes.loc[pathways.modes["dataset"] == name, "example"].nunique()
-            ax.set_title(f"{label(name)} (n = {examples:,})", fontsize=8)
-        for ax in axes[1]:
-            ax.set_xlabel("AUC")
-        axes[0][0].set_ylabel("wrong answers")
-        axes[1][0].set_ylabel("Q-anchored")
-        set_figure_title(figure, f"{model_title(pathways.run, 'probes and baselines')} ({LINES_ARE})")
-    return apply_title_and_size(figure, title, size)
-
-
-def _baseline_panel(ax: Axes, rows: pd.DataFrame, scores: tuple[str, ...]) -> None:
-    table = rows.set_index("score").reindex(scores)
-    colors = [BLUE, *[ORANGE] * (len(scores) - 1)]
-    y = range(len(scores))
-    ax.axvline(0.5, color=FAINT, linewidth=0.7, linestyle=(0, (3, 2)))
-    ax.hlines(y, table["low"], table["high"], colors=colors, linewidths=1.2)
-    for place, value, color in zip(y, table["value"], colors, strict=True):
-        ax.plot([value], [place], "o", color=color, markersize=3.4)
-    ax.set(yticks=y, yticklabels=scores, ylim=(len(scores) - 0.5, -0.5))
-
-
-# Differences between the modes, if any: the density of logit changes, and accuracy and popularity by mode.
+# Differences between the modes, if any: the density of logit changes.
 #
 # Two mechanisms would show as two peaks of the logit change, even among the questions of one relation with one
 # prediction; two peaks over all changes may be two relations, or two predictions. Each panel states the verdicts of the
@@ -509,8 +447,6 @@ def _baseline_panel(ax: Axes, rows: pd.DataFrame, scores: tuple[str, ...]) -> No
 
 SIDES: dict[str, tuple[str, Any, str]] = {"predicted right": (GREEN, "-", ""), "predicted wrong": (RED, DASHED, "////")}
 """Colour, dashes and hatch."""
-GROUPS = 5
-"""Groups of equal size, from the rarest subjects to the most popular."""
 
 
 @checked_call
@@ -529,60 +465,30 @@ def logit_changes(
     Raises:
         InputError: `ax` was passed for several question sets.
     """
-    with shared_look(ax):
-        figure, axes = panels(pathways, ax, figsize)
-        for ax, name in zip(axes, pathways.datasets, strict=True):
-            # A row per example: its mean change in standard deviations of the logit, and the prediction.
-            own = pathways.modes[pathways.modes["dataset"] == name]
-            spread = own.groupby(["seed", "split"])["logit"].transform(lambda logit: logit.std(ddof=0) or 1.0)
-            scaled = own.assign(change=own["delta_logit"] / spread).groupby("example")
-            changes = pd.DataFrame({"change": scaled["change"].mean(), "predicted_wrong": scaled["logit"].mean() > 0})
-            components = pathways.components
-            tested = components[(components["dataset"] == name) & (components["intervention"] == EXACT)]
-            verdicts = tested.set_index("population")["verdict"]
-            ax.axvline(0, 0, 0.6, color=FAINT, linewidth=0.6)
-            grid = np.linspace(changes["change"].min() - 0.4, changes["change"].max() + 0.4, 300)
-            for side, (color, dash, hatch) in SIDES.items():
-                part = changes.loc[changes["predicted_wrong"] == (side == "predicted wrong"), "change"].to_numpy()
-                curve = _density(part, grid) * len(part) / len(changes)
-                ax.fill_between(grid, curve, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.3, linewidth=0)
-                named = f"{side} ({len(part):,}): {verdicts[side]}"
-                ax.plot(grid, curve, color=color, linestyle=dash, label=named)
-            ax.plot([], [], linestyle="none", label=f"all ({len(changes):,}): {verdicts['all']}")
-            if WITHIN in verdicts:
-                ax.plot([], [], linestyle="none", label=f"{WITHIN}: {verdicts[WITHIN]}")
-            ax.set(title=label(name), xlabel="Change of the probe's logit (SD)", yticks=[])
-            ax.set_ylim(0, ax.get_ylim()[1] * 1.95)
-            ax.legend(loc="upper left", fontsize=6.2, handlelength=1.6, borderaxespad=0.2, labelspacing=0.3)
-        shared_label(axes, "Density")
-        return with_title(figure, axes, pathways, "modes of the logit changes", title)
 
+    def draw(panel: Axes, name: str) -> None:
+        # A row per example: its mean change in standard deviations of the logit, and the prediction.
+        own = pathways.modes[pathways.modes["dataset"] == name]
+        spread = own.groupby(["seed", "split"])["logit"].transform(lambda logit: logit.std(ddof=0) or 1.0)
+        scaled = own.assign(change=own["delta_logit"] / spread).groupby("example")
+        changes = pd.DataFrame({"change": scaled["change"].mean(), "predicted_wrong": scaled["logit"].mean() > 0})
+        components = pathways.components
+        tested = components[(components["dataset"] == name) & (components["intervention"] == EXACT)]
+        verdicts = tested.set_index("population")["verdict"]
+        panel.axvline(0, 0, 0.6, color=FAINT, linewidth=0.6)
+        grid = np.linspace(changes["change"].min() - 0.4, changes["change"].max() + 0.4, 300)
+        for side, (color, dash, hatch) in SIDES.items():
+            part = changes.loc[changes["predicted_wrong"] == (side == "predicted wrong"), "change"].to_numpy()
+            curve = _density(part, grid) * len(part) / len(changes)
+            panel.fill_between(grid, curve, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.3, linewidth=0)
+            panel.plot(grid, curve, color=color, linestyle=dash, label=f"{side} ({len(part):,}): {verdicts[side]}")
+        panel.plot([], [], linestyle="none", label=f"all ({len(changes):,}): {verdicts['all']}")
+        if WITHIN in verdicts:
+            panel.plot([], [], linestyle="none", label=f"{WITHIN}: {verdicts[WITHIN]}")
+        panel.set(xlabel="Change of the probe's logit (SD)", yticks=[], ylim=(0, panel.get_ylim()[1] * 1.95))
+        panel.legend(loc="upper left", fontsize=6.2, handlelength=1.6, borderaxespad=0.2, labelspacing=0.3)
 
-@checked_call
-def mode_properties(
-    pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
-) -> Axes | Figure:
-    """Draw the share of right answers by mode, and the Q-anchored share against popularity.
-
-    Args:
-        pathways: a result of `hw.trace_pathways`; the second panel needs a column `popularity` of the questions.
-        ax: axes for a result without a second panel; default: a new figure.
-        title: replaces the figure's title.
-        figsize: width and height of a new figure, in inches.
-
-    Raises:
-        InputError: `ax` was passed for two panels.
-    """
-    modes = pathways.modes
-    has_popularity = "popularity" in modes and bool(modes["popularity"].notna().any())
-    size = checked_place(ax, 1 + has_popularity, figsize)
-    with shared_look(ax):
-        drawn = ax or new_figure(6.4 if has_popularity else 3.2, 2.7)
-        axes = [drawn] if isinstance(drawn, Axes) else drawn.subplots(1, 1 + has_popularity, squeeze=False)[0]
-        _accuracy(axes[0], pathways)
-        if has_popularity:
-            _popularity(axes[1], pathways)
-    return apply_title_and_size(drawn, title, size)
+    return _by_set(pathways, draw, ax, figsize, title, subject="modes of the logit changes", y="Density")
 
 
 def _density(values: NDArray[np.float64], grid: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -594,35 +500,3 @@ def _density(values: NDArray[np.float64], grid: NDArray[np.float64]) -> NDArray[
     if values.std() > 1e-9:
         return gaussian_kde(values, bw_method=width / values.std(ddof=1))(grid)
     return np.exp(-0.5 * ((grid - values.mean()) / width) ** 2) / (width * np.sqrt(2 * np.pi))
-
-
-def _accuracy(ax: Axes, pathways: Pathways) -> None:
-    for shift, mode in zip((-0.12, 0.12), MODES, strict=True):
-        color, marker = MODE_LOOKS[mode]
-        for row, name in enumerate(pathways.datasets):
-            own = pathways.modes[(pathways.modes["dataset"] == name) & (pathways.modes["mode"] == mode)]
-            if own.empty:
-                continue
-            share = share_of(own, "correct")
-            named = None if mode in ax.get_legend_handles_labels()[1] else mode
-            ax.hlines(row + shift, 100 * share.low, 100 * share.high, colors=color, linewidths=1.2)
-            ax.plot(100 * share.value, row + shift, marker, color=color, markersize=3.6, linestyle="none", label=named)
-    n, names = len(pathways.datasets), ticks(pathways.datasets)
-    ax.set(yticks=range(n), yticklabels=names, ylim=(n - 0.5, -0.5), xlabel=f"Right answers (%; {LINES_ARE})")
-    legend_above(ax, 2, model_title(pathways.run, "right answers by mode"))
-
-
-def _popularity(ax: Axes, pathways: Pathways) -> None:
-    for name, (color, mark) in looks_of_sets(pathways.datasets).items():
-        modes = pathways.modes[pathways.modes["dataset"] == name].dropna(subset="popularity")
-        if modes.empty:
-            continue
-        group = np.ceil(modes["popularity"].rank(method="average", pct=True) * GROUPS).astype(int)
-        x = sorted(set(group))
-        shares = 100 * np.array([share_of(modes.assign(q=modes["mode"] == MODES[0])[group == g], "q") for g in x])
-        ax.fill_between(x, shares[:, 1], shares[:, 2], color=color, alpha=0.15, linewidth=0)
-        named = f"{label(name)} ({modes['example'].nunique():,})"
-        ax.plot(x, shares[:, 0], f"{mark}-", color=color, markersize=2.8, label=named)
-    ax.set_xticks(range(1, GROUPS + 1), ["rarest", *("" for _ in range(GROUPS - 2)), "most\npopular"])
-    ax.set(xlabel=f"Subject's popularity, in fifths ({BANDS_ARE})", ylabel="Q-anchored (%)", ylim=(0, None))
-    legend_above(ax, 2, "")

@@ -10,7 +10,7 @@ With more than two sets, every two further sets get another row of panels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ from headwater.figures.style import (
     DASHED,
     checked_place,
     label,
-    model_title,
     new_figure,
     set_figure_title,
     short_name,
@@ -73,7 +72,6 @@ def saliency(
     *,
     target: LossName | None = None,
     datasets: Sequence[str] | None = None,
-    log_scale: bool = False,
     style: StyleName = "headwater",
     ax: Axes | None = None,
     title: str | None = None,
@@ -85,10 +83,8 @@ def saliency(
         results: results of `hw.saliency`, for one or more models; runs of one model share a panel.
         target: `cross_entropy` or `logit`; default: the target of the first run.
         datasets: which question sets; default: all.
-        log_scale: a logarithmic axis (densities of the logarithm; zeros are left out and counted), for when most values
-            would be crushed against 0.
         style: "headwater", or "published": models, series and axes by their published names, without counts.
-        ax: axes for at most two question sets of one model; default: a new figure.
+        ax: axes for a single model; default: a new figure with a panel for every two question sets.
         title: above all panels; for a single panel, replaces its title.
         figsize: width and height of a new figure, in inches.
 
@@ -103,35 +99,42 @@ def saliency(
     tables, names = _tables(listed, chosen, datasets)
     as_published = is_published(style)
     names = in_order(names) if as_published else names
-    pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
-    size = checked_place(ax, len(pairs) * len(tables), figsize)
+    groups = [names] if ax is not None else [names[i : i + 2] for i in range(0, len(names), 2)]
+    size = checked_place(ax, len(tables), figsize)
     axis = _axis(chosen, listed[0].run.options.get("pairs"))
+    width = max(3.4, 2.7 * len(tables))
     with shared_look(ax):
-        if ax is not None:
-            (table,) = tables.values()
-            run = listed[0].run
-            heading = model_name(short_name(run.model)) if as_published else model_title(run, SEEN)
-            _alone(ax, table, names, axis, log_scale, heading, as_published)
-            return apply_title_and_size(ax, title, None)
-        width = max(3.4, 2.7 * len(tables))
-        figure = new_figure(width, 1.9 * len(pairs) + 0.15 * len(names) + (0.6 if as_published else 0.9))
-        axes = figure.subplots(len(pairs), len(tables), squeeze=False)
-        handles: list[dict[str, Any]] = []
+        if ax is None:
+            figure = new_figure(width, 1.9 * len(groups) + 0.15 * len(names) + (0.6 if as_published else 0.9))
+            axes = figure.subplots(len(groups), len(tables), squeeze=False)
+        else:
+            axes = np.array([[ax]])
+        found: list[tuple[tuple[int, int], str, Any, str]] = []
         for column, (model, table) in enumerate(tables.items()):
-            for panel, pair in zip(axes[:, column], pairs, strict=True):
-                handles.append(_panel(panel, table[table["dataset"].isin(pair)], names, axis, log_scale, as_published))
+            for panel, group in zip(axes[:, column], groups, strict=True):
+                found += _panel(panel, table[table["dataset"].isin(group)], names, axis, as_published)
                 panel.set_ylabel("" if column else "Density")
             shown = model_name(short_name(model)) if as_published else short_name(model)
-            only = len(tables) == 1 and not as_published
-            axes[0, column].set_title(f"{shown}: {SEEN}" if only else shown)
-        entries = _in_order(handles)
-        if not entries:
+            axes[0, column].set_title(f"{shown}: {SEEN}" if len(tables) == 1 and not as_published else shown)
+        if not found:
             raise InputError("No example has a saliency to draw: every value is NaN.")
-        longest = max(len(entry.replace("$", "").replace("_", "")) for entry in entries)
-        ncols = int(np.clip(width // (0.06 * longest + 0.35), 1, len(pairs) * 2))
-        look: dict[str, Any] = {"title": None if as_published else _spelled(entries), "title_fontsize": 7}
-        drawn = [entry[:2] for entry in entries.values()]
-        figure.legend(drawn, entries, loc="outside lower center", ncols=ncols, handlelength=2.4, **look)
+        # By kind of edge, then by question set; each with the counts of all models.
+        entries: dict[str, tuple[Any, list[str]]] = {}
+        for _, entry, drawn, count in sorted(found, key=lambda one: one[0]):
+            entries.setdefault(entry, (drawn, []))[1].append(count)
+        texts = list(entries)
+        if not as_published:
+            texts = [f"{entry} (n = {', '.join(counts)})" for entry, (_, counts) in entries.items()]
+        marked = [DAGGER_IS] * any(DAGGER in text for text in texts)
+        look: dict[str, Any] = {"handlelength": 2.4, "title_fontsize": 7}
+        handles = [drawn for drawn, _ in entries.values()]
+        if ax is not None:
+            ax.legend(handles, texts, title=marked[0] if marked else None, **look)
+            return apply_title_and_size(ax, title, None)
+        longest = max(len(text.replace("$", "").replace("_", "")) for text in texts)
+        ncols = int(np.clip(width // (0.06 * longest + 0.35), 1, len(groups) * 2))
+        spelled = None if as_published else "\n".join([SPELLED, *marked])
+        figure.legend(handles, texts, loc="outside lower center", ncols=ncols, title=spelled, **look)
         if len(tables) > 1 and not as_published:
             set_figure_title(figure, SEEN.capitalize())
     return apply_title_and_size(figure, title, size)
@@ -165,89 +168,50 @@ def _tables(
 @DRAWINGS.add(Saliency)
 def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
     """Draw one run, on `ax` or on a new figure."""
-    if ax is None:
-        return saliency([result])
-    with shared_look(ax):
-        axis = _axis(result.target, result.run.options.get("pairs"))
-        _alone(ax, result.of(), list(result.datasets), axis, False, model_title(result.run, SEEN))
-    return ax
-
-
-def _alone(
-    ax: Axes, table: pd.DataFrame, names: list[str], axis: str, log_scale: bool, title: str, as_published: bool = False
-) -> None:
-    """Draw a single panel with its legend and title."""
-    entries = _in_order([_panel(ax, table, names, axis, log_scale, as_published)])
-    ax.set(ylabel="Density", title=title)
-    marked = DAGGER_IS if _spelled(entries) != SPELLED else None
-    ax.legend([entry[:2] for entry in entries.values()], entries, handlelength=2.4, title=marked, title_fontsize=7)
-
-
-def _spelled(entries: Iterable[str]) -> str:
-    """Return the explanation of the legend's symbols."""
-    return f"{SPELLED}\n{DAGGER_IS}" if any(DAGGER in entry for entry in entries) else SPELLED
-
-
-def _in_order(panels: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the legend's entries by kind of edge, then by question set; each with the counts of all models."""
-    looks: dict[str, Any] = {}
-    counts: dict[str, list[str]] = {}
-    for entry, (*drawn, counted) in ((entry, look) for panel in panels for entry, look in panel.items()):
-        looks.setdefault(entry, tuple(drawn))
-        counts.setdefault(entry, []).append(counted)
-    ordered = sorted(looks.items(), key=lambda entry: entry[1][2])
-    return {
-        entry + (f" (n = {', '.join(counts[entry])})" if any(counts[entry]) else ""): look for entry, look in ordered
-    }
+    return saliency([result], ax=ax)
 
 
 def _panel(
-    ax: Axes, table: pd.DataFrame, names: list[str], axis: str, log_scale: bool, as_published: bool = False
-) -> dict[str, Any]:
-    """Draw the densities of one model; return by label the legend's entries, their order and number of examples."""
+    ax: Axes, table: pd.DataFrame, names: list[str], axis: str, as_published: bool
+) -> list[tuple[tuple[int, int], str, Any, str]]:
+    """Draw the densities of one model; return the legend's entries: order, text, handles, number of examples."""
     drawn = {
         (kind, name): values
         for name in dict.fromkeys(table["dataset"])
         for kind in KINDS
-        if len(values := _values(table, name, kind, log_scale))
+        if len(values := _values(table, name, kind))
     }
     if not drawn:
         ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes)
-        return {}
-    shown = np.log10 if log_scale else np.asarray
-    # The logarithm has no lower bound, so the axis starts 0.2 decades below the lowest first percentile.
-    start = min(float(np.quantile(shown(v), 0.01)) for v in drawn.values()) - 0.2 if log_scale else 0.0
-    stop = max(float(np.quantile(shown(v), 0.98)) for v in drawn.values())
-    grid = np.linspace(start, stop + 0.08 * (stop - start), 400)
-    places = 10**grid if log_scale else grid
-    handles = {}
+        return []
+    stop = max(float(np.quantile(values, 0.98)) for values in drawn.values())
+    grid = np.linspace(0.0, 1.08 * stop, 400)
+    entries = []
     for (kind, name), values in drawn.items():
-        place = names.index(name)
-        density = gaussian_kde(shown(values))
-        height = density(grid) if log_scale else density(grid) + density(-grid)
+        density = gaussian_kde(values)
+        height = density(grid) + density(-grid)
         area, line = _looks(kind, name, names, as_published)
-        ax.fill_between(places, height, **area)
-        ax.plot(places, height, markevery=40, **line)
+        ax.fill_between(grid, height, **area)
+        ax.plot(grid, height, markevery=40, **line)
         counted = f"{len(values):,}{DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"
         # Math text, unless that would lose letters of the question set's name.
         edges = KINDS[kind] if name.isascii() else KINDS[kind].replace("$", "")
-        entry = f"{label(name)}, {edges}"
-        if as_published:
-            entry, counted = f"$S_{{{ARROWS[kind]}}}$ ({set_names(names)[name]})", ""
-        handles[entry] = (Patch(**area), Line2D([], [], **line), (list(KINDS).index(kind), place), counted)
-    ax.set(xlim=(places[0], places[-1]), ylim=(0, None))
-    exponent = int(np.floor(np.log10(stop))) if not log_scale else 0
-    if log_scale:
-        ax.set_xscale("log")
-    else:
-        ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-        ax.xaxis.set_major_formatter(lambda value, _: f"{value / 10.0**exponent:.3g}")
-        ax.yaxis.set_major_formatter(lambda density, _: f"{density * 10.0**exponent:.3g}")
-    unit = f" / $10^{{{exponent}}}$" if exponent else ""
-    ax.set_xlabel(f"Saliency ({axis}){unit}")
-    if as_published:
-        _published_axis(ax, axis)
-    return handles
+        entry = f"$S_{{{ARROWS[kind]}}}$ ({set_names(names)[name]})" if as_published else f"{label(name)}, {edges}"
+        order = list(KINDS).index(kind), names.index(name)
+        entries.append((order, entry, (Patch(**area), Line2D([], [], **line)), counted))
+    exponent = int(np.floor(np.log10(stop)))
+    unit = f" / $10^{{{exponent}}}$" * bool(exponent)
+    ax.set(xlim=(0.0, grid[-1]), ylim=(0, None), xlabel=f"Saliency ({axis}){unit}")
+    ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value / 10.0**exponent:.3g}")
+    ax.yaxis.set_major_formatter(lambda density, _: f"{density * 10.0**exponent:.3g}")
+    if as_published:  # the published name, and powers of ten at the ends of both axes
+        ax.set_xlabel("Saliency Score" + f" ({PAIRS['mean']})" * axis.startswith(PAIRS["mean"]))
+        at: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 6, "ha": "right"}
+        if exponent:
+            ax.annotate(f"$\\times 10^{{{exponent}}}$", (1, 0), (0, -14), va="top", **at)
+            ax.annotate(f"$\\times 10^{{{-exponent}}}$", (0, 1), (-3, 0), va="bottom", **at)
+    return entries
 
 
 def _looks(kind: str, name: str, names: list[str], as_published: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -268,22 +232,10 @@ def _axis(target: str, pairs: object) -> str:
     return ", ".join(filter(None, (PAIRS.get(str(pairs)), TARGET_NAMES[target])))
 
 
-def _published_axis(ax: Axes, axis: str) -> None:
-    """Name the axis as published if it shows the published quantity; put powers of ten at the ends of both axes."""
-    power = ax.get_xlabel().partition("{")[2].partition("}")[0]
-    means = axis.startswith(PAIRS["mean"])
-    ax.set_xlabel(f"Saliency Score ({PAIRS['mean']})" if means else "Saliency Score")
-    if power:
-        at: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 6}
-        ax.annotate(f"$\\times 10^{{{power}}}$", (1, 0), (0, -14), ha="right", va="top", **at)
-        ax.annotate(f"$\\times 10^{{{-int(power)}}}$", (0, 1), (-3, 0), ha="right", va="bottom", **at)
-
-
-def _values(table: pd.DataFrame, dataset: str, kind: str, log_scale: bool) -> NDArray[np.float64]:
+def _values(table: pd.DataFrame, dataset: str, kind: str) -> NDArray[np.float64]:
     """Return the values of one density; empty if this kind was not measured for the set."""
     values = table.loc[table["dataset"] == dataset, kind].to_numpy(dtype=np.float64)
     values = values[np.isfinite(values)]
-    values = values[values > 0] if log_scale else values
     if len(values) == 1 or (len(values) > 1 and np.ptp(values) == 0):
         found = "one example" if len(values) == 1 else f"{len(values):,} examples, all with the value {values[0]:.3g}"
         raise InputError(f"{dataset}: {kind} has {found}: no density can be drawn. Give more examples.")

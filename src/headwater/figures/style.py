@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -205,9 +205,9 @@ def style(ax: Axes | None = None) -> Iterator[None]:
         mpl.rcParams.update(before)
 
 
-def new_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """Make a figure of a size in inches, or of the size passed to `plot(figsize=)`."""
-    return plt.figure(figsize=requested_size() or (width, height), layout=layout, FigureClass=Drawing)
+    return plt.figure(figsize=requested_size() or (width, height), layout="constrained", FigureClass=Drawing)
 
 
 def panel_grid(figure: Any, panels: int, columns: int, **shared: Any) -> list[Axes]:
@@ -241,9 +241,9 @@ def plain_title(model: str, seen: str) -> str:
     return f"{_last(model)}: {seen}"
 
 
-def set_figure_title(figure: Figure, title: str, **place: Any) -> None:
+def set_figure_title(figure: Figure, title: str) -> None:
     """Put a title above all panels of a figure, in the place of a single panel's title."""
-    figure.suptitle(title, x=0.01, ha="left", size=mpl.rcParams["axes.titlesize"], weight="bold", **place)
+    figure.suptitle(title, x=0.01, ha="left", size=mpl.rcParams["axes.titlesize"], weight="bold")
 
 
 def short_name(model: str) -> str:
@@ -355,6 +355,18 @@ def _fitting(of: Axes | Figure, columns: int, **options: Any) -> Legend:
         columns -= 1
         if isinstance(of, Figure):
             legend.remove()
+
+
+def draw_line(ax: Axes, x: Any, values: Any, low: Any, high: Any, *, color: str, **look: Any) -> None:
+    """Draw a line with a band of its intervals."""
+    ax.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+    ax.plot(x, values, color=color, **look)
+
+
+def draw_points(ax: Axes, values: Any, y: Any, low: Any, high: Any, color: str, mark: str, **look: Any) -> None:
+    """Draw a marker at each height `y`, with a line for its interval."""
+    ax.hlines(y, low, high, colors=color, linewidths=1.2)
+    ax.plot(values, y, mark, color=color, markersize=3.6, linestyle="none", **look)
 
 
 def largest(grid: Any) -> float:

@@ -26,6 +26,7 @@ from headwater.figures.style import (
     cell_ticks,
     checked_place,
     color_bar,
+    draw_line,
     drawable,
     figure_of,
     inches,
@@ -103,12 +104,13 @@ def plot_sweep(
         axes = [ax] if ax is not None else _axes(panels, fixed)
         for one, (name, part) in zip(axes, panels, strict=True):
             _panel(one, part, name, measure, sweep, fixed)
+        title = drawn_label(title_of(sweep, panels, fixed))
         if len(panels) == 1:
-            axes[0].set_title(model_title(sweep.run, drawn_label(_alone(part, name, sweep, fixed))))
+            axes[0].set_title(title)
             return axes[0]
         _share_scales(axes, [name for name, _ in panels])
         figure = figure_of(axes[0])
-        set_figure_title(figure, model_title(sweep.run, _of_what(sweep)))
+        set_figure_title(figure, title)
     return figure
 
 
@@ -129,34 +131,22 @@ def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.
     return panels
 
 
-def title_of(sweep: Sweep, panels: Sequence[tuple[Any, pd.DataFrame]]) -> str:
-    """Return the title of a sweep's figure with all its panels, as plain text."""
-    (name, part), several = panels[0], len(panels) > 1
-    return plain_title(sweep.run.model, _of_what(sweep) if several else _alone(part, name, sweep, {}))
-
-
-def _alone(part: pd.DataFrame, name: Any, sweep: Sweep, fixed: dict[str, object]) -> str:
-    """Return the title of a single panel, including the operation at its site."""
-    site = name[0]
-    if site in TITLES or sweep.run.analysis not in DONE:
-        return _seen(part, name, fixed)
-    estimated = ", estimated" if sweep.engine == AttributionRunner.name else ""
-    return f"{site} {DONE[sweep.run.analysis]}{estimated}{_noise(sweep)}{_seen(part, name, fixed).removeprefix(site)}"
-
-
-def _of_what(sweep: Sweep) -> str:
-    """Return the subject of all panels of a sweep."""
-    if sweep.engine == AttributionRunner.name:
-        return f"effect of patching, estimated from gradients{_noise(sweep)}"
-    way = f" {WAYS[sweep.run.options['direction']]}" if "direction" in sweep.run.options else ""
-    seen = {"patch": f"effect of patching{way}", "ablate": "effect of ablation"}.get(sweep.run.analysis, "effects")
-    return f"{seen}{_noise(sweep)}"
-
-
-def _noise(sweep: Sweep) -> str:
-    """Return the noise of causal tracing, if it produced the corrupted runs."""
-    noise = sweep.run.options.get("corruption")
-    return f", noise of SD {noise['std']:.2g} in {noise['samples']:,} draws" if noise else ""
+def title_of(sweep: Sweep, panels: Sequence[tuple[Any, pd.DataFrame]], fixed: dict[str, Any]) -> str:
+    """Return the title of a sweep's figure as plain text: the subject of all panels, or a single panel's."""
+    analysis, options, (name, part) = sweep.run.analysis, sweep.run.options, panels[0]
+    is_estimated, noise = sweep.engine == AttributionRunner.name, options.get("corruption")
+    drawn = f", noise of SD {noise['std']:.2g} in {noise['samples']:,} draws" if noise else ""
+    if len(panels) > 1 and is_estimated:
+        seen = f"effect of patching, estimated from gradients{drawn}"
+    elif len(panels) > 1:
+        way = f" {WAYS[options['direction']]}" if "direction" in options else ""
+        seen = {"patch": f"effect of patching{way}", "ablate": "effect of ablation"}.get(analysis, "effects") + drawn
+    elif name[0] in TITLES or analysis not in DONE:
+        seen = _seen(part, name, fixed)
+    else:
+        done = f"{name[0]} {DONE[analysis]}{', estimated' * is_estimated}{drawn}"
+        seen = done + _seen(part, name, fixed).removeprefix(name[0])
+    return plain_title(sweep.run.model, seen)
 
 
 def _share_scales(axes: Sequence[Axes], names: Sequence[Any]) -> None:
@@ -408,8 +398,8 @@ def dose_response(
         ax.axhline(0, color=FAINT, linewidth=0.6)
         for layer, (color, mark) in zip(layers, SETS, strict=False):
             rows = summary[summary["layer"] == layer]
-            ax.fill_between(rows["dose"], rows["low"], rows["high"], color=color, alpha=0.18, linewidth=0)
-            ax.plot(rows["dose"], rows["mean"], color=color, marker=mark, markersize=2.6, label=f"layer {layer}")
+            values = (rows[name] for name in ("dose", "mean", "low", "high"))
+            draw_line(ax, *values, color=color, marker=mark, markersize=2.6, label=f"layer {layer}")
         ax.set(xlabel="Dose", ylabel=metric_label(metric, "effect"))
         n = table["example"].nunique()
         seen = f"{site} steered (n = {n:,}" + "; bands: 95 %" * (n > 1) + ")"

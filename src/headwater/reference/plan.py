@@ -1,7 +1,7 @@
 """The plan of a full reproduction: a command per model, its data, the size of its weights.
 
 Also: what the commands of an analysis cannot measure, or not as published (`LIMITS`), which explains differences; and
-how many numbers were published for a model, and how many of these a finished run has measured.
+how many numbers were published for a model.
 """
 
 from __future__ import annotations
@@ -12,28 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from headwater.calls import checked_call
-from headwater.errors import RunFolderError
 from headwater.options import checked_path
 from headwater.reference.membership import JOINED
-from headwater.reference.published import KINDS, Reproduction, published_numbers
+from headwater.reference.published import KINDS, published_numbers
 
 RUNS = "runs"
-BILLIONS = {
-    "gpt2-xl": 1.55, "microsoft/phi-2": 2.78, "state-spaces/mamba-1.4b-hf": 1.37,
-    "EleutherAI/pythia-160m": 0.16, "EleutherAI/pythia-1.4b": 1.41, "EleutherAI/pythia-2.8b": 2.77,
-    "EleutherAI/pythia-6.9b": 6.86, "EleutherAI/pythia-12b": 11.84,
-    "huggyllama/llama-13b": 13.02, "huggyllama/llama-30b": 32.53, "huggyllama/llama-65b": 65.28,
-    "meta-llama/Llama-2-7b-chat-hf": 6.74, "meta-llama/Llama-2-13b-chat-hf": 13.02,
-    "meta-llama/Llama-2-70b-chat-hf": 68.98, "meta-llama/Llama-3.2-1B": 1.24,
-    "meta-llama/Llama-3.2-3B": 3.21, "meta-llama/Llama-3.2-3B-Instruct": 3.21,
-    "meta-llama/Meta-Llama-3-8B": 8.03, "meta-llama/Meta-Llama-3-8B-Instruct": 8.03,
-    "meta-llama/Meta-Llama-3-70B": 70.55, "meta-llama/Meta-Llama-3-70B-Instruct": 70.55,
-    "meta-llama/Meta-Llama-3.1-8B": 8.03, "meta-llama/Meta-Llama-3.1-70B": 70.55,
-    "mistralai/Mistral-7B-v0.1": 7.24, "mistralai/Mistral-7B-Instruct-v0.1": 7.24,
-    "mistralai/Mistral-7B-v0.3": 7.25, "mistralai/Mistral-7B-Instruct-v0.3": 7.25,
-    "Qwen/Qwen3-8B": 8.19, "Qwen/Qwen3-32B": 32.76,
-}  # fmt: skip
-"""Billions of parameters of every published model, by its name on the hub."""
 ONE_GPU = 70
 """GiB that weights may take on a GPU of 80 GB."""
 LIMITS = {
@@ -79,19 +62,18 @@ DATA = {
     **dict.fromkeys(MIMIR, "MIMIR, ngram_13_0.8, rows of text and member"),
 }
 """Descriptions of the files and folders that the commands name."""
-FIGURES: dict[str, dict[str, tuple[str, ...]]] = {
-    "maps": {"heads": ("gpt2-xl", "phi-2", "pythia-12b", "Meta-Llama-3.1-70B")},
-    "pathways": {
-        "pathways": ("Llama-3.2-1B", "Llama-3.2-3B"),
-        "saliency --set triviaqa": ("Meta-Llama-3-8B", "Meta-Llama-3-70B"),
-    },
-    "memorization": {
-        "memorization": (
-            "Llama-2-7b-chat-hf", "Llama-2-70b-chat-hf", "Meta-Llama-3-8B-Instruct", "Meta-Llama-3-70B-Instruct",
-        )
-    },
+FIGURES: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
+    "maps": (("heads", "", ("gpt2-xl", "phi-2", "pythia-12b", "Meta-Llama-3.1-70B")),),
+    "pathways": (
+        ("pathways", "", ("Llama-3.2-1B", "Llama-3.2-3B")),
+        ("saliency", " --set triviaqa", ("Meta-Llama-3-8B", "Meta-Llama-3-70B")),
+    ),
+    "memorization": ((
+        "memorization", "",
+        ("Llama-2-7b-chat-hf", "Llama-2-70b-chat-hf", "Meta-Llama-3-8B-Instruct", "Meta-Llama-3-70B-Instruct"),
+    ),),
 }  # fmt: skip
-"""By analysis: the published figures that `headwater figure` draws from its runs, and for which models."""
+"""By analysis: the published figures that `headwater figure` draws from its runs, with options, for which models."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +92,6 @@ class PlanLine:
     """Folder of the command's run, below `runs`."""
     published: int
     """Number of published numbers."""
-    measured: int
-    """Number of these that a finished run has measured."""
 
 
 @checked_call
@@ -119,14 +99,14 @@ def reproduction_plan(runs: str | Path = RUNS) -> tuple[PlanLine, ...]:
     """Return the commands that measure every published number again, a line per analysis, model and benchmark.
 
     Args:
-        runs: the folder that contains the runs of the commands; finished runs are read there.
+        runs: the folder into which the commands write.
 
     Raises:
         InputError: `runs` is not a path.
     """
     below = checked_path("runs", runs)
     return tuple(
-        _line(below, kind, model, *command)
+        _line(below, kind, model, numbers["billions"], *command)
         for kind in KINDS
         for model, numbers in published_numbers(kind).models.items()
         for command in _commands(kind, numbers)
@@ -136,30 +116,26 @@ def reproduction_plan(runs: str | Path = RUNS) -> tuple[PlanLine, ...]:
 def figure_commands(kind: str, runs: str | Path = RUNS) -> list[str]:
     """Return the commands that draw the published figures of an analysis from its finished runs."""
     return [
-        f"headwater figure {figure.partition(' ')[0]} {' '.join(str(Path(runs) / f'{kind}-{one}') for one in models)}"
-        f"{figure.removeprefix(figure.partition(' ')[0])} --style published"
-        for figure, models in FIGURES.get(kind, {}).items()
+        f"headwater figure {figure} {' '.join(str(Path(runs) / f'{kind}-{one}') for one in models)}{options} "
+        "--style published"
+        for figure, options, models in FIGURES.get(kind, ())
     ]
 
 
 def _line(
-    runs: Path, kind: str, model: str, words: str, data: tuple[str, ...], numbers: Mapping[str, Any], part: str
+    runs: Path, kind: str, model: str, billions: float, words: str, data: tuple[str, ...], numbers: object, part: str
 ) -> PlanLine:
     folder = runs / "-".join(filter(None, (kind, model.rpartition("/")[2], part)))
-    weights = BILLIONS[model] * 1e9 * (4 if kind in ("maps", "membership") else 2) / 2**30
+    weights = billions * 1e9 * (4 if kind in ("maps", "membership") else 2) / 2**30
     spread = " --device auto" if weights > ONE_GPU else ""
     command = f"headwater reproduce {kind} {model} {words}{spread} --out {folder}"
-    try:
-        measured = int(Reproduction.load(folder).table["difference"].count())
-    except RunFolderError:
-        measured = 0
-    return PlanLine(kind, model, command, data, weights, str(folder), _count(numbers), measured)
+    return PlanLine(kind, model, command, data, weights, str(folder), _count(numbers))
 
 
 def _count(numbers: object) -> int:
     """Count the published numbers of a model, without its shape; a ranking of heads counts once."""
     if isinstance(numbers, Mapping):
-        return sum(_count(value) for name, value in numbers.items() if name not in ("layers", "heads"))
+        return sum(_count(value) for name, value in numbers.items() if name not in ("billions", "layers", "heads"))
     return 1
 
 

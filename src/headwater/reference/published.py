@@ -44,7 +44,7 @@ class Published:
 
     source: str
     models: Mapping[str, Mapping[str, Any]]
-    """By model: its shape (`layers`, `heads`) and its published numbers."""
+    """By model: its size (`billions` of parameters, `layers`, `heads`) and its published numbers."""
 
     def name_of(self, model: str, shape: ModelShape, requested: str | None = None) -> str | None:
         """Return the published model that `model` is, or None; raise if its shape is not the published one.

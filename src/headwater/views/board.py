@@ -2,7 +2,7 @@
 
 With a kernel and `headwater[live]` the board is a widget, and every click is computed when it is made. A standalone
 page (`view`, `save_html`) contains the effects of all single nodes and needs no kernel. Both use the same script, and
-both are `headwater.views.clicks`, which needs no browser at all.
+both are `Board.click`, which needs no browser at all.
 
 The widget's page is in a separate frame without access to the notebook. A few lines of script pass its messages to the
 kernel, and the answers back:
@@ -17,25 +17,29 @@ The answer to an error is one line of text.
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from headwater.calls import checked_call
 from headwater.errors import HeadwaterError, InputError
 from headwater.figures.style import plain_title
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import SiteName, sites_named
-from headwater.options import checked_name, one_or_several
+from headwater.options import checked_flag, checked_name, one_or_several
 from headwater.patching.activation_patching import patch
-from headwater.patching.metrics import Measures, as_metrics
-from headwater.patching.prompts import Prompts, read_prompt_pair
+from headwater.patching.components import ActivationNode, read_nodes, set_name
+from headwater.patching.metrics import Measures, Metric, as_metrics
+from headwater.patching.prompts import PromptPair, Prompts, read_prompt_pair
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import View
-from headwater.views.clicks import EDGES, HEADS, HOWS, Clicks, HowName, Patched
+from headwater.views.clicks import EDGES, HEADS, HOWS, TOP, HowName, NextTokens, Patched, RecordedPair, share
 from headwater.views.page import asset, interactive, packed
 
 CELLS = ("resid_pre", "attn_out", "mlp_out")
@@ -87,8 +91,170 @@ def board(
     return made
 
 
-class Board(Clicks):
-    """One pair of prompts, to click on. Created by `hw.board`."""
+@dataclass(eq=False, repr=False)
+class Board:
+    """One pair of prompts whose nodes are changed by clicks; each is kept until it is undone. Created by `hw.board`."""
+
+    model: HookedModel
+    clean: Prompts
+    corrupted: Prompts
+    _sides: PromptPair
+    metric: Metric
+    dataset: Prompts | None
+    sites: tuple[str, ...]
+    how: HowName
+    """The kind of change of a click: `denoise`, `noise`, `zero` or `mean`."""
+    clicks: list[Patched] = field(init=False, default_factory=list)
+    """The clicks that were not undone, the latest last."""
+    _benches: dict[str, RecordedPair] = field(init=False, default_factory=dict)
+    _known: dict[tuple[str, tuple[ActivationNode, ...]], Patched] = field(init=False, default_factory=dict)
+
+    def bench(self, how: str) -> RecordedPair:
+        """Return the recorded runs for one kind of change; they are computed once."""
+        if how not in self._benches:
+            direction, values = HOWS[how]
+            # Each kind of change has separate recorded runs: noise edits the run that denoise reads from.
+            pair = PromptPair(self._sides.clean, self._sides.corrupted, direction)
+            look: dict[str, Any] = {"values": values, "dataset": self.mean_of if values == "mean" else None}
+            self._benches[how] = RecordedPair(self.model, pair, self.metric, **look, sites=[*self.sites, HEADS, EDGES])
+        self._benches[how].refuse_other_weights()
+        return self._benches[how]
+
+    @property
+    def mean_of(self) -> Prompts:
+        """The prompts for `mean`: by default both prompts."""
+        if self.dataset is not None:
+            return self.dataset
+        return [list(prompts[0].ids) for prompts in (self._sides.clean, self._sides.corrupted or ())]
+
+    def click(
+        self,
+        layer: int,
+        position: int | None = None,
+        *,
+        head: int | None = None,
+        key: int | None = None,
+        site: str | None = None,
+        how: HowName | None = None,
+        add: bool = False,
+    ) -> Patched:
+        """Change a cell, a head or an attention edge, and return the effect.
+
+        Args:
+            layer: the layer.
+            position: the token; for an edge, the token that reads. Default: all tokens.
+            head: selects a head instead of the cell.
+            key: with `head` and `position`, the token that is read: selects an attention edge.
+            site: site of a cell; default: the first site of the board.
+            how: kind of change, see `hw.board`; it becomes the current kind.
+            add: add the node to those of the last click, and change all of them together.
+
+        Raises:
+            InputError: the node does not exist.
+        """
+        default = EDGES if key is not None else HEADS if head is not None else self.sites[0]
+        node = {"site": default if site is None else site, "layer": layer, "position": position}
+        clicked = [node | {"head": head, "key": key}]
+        before = [one.described() for one in self.clicks[-1].nodes] if checked_flag("add", add) and self.clicks else []
+        return self.change([*before, *clicked], how)
+
+    def change(self, nodes: Any, how: HowName | None = None) -> Patched:
+        """Change several nodes together; each is a mapping with those of `site, layer, position, head, key` it needs.
+
+        Raises:
+            InputError: a node does not exist, or occurs twice.
+        """
+        how = self.how if how is None else how
+        checked_name("how", how, tuple(HOWS))
+        bench = self.bench(how)
+        read = read_nodes(self.model, nodes, bench.pair.prompts)
+        if absent := [node.site for node in read if node.site not in (*self.sites, HEADS, EDGES)]:
+            raise InputError(f"This board has no {absent[0]}; it has {', '.join((*self.sites, HEADS, EDGES))}.")
+        self.how = how
+        key = (how, read)
+        # Results are cached, so that repeating an undone click costs nothing.
+        if key not in self._known:
+            self._known[key] = self._look(bench, read, how)
+        self.clicks.append(self._known[key])
+        return self.clicks[-1]
+
+    def undo(self) -> Patched | None:
+        """Undo the latest click; return the click before it, or None."""
+        if self.clicks:
+            self.clicks.pop()
+        return self.clicks[-1] if self.clicks else None
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The clicks: `nodes, how, effect, normalized_effect, before, after, answer, seconds, code`."""
+        names = ["nodes", "how", "effect", "normalized_effect", "before", "after", "answer", "seconds", "code"]
+        rows = [[set_name(one.nodes), *(getattr(one, name) for name in names[1:])] for one in self.clicks]
+        return pd.DataFrame(rows, columns=names)
+
+    def code(self, nodes: Sequence[Mapping[str, object]], how: str) -> str:
+        """Return the call of `hw.patch` that changes the described nodes together, with the names as in `hw.board`."""
+        direction, values = HOWS[how]
+        options = [f"direction={direction!r}"] + ([f"values={values!r}"] if values != "other run" else [])
+        both = "[clean, corrupted]" if isinstance(self.clean, str) else "[*clean, *corrupted]"
+        options += [f"dataset={both if self.dataset is None else 'dataset'}"] * (values == "mean")
+        if len(nodes) > 1:
+            where = [f"together={[dict(node) for node in nodes]!r}"]
+        else:
+            (node,) = nodes
+            where = [f"sites={node['site']!r}"]
+            where += [f"{axis}s={node[axis]}" for axis in ("layer", "position", "head", "key") if axis in node]
+            if not {"position", "head"} & set(node):
+                where.append("over='layer'")
+            elif node["site"] == EDGES and "head" not in node:
+                where.append("over=('layer', 'position')")
+        return f"hw.patch(model, clean, corrupted, {', '.join([*where, 'metric=metric', *options])})"
+
+    def _look(self, bench: RecordedPair, nodes: tuple[ActivationNode, ...], how: str) -> Patched:
+        since = time.perf_counter()
+        (before, goal), parts = bench.unedited, self._parts(bench, nodes)
+        value, of_parts, states = bench.look(nodes, [[part] for part in parts])
+        first, after = bench.before, bench.read(states)
+        by_layer = {"layer": range(len(after.by_layer)), "before": first.by_layer, "after": after.by_layer}
+        by_part = [
+            [part.head, part.position, part.key, one - before, share(one - before, goal - before)]
+            for part, one in zip(parts, of_parts, strict=True)
+        ]
+        columns = ["head", "position", "key", "effect", "normalized_effect"]
+        return Patched(
+            nodes, how, before, value, goal,
+            top=self._top(first, after),
+            layers=pd.DataFrame(by_layer).assign(change=lambda table: table["after"] - table["before"]),
+            parts=pd.DataFrame(by_part, columns=columns).astype(dict.fromkeys(columns[:3], "Int64")),
+            seconds=time.perf_counter() - since,
+            code=self.code([node.described() for node in nodes], how),
+        )  # fmt: skip
+
+    def _parts(self, bench: RecordedPair, nodes: tuple[ActivationNode, ...]) -> list[ActivationNode]:
+        """Return the parts of a single node: for a cell its layer's heads there, for a head the edges it reads."""
+        if len(nodes) > 1 or nodes[0].key is not None:
+            return []
+        (node,) = nodes
+        if node.site == HEADS and node.head is not None:
+            query = bench.kept[-1] if node.position is None else node.position
+            last = len(bench.pair.prompts[0]) if self.model.is_bidirectional else query + 1
+            return [ActivationNode(EDGES, node.layer, query, node.head, key) for key in range(last)]
+        if node.site in self.sites and node.position is not None:
+            return [ActivationNode(HEADS, node.layer, node.position, head) for head in range(self.model.shape.n_heads)]
+        return []
+
+    def _top(self, first: NextTokens, then: NextTokens) -> pd.DataFrame:
+        """Return the most likely answers of both runs, the most likely after the change first."""
+        after = then.likeliest(TOP)
+        ids = list(dict.fromkeys([*after[: TOP // 2], *first.likeliest(TOP // 2), *after]))[:TOP]
+        table = pd.DataFrame({"token": self.model.token_strings(ids)})
+        table["before"], table["after"] = first.probabilities[ids].numpy(), then.probabilities[ids].numpy()
+        table["change"] = table["after"] - table["before"]
+        return table.sort_values("after", ascending=False, kind="stable").reset_index(drop=True)
+
+    def __repr__(self) -> str:
+        n = len(self.clicks)
+        state = f"{len(self._sides.clean[0])} tokens, {self.metric.name}, {n} click{'s' * (n != 1)}"
+        return f"Board({self.model.name}: {state})"
 
     def view(self, hows: HowName | Sequence[HowName] | None = None) -> View:
         """Return the board as a page that needs no kernel: it contains the exact effects of all single nodes.
@@ -163,18 +329,18 @@ def has_widgets() -> bool:
     return importlib.util.find_spec("anywidget") is not None
 
 
-def answer(clicks: Clicks, message: object) -> dict[str, Any] | None:
+def answer(board: Board, message: object) -> dict[str, Any] | None:
     """Return the answer to a message of the page, as JSON values; None if it needs no answer."""
     fields = message if isinstance(message, Mapping) else {}
     named = {"id": fields.get("id")}
     try:
         if fields.get("undo"):
-            clicks.undo()
+            board.undo()
             return None
         if "known" in fields:
             how = checked_name("how", fields["known"], tuple(HOWS))
-            return named | {"kind": "known", "how": how, "known": stored(clicks, known(clicks, how, live=True))}
-        return named | {"kind": "patched", **as_json(clicks.change(fields.get("nodes"), fields.get("how")))}
+            return named | {"kind": "known", "how": how, "known": stored(board, known(board, how, live=True))}
+        return named | {"kind": "patched", **as_json(board.change(fields.get("nodes"), fields.get("how")))}
     except HeadwaterError as error:
         return named | {"kind": "error", "text": str(error)}
 
@@ -212,47 +378,47 @@ KINDS: dict[str, tuple[str, ...]] = {
 """The kinds of single nodes: their site, and the axes that index them; the last axis of an edge is constant."""
 
 
-def board_page(clicks: Clicks, hows: Sequence[str], *, live: bool = False) -> View:
-    """Return the page of a board with some kinds of change precomputed; a live page asks a kernel for other clicks."""
-    tokens = clicks.tokens(hows[0])
+def board_page(board: Board, hows: Sequence[str], *, live: bool = False) -> View:
+    """Return the page of a board with some kinds of change precomputed; a live page asks a kernel for other board."""
+    tokens = board.bench(hows[0]).pair.prompts[0].strings
     if len(tokens) > LONGEST:
         raise InputError(f"A board shows prompts of at most {LONGEST} tokens; these have {len(tokens)}. Use click().")
-    shape, sweeps = clicks.model.shape, {how: known(clicks, how, live) for how in hows}
+    shape, sweeps = board.model.shape, {how: known(board, how, live) for how in hows}
     spec = {
-        "title": plain_title(clicks.model.name, f"patch board, {clicks.metric.name}"),
-        "metric": clicks.metric.name,
+        "title": plain_title(board.model.name, f"patch board, {board.metric.name}"),
+        "metric": board.metric.name,
         "layers": shape.n_layers,
         "heads": shape.n_heads,
-        "sites": list(clicks.sites),
-        "first": clicks.how if clicks.how in hows else hows[0],
+        "sites": list(board.sites),
+        "first": board.how if board.how in hows else hows[0],
         "live": live,
-        "causal": not clicks.model.is_bidirectional,
-        "hows": {how: about(clicks, how) for how in (HOWS if live else hows)},
-        "known": {how: stored(clicks, found) for how, found in sweeps.items()},
-        "pattern": patterns(clicks),
+        "causal": not board.model.is_bidirectional,
+        "hows": {how: about(board, how) for how in (HOWS if live else hows)},
+        "known": {how: stored(board, found) for how, found in sweeps.items()},
+        "pattern": patterns(board),
     }
     return interactive(sweeps[hows[0]]["cells"], "board.js", spec, height=900)
 
 
-def known(clicks: Clicks, how: str, live: bool) -> dict[str, Sweep]:
+def known(board: Board, how: str, live: bool) -> dict[str, Sweep]:
     """Return the sweeps of single nodes: of every kind, or, for a page with a kernel, of cells and heads only."""
     direction, values = HOWS[how]
-    options: dict[str, Any] = {"metric": clicks.metric, "direction": direction, "values": values, "progress": False}
-    options |= {"dataset": clicks.mean_of} if values == "mean" else {}
+    options: dict[str, Any] = {"metric": board.metric, "direction": direction, "values": values, "progress": False}
+    options |= {"dataset": board.mean_of} if values == "mean" else {}
     sweeps = {}
     for kind in ("cells", "heads") if live else tuple(KINDS):
         site, *axes = KINDS[kind]
-        where: dict[str, Any] = {"sites": list(clicks.sites) if kind == "cells" else site, "over": tuple(axes[:3])}
-        where |= {"positions": clicks.bench(how).kept[-1]} if kind == "edges" else {}
-        sweeps[kind] = patch(clicks.model, clicks.clean, clicks.corrupted, **where, **options)
+        where: dict[str, Any] = {"sites": list(board.sites) if kind == "cells" else site, "over": tuple(axes[:3])}
+        where |= {"positions": board.bench(how).kept[-1]} if kind == "edges" else {}
+        sweeps[kind] = patch(board.model, board.clean, board.corrupted, **where, **options)
     return sweeps
 
 
-def stored(clicks: Clicks, sweeps: dict[str, Sweep]) -> dict[str, object]:
+def stored(board: Board, sweeps: dict[str, Sweep]) -> dict[str, object]:
     """Return the effects of each kind as arrays: cells as `site layer position`, others in the order of their axes."""
     arrays: dict[str, object] = {}
     # All layers, because in hybrid models some have no heads.
-    whole: dict[str, list[Any]] = {"site": list(clicks.sites), "layer": list(range(clicks.model.shape.n_layers))}
+    whole: dict[str, list[Any]] = {"site": list(board.sites), "layer": list(range(board.model.shape.n_layers))}
     for kind, sweep in sweeps.items():
         index = ["site", "layer", "position"] if kind == "cells" else list(KINDS[kind][1:4])
         levels = [whole.get(name) or sorted(sweep.table[name].unique()) for name in index]
@@ -263,34 +429,34 @@ def stored(clicks: Clicks, sweeps: dict[str, Sweep]) -> dict[str, object]:
     return arrays
 
 
-def about(clicks: Clicks, how: str) -> dict[str, object]:
-    """Return the data of one kind of change that are independent of clicks."""
-    bench = clicks.bench(how)
+def about(board: Board, how: str) -> dict[str, object]:
+    """Return the data of one kind of change that are independent of board."""
+    bench = board.bench(how)
     before, goal = bench.unedited
     ids = bench.before.likeliest(5)
-    named = clicks.model.token_strings(ids)
+    named = board.model.token_strings(ids)
     top = [[token, float(bench.before.probabilities[i])] for token, i in zip(named, ids, strict=True)]
     left_open = {kind: {axis: f"{{{axis}}}" for axis in axes} for kind, (_, *axes) in KINDS.items()}
     return {
-        "tokens": list(clicks.tokens(how)),
-        "other": list(clicks.bench("noise" if how == "denoise" else "denoise").pair.prompts[0].strings),
+        "tokens": list(bench.pair.prompts[0].strings),
+        "other": list(board.bench("noise" if how == "denoise" else "denoise").pair.prompts[0].strings),
         "run": "corrupted" if HOWS[how][0] == "denoise" else "clean",
         "query": bench.kept[-1],
         "before": before,
         "goal": goal,
         "layers": bench.before.by_layer,
         "top": top,
-        "code": {kind: clicks.code([{"site": KINDS[kind][0], **axes}], how) for kind, axes in left_open.items()},
+        "code": {kind: board.code([{"site": KINDS[kind][0], **axes}], how) for kind, axes in left_open.items()},
     }
 
 
-def patterns(clicks: Clicks) -> dict[str, object]:
+def patterns(board: Board) -> dict[str, object]:
     """Return the square roots of both runs' attention weights, in 8 bits, `layer head query key`."""
     arrays: dict[str, object] = {}
-    for name, prompts in (("clean", clicks.clean), ("corrupted", clicks.corrupted)):
-        cache = clicks.model.cache(prompts, sites=[EDGES], progress=False)
+    for name, prompts in (("clean", board.clean), ("corrupted", board.corrupted)):
+        cache = board.model.cache(prompts, sites=[EDGES], progress=False)
         length = len(cache.tokens)
-        whole = np.zeros((clicks.model.shape.n_layers, clicks.model.shape.n_heads, length, length), np.float32)
+        whole = np.zeros((board.model.shape.n_layers, board.model.shape.n_heads, length, length), np.float32)
         for layer in cache.kept[EDGES].layers:
             whole[layer] = cache.example(EDGES, layer, 0).float().numpy()
         arrays[name] = packed(np.rint(255 * np.sqrt(whole.clip(0, 1))), "u1")

@@ -20,8 +20,7 @@ fast:
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -36,8 +35,7 @@ from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
 from headwater.models.unembedding import unembedding_head
-from headwater.options import checked_flag, checked_name
-from headwater.patching.components import ActivationNode, joint_template, read_nodes, set_name
+from headwater.patching.components import ActivationNode, joint_template, set_name
 from headwater.patching.edits import LOGITS, CellTable, Indices, Reading
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan
@@ -110,188 +108,6 @@ class Patched:
 def share(effect: float, gap: float) -> float:
     """Return an effect as a fraction of a gap; NaN if the gap is 0."""
     return effect / gap if abs(gap) > 1e-9 else float("nan")
-
-
-@dataclass(eq=False, repr=False)
-class Clicks:
-    """One pair of prompts whose nodes are changed by clicks; each click is kept until it is undone."""
-
-    model: HookedModel
-    clean: Prompts
-    corrupted: Prompts
-    _sides: PromptPair
-    metric: Metric
-    dataset: Prompts | None
-    sites: tuple[str, ...]
-    _how: HowName
-    clicks: list[Patched] = field(init=False, default_factory=list)
-    """The clicks that were not undone, the latest last."""
-    _benches: dict[str, RecordedPair] = field(init=False, default_factory=dict)
-    _known: dict[tuple[str, tuple[ActivationNode, ...]], Patched] = field(init=False, default_factory=dict)
-
-    @property
-    def how(self) -> HowName:
-        """The kind of change of a click: `denoise`, `noise`, `zero` or `mean`."""
-        return self._how
-
-    @how.setter
-    def how(self, value: HowName) -> None:
-        checked_name("how", value, tuple(HOWS))
-        self._how = value
-
-    def tokens(self, how: str) -> tuple[str, ...]:
-        """Return the tokens of the prompt whose run is edited."""
-        return self.bench(how).pair.prompts[0].strings
-
-    def bench(self, how: str) -> RecordedPair:
-        """Return the recorded runs for one kind of change; they are computed once."""
-        if how not in self._benches:
-            direction, values = HOWS[how]
-            # Each kind of change has separate recorded runs: noise edits the run that denoise reads from.
-            sides = PromptPair(self._sides.clean, self._sides.corrupted, direction)
-            names = [*self.sites, HEADS, EDGES]
-            dataset = self.mean_of if values == "mean" else None
-            self._benches[how] = RecordedPair(
-                self.model, sides, self.metric, values=values, dataset=dataset, sites=names
-            )
-        self._benches[how].refuse_other_weights()
-        return self._benches[how]
-
-    @property
-    def mean_of(self) -> Prompts:
-        """The prompts for `mean`: by default both prompts."""
-        if self.dataset is not None:
-            return self.dataset
-        return [list(prompts[0].ids) for prompts in (self._sides.clean, self._sides.corrupted or ())]
-
-    def click(
-        self,
-        layer: int,
-        position: int | None = None,
-        *,
-        head: int | None = None,
-        key: int | None = None,
-        site: str | None = None,
-        how: HowName | None = None,
-        add: bool = False,
-    ) -> Patched:
-        """Change a cell, a head or an attention edge, and return the effect.
-
-        Args:
-            layer: the layer.
-            position: the token; for an edge, the token that reads. Default: all tokens.
-            head: selects a head instead of the cell.
-            key: with `head` and `position`, the token that is read: selects an attention edge.
-            site: site of a cell; default: the first site of the board.
-            how: kind of change, see `hw.board`; it becomes the current kind.
-            add: add the node to those of the last click, and change all of them together.
-
-        Raises:
-            InputError: the node does not exist.
-        """
-        default = EDGES if key is not None else HEADS if head is not None else self.sites[0]
-        node = {"site": default if site is None else site, "layer": layer, "position": position}
-        clicked = [node | {"head": head, "key": key}]
-        before = [one.described() for one in self.clicks[-1].nodes] if checked_flag("add", add) and self.clicks else []
-        return self.change([*before, *clicked], how)
-
-    def change(self, nodes: Any, how: HowName | None = None) -> Patched:
-        """Change several nodes together; each is a mapping with those of `site, layer, position, head, key` it needs.
-
-        Raises:
-            InputError: a node does not exist, or occurs twice.
-        """
-        how = self._how if how is None else how
-        checked_name("how", how, tuple(HOWS))
-        bench = self.bench(how)
-        read = read_nodes(self.model, nodes, bench.pair.prompts)
-        if absent := [node.site for node in read if node.site not in (*self.sites, HEADS, EDGES)]:
-            raise InputError(f"This board has no {absent[0]}; it has {', '.join((*self.sites, HEADS, EDGES))}.")
-        self._how = how
-        key = (how, read)
-        # Results are cached, so that repeating an undone click costs nothing.
-        if key not in self._known:
-            self._known[key] = self._look(bench, read, how)
-        self.clicks.append(self._known[key])
-        return self.clicks[-1]
-
-    def undo(self) -> Patched | None:
-        """Undo the latest click; return the click before it, or None."""
-        if self.clicks:
-            self.clicks.pop()
-        return self.clicks[-1] if self.clicks else None
-
-    @property
-    def table(self) -> pd.DataFrame:
-        """The clicks: `nodes, how, effect, normalized_effect, before, after, answer, seconds, code`."""
-        names = ["nodes", "how", "effect", "normalized_effect", "before", "after", "answer", "seconds", "code"]
-        rows = [[set_name(one.nodes), *(getattr(one, name) for name in names[1:])] for one in self.clicks]
-        return pd.DataFrame(rows, columns=names)
-
-    def code(self, nodes: Sequence[Mapping[str, object]], how: str) -> str:
-        """Return the call of `hw.patch` that changes the described nodes together, with the names as in `hw.board`."""
-        direction, values = HOWS[how]
-        options = [f"direction={direction!r}"] + ([f"values={values!r}"] if values != "other run" else [])
-        both = "[clean, corrupted]" if isinstance(self.clean, str) else "[*clean, *corrupted]"
-        options += [f"dataset={both if self.dataset is None else 'dataset'}"] * (values == "mean")
-        if len(nodes) > 1:
-            where = [f"together={[dict(node) for node in nodes]!r}"]
-        else:
-            (node,) = nodes
-            where = [f"sites={node['site']!r}"]
-            where += [f"{axis}s={node[axis]}" for axis in ("layer", "position", "head", "key") if axis in node]
-            if not {"position", "head"} & set(node):
-                where.append("over='layer'")
-            elif node["site"] == EDGES and "head" not in node:
-                where.append("over=('layer', 'position')")
-        return f"hw.patch(model, clean, corrupted, {', '.join([*where, 'metric=metric', *options])})"
-
-    def _look(self, bench: RecordedPair, nodes: tuple[ActivationNode, ...], how: str) -> Patched:
-        since = time.perf_counter()
-        (before, goal), parts = bench.unedited, self._parts(bench, nodes)
-        value, of_parts, states = bench.look(nodes, [[part] for part in parts])
-        first, after = bench.before, bench.read(states)
-        by_layer = {"layer": range(len(after.by_layer)), "before": first.by_layer, "after": after.by_layer}
-        by_part = [
-            [part.head, part.position, part.key, one - before, share(one - before, goal - before)]
-            for part, one in zip(parts, of_parts, strict=True)
-        ]
-        columns = ["head", "position", "key", "effect", "normalized_effect"]
-        return Patched(
-            nodes, how, before, value, goal,
-            top=self._top(first, after),
-            layers=pd.DataFrame(by_layer).assign(change=lambda table: table["after"] - table["before"]),
-            parts=pd.DataFrame(by_part, columns=columns).astype(dict.fromkeys(columns[:3], "Int64")),
-            seconds=time.perf_counter() - since,
-            code=self.code([node.described() for node in nodes], how),
-        )  # fmt: skip
-
-    def _parts(self, bench: RecordedPair, nodes: tuple[ActivationNode, ...]) -> list[ActivationNode]:
-        """Return the parts of a single node: for a cell its layer's heads there, for a head the edges it reads."""
-        if len(nodes) > 1 or nodes[0].key is not None:
-            return []
-        (node,) = nodes
-        if node.site == HEADS and node.head is not None:
-            query = bench.kept[-1] if node.position is None else node.position
-            last = len(bench.pair.prompts[0]) if self.model.is_bidirectional else query + 1
-            return [ActivationNode(EDGES, node.layer, query, node.head, key) for key in range(last)]
-        if node.site in self.sites and node.position is not None:
-            return [ActivationNode(HEADS, node.layer, node.position, head) for head in range(self.model.shape.n_heads)]
-        return []
-
-    def _top(self, first: NextTokens, then: NextTokens) -> pd.DataFrame:
-        """Return the most likely answers of both runs, the most likely after the change first."""
-        after = then.likeliest(TOP)
-        ids = list(dict.fromkeys([*after[: TOP // 2], *first.likeliest(TOP // 2), *after]))[:TOP]
-        table = pd.DataFrame({"token": self.model.token_strings(ids)})
-        table["before"], table["after"] = first.probabilities[ids].numpy(), then.probabilities[ids].numpy()
-        table["change"] = table["after"] - table["before"]
-        return table.sort_values("after", ascending=False, kind="stable").reset_index(drop=True)
-
-    def __repr__(self) -> str:
-        n = len(self.clicks)
-        state = f"{len(self._sides.clean[0])} tokens, {self.metric.name}, {n} click{'s' * (n != 1)}"
-        return f"{type(self).__name__}({self.model.name}: {state})"
 
 
 @dataclass(frozen=True, eq=False)

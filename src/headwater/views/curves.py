@@ -15,7 +15,7 @@ import pandas as pd
 from headwater.colors import FAINT
 from headwater.errors import InputError
 from headwater.figures.likelihood import SEEN, depth_label, looks_of_depths, title_of
-from headwater.figures.pathways import DASHES, SPELLED, VALUES, default_split, layer_label, look_of
+from headwater.figures.pathways import SPELLED, VALUES, default_split, layer_label, look_of
 from headwater.figures.pathways import title_of as pathways_title
 from headwater.figures.style import plain_title
 from headwater.likelihood.profile import DepthProfile
@@ -176,7 +176,7 @@ def view_pathways(pathways: Pathways) -> View:
             {
                 "title": pathways_title(pathways, split, value),
                 "y": label,
-                "lines": _lines(pathways, split, value) + _controls(pathways, value),
+                "lines": _lines(pathways, split, value),
             }
             for split in splits
             for value, label in VALUES.items()
@@ -186,36 +186,20 @@ def view_pathways(pathways: Pathways) -> View:
 
 
 def _lines(pathways: Pathways, split: str, value: str) -> list[dict[str, object]]:
-    curves, columns = pathways.curves[pathways.curves["split_by"] == split], _columns(value)
+    """Return the lines of both modes, and of the control: equally many random question tokens, over all examples."""
+    curves, table = pathways.curves[pathways.curves["split_by"] == split], pathways.controls
+    control = table[(table["intervention"] == RANDOM) & (table["group"] == ALL)]
+    columns = ("layer", value, f"{value}_low", f"{value}_high")
     lines = []
-    for mode in MODES:
+    for mode in (*MODES, RANDOM):
+        every = control if mode == RANDOM else curves[curves["mode"] == mode]
         for name in pathways.datasets:
-            rows = curves[(curves["dataset"] == name) & (curves["mode"] == mode)].sort_values("layer")
-            drawn = look_of(name, mode, pathways.datasets)
-            look = drawn["color"], drawn["marker"]
-            dashed = DASHES[mode] != "-"
+            rows = every[every["dataset"] == name].sort_values("layer")
+            drawn = look_of(name, MODES[0] if mode == RANDOM else mode, pathways.datasets)
+            look: dict[str, Any] = {"look": (drawn["color"], drawn["marker"]), "dashed": drawn["linestyle"] != "-"}
+            if mode == RANDOM:
+                look = {"look": (FAINT, drawn["marker"]), "control": True}
+            named = f"{name}, {mode}" + " (control)" * (mode == RANDOM)
             if len(rows):
-                lines.append(line_of(rows, columns, name=f"{name}, {mode}", look=look, dashed=dashed, count="examples"))
+                lines.append(line_of(rows, columns, name=named, count="examples", **look))
     return lines
-
-
-def _controls(pathways: Pathways, value: str) -> list[dict[str, object]]:
-    """Return the lines of the control: equally many random question tokens are knocked out, over all examples."""
-    table, columns = pathways.controls, _columns(value)
-    drawn = table[(table["intervention"] == RANDOM) & (table["group"] == ALL)]
-    return [
-        line_of(
-            drawn[drawn["dataset"] == name].sort_values("layer"),
-            columns,
-            name=f"{name}, {RANDOM} (control)",
-            look=(FAINT, look_of(name, MODES[0], pathways.datasets)["marker"]),
-            control=True,
-            count="examples",
-        )
-        for name in pathways.datasets
-        if (drawn["dataset"] == name).any()
-    ]
-
-
-def _columns(value: str) -> tuple[str, str, str, str]:
-    return "layer", value, f"{value}_low", f"{value}_high"

@@ -217,7 +217,7 @@ def view_sweep(sweep: Sweep) -> View:
     cells = sum(int(np.prod([part[axis].nunique() for axis in panel_axes(part, {})])) for _, part in panels)
     by_example = cells * len(examples) <= MOST_NUMBERS
     spec = {
-        "title": sweep_title(sweep, panels),
+        "title": sweep_title(sweep, panels, {}),
         "examples": len(examples) if by_example else 1,
         "names": examples if by_example else [f"mean of {len(examples)}"],
         "tokens": [list(sweep.tokens[example]) for example in examples] if len(sweep.tokens) else [],
