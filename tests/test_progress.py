@@ -12,7 +12,6 @@ from headwater.progress import progress_bar, spelled_time
 
 
 def test_where_no_bar_can_be_drawn_a_line_says_what_is_done_and_left(monkeypatch, caplog):
-    monkeypatch.setattr(progress, "SOON", 0.0)
     monkeypatch.setattr(progress, "SELDOM", 0.0)
     with progress_bar(True, 10, "Caching", " texts") as bar:
         for _ in range(5):
@@ -22,10 +21,18 @@ def test_where_no_bar_can_be_drawn_a_line_says_what_is_done_and_left(monkeypatch
     assert {level for _, level, _ in caplog.record_tuples} == {logging.INFO}
 
 
+def test_bars_within_a_bar_write_lines_without_moving_a_cursor(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "SELDOM", 0.0)
+    with progress_bar(True, 1, "Outer", " texts") as outer, progress_bar(True, 2, "Inner", " runs") as inner:
+        inner.update(2)
+        outer.update()
+    assert {message.split(":")[0] for message in caplog.messages} == {"Outer", "Inner"}
+
+
 def test_what_is_short_and_what_shows_no_progress_is_not_said(monkeypatch, caplog):
     with progress_bar(True, 2, "cells", "cell") as bar:
         bar.update(2)
-    monkeypatch.setattr(progress, "SOON", 0.0)
+    monkeypatch.setattr(progress, "SELDOM", 0.0)
     with progress_bar(False, 2, "cells", "cell") as bar:
         bar.update(2)
     assert caplog.messages == []
@@ -40,7 +47,7 @@ def test_times_are_whole_numbers_or_two_digits():
 LOGGED = """
 import logging, sys
 from headwater import progress
-progress.SOON = progress.SELDOM = 0.0
+progress.SELDOM = 0.0
 if "quiet" in sys.argv: logging.getLogger("headwater").setLevel(logging.WARNING)
 if "file" in sys.argv: logging.basicConfig(stream=sys.stdout, format="%(name)s|%(message)s")
 with progress.progress_bar(True, 2, "cells", "cell") as bar: bar.update()

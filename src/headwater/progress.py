@@ -1,8 +1,8 @@
 """Progress bars, so that `progress=` means the same everywhere.
 
 A bar needs a terminal or a notebook: in a file or a pipe it would be hundreds of lines, since nothing is overwritten.
-There, work of more than ten seconds writes lines to the logger `headwater` of the standard library. In a notebook a bar
-disappears when the work is done, so that a saved notebook contains only results.
+There, work of more than half a minute writes lines to the logger `headwater` of the standard library. In a notebook a
+bar disappears when the work is done, so that a saved notebook contains only results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headwater.options import checked_flag
 LOG = logging.getLogger("headwater")
 # The root logger's default would drop what `progress=True` asks for; a level that the caller has set remains.
 LOG.setLevel(LOG.level or logging.INFO)
-SOON, SELDOM = 10.0, 30.0
+SELDOM = 30.0
 """Seconds before the first line, and least seconds between two lines."""
 LINE = "{desc}: {n_fmt} of {total_fmt}{unit} after {elapsed}, about {remaining} left"
 
@@ -25,7 +25,8 @@ class _LogFile:
     """A file for tqdm whose texts are lines of the log."""
 
     def write(self, text: str) -> None:
-        if line := text.strip():
+        # A bar inside another also moves the cursor, which a log does not have.
+        if text.startswith("\r") and (line := text.strip()):
             say(True, line)
 
     def flush(self) -> None:
@@ -46,7 +47,9 @@ def progress_bar(progress: bool, total: int | None, desc: str, unit: str, **opti
 
     shown = checked_flag("progress", progress)
     if shown and not is_seen():
-        lines: Any = {"file": _LogFile(), "delay": SOON, "mininterval": SELDOM, "bar_format": LINE}
+        # tqdm's own thread would write a line after `maxinterval`, which is shorter by default.
+        times = dict.fromkeys(("delay", "mininterval", "maxinterval"), SELDOM)
+        lines: Any = {"file": _LogFile(), "bar_format": LINE, **times}
         return tqdm(total=total, desc=desc, unit=f" {unit.strip().removesuffix('s')}s", **options | lines)
     options.setdefault("leave", not (shown and in_notebook()))
     return tqdm(total=total, desc=desc, unit=unit, disable=not shown, **options)
