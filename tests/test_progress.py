@@ -21,6 +21,14 @@ def test_where_no_bar_can_be_drawn_a_line_says_what_is_done_and_left(monkeypatch
     assert {level for _, level, _ in caplog.record_tuples} == {logging.INFO}
 
 
+def test_a_line_without_a_total_names_no_time_that_is_left(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "SELDOM", 0.0)
+    with progress_bar(True, None, "Hashing weights", " values") as bar:
+        bar.update(3)
+    assert caplog.messages[-1].startswith("Hashing weights: 3 values after 00:0")
+    assert "left" not in caplog.text
+
+
 def test_bars_within_a_bar_write_lines_without_moving_a_cursor(monkeypatch, caplog):
     monkeypatch.setattr(progress, "SELDOM", 0.0)
     with progress_bar(True, 1, "Outer", " texts") as outer, progress_bar(True, 2, "Inner", " runs") as inner:

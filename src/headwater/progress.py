@@ -19,6 +19,7 @@ LOG.setLevel(LOG.level or logging.INFO)
 SELDOM = 30.0
 """Seconds before the first line, and least seconds between two lines."""
 LINE = "{desc}: {n_fmt} of {total_fmt}{unit} after {elapsed}, about {remaining} left"
+WITHOUT_TOTAL = "{desc}: {n_fmt}{unit} after {elapsed}"
 
 
 class _LogFile:
@@ -49,7 +50,7 @@ def progress_bar(progress: bool, total: int | None, desc: str, unit: str, **opti
     if shown and not is_seen():
         # tqdm's own thread would write a line after `maxinterval`, which is shorter by default.
         times = dict.fromkeys(("delay", "mininterval", "maxinterval"), SELDOM)
-        lines: Any = {"file": _LogFile(), "bar_format": LINE, **times}
+        lines: Any = {"file": _LogFile(), "bar_format": LINE if total else WITHOUT_TOTAL, **times}
         return tqdm(total=total, desc=desc, unit=f" {unit.strip().removesuffix('s')}s", **options | lines)
     options.setdefault("leave", not (shown and in_notebook()))
     return tqdm(total=total, desc=desc, unit=unit, disable=not shown, **options)
