@@ -221,6 +221,7 @@ def assert_same_logits(found, model):
         ({"llama.block_count": 3}, "has no tensor 'blk.2.attn_norm.weight'"),
         ({"llama.attention.head_count": 0}, "describe no model"),
         ({"llama.embedding_length": 128}, "has shape .* but its metadata imply"),
+        ({"split.count": 3}, "is one of 3 parts; join them"),
         ({"tokenizer.ggml.pre": "viking"}, "does not read, .* with tokenizer.ggml.pre='viking'"),
         ({"tokenizer.ggml.model": "rwkv"}, "does not read, tokenizer.ggml.model='rwkv'"),
         ({"tokenizer.ggml.model": None}, "does not read, tokenizer.ggml.model=None"),
@@ -250,7 +251,7 @@ def test_a_file_that_is_damaged_is_refused_in_one_line(llama, tmp_path):
     file.write_bytes(content[:16] + b"\xff" * 8 + content[24:])
     refused(file, "damaged")
     file.write_text("no model at all")
-    refused(file, "is no GGUF file")
+    refused(file, "is not a GGUF file")
     refused(tmp_path / "absent.gguf", "There is no file")
     refused("absent.gguf", "There is no file absent.gguf")
 

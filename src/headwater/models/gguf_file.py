@@ -138,6 +138,10 @@ KINDS = {
 
 def config_of(file: GGUFFile) -> Any:
     """Return the transformers config of a GGUF file."""
+    if (parts := file.metadata.get("split.count", 0)) > 1:
+        raise ModelError(
+            f"{file.path} is one of {parts} parts; join them: llama-gguf-split --merge {file.path} WHOLE.gguf."
+        )
     if file.architecture not in KINDS:
         raise ModelError(
             f"{file.path} holds a model of architecture {file.architecture!r}; headwater reads GGUF files of "
@@ -401,7 +405,7 @@ def read_gguf(path: Path) -> GGUFFile:
                 raise ValueError(f"tensor {name!r} ends beyond byte {len(content):,}")
     except Exception as error:  # a damaged header may say anything
         raise ModelError(
-            f"{path} is no GGUF file of version 2 or 3, or is damaged or cut short ({first_line(error)}): fetch it "
+            f"{path} is not a GGUF file of version 2 or 3, or is damaged or cut short ({first_line(error)}): fetch it "
             "again, or pip install -U gguf."
         ) from error
     return GGUFFile(path, metadata, tensors)
