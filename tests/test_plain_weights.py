@@ -187,6 +187,13 @@ def test_a_packed_buffer_of_weights_is_refused_by_its_name():
         hw.load(with_value_projection(PackedLinear))
 
 
+def test_layers_of_bitsandbytes_are_refused_by_name_also_with_float_weights():
+    kind = type("Linear8bitLt", (torch.nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+    model = with_value_projection(lambda base: kind(base.in_features, base.out_features, bias=False))
+    with pytest.raises(ModelError, match=rf"1\.self_attn\.v_proj is a quantized Linear8bitLt.*{DEQUANTIZE}"):
+        hw.load(model)
+
+
 def test_modules_that_torch_has_quantized_are_refused_by_name():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -463,10 +463,11 @@ def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: Pre
     name = "HookedTransformer checkpoint"
     raw = boot(native_config, tokenizer, device=config["device"], dtype=config["dtype"], model_name=name)
     # The native model has biases everywhere; those missing in the checkpoint become zeros.
-    zeros = {name: torch.zeros_like(bias) for name, bias in raw.state_dict().items() if name.endswith(".bias")}
+    expected = raw.state_dict()  # built at every call
+    zeros = {name: torch.zeros_like(bias) for name, bias in expected.items() if name.endswith(".bias")}
     converted = convert_tl_checkpoint(state, native_config)
     # A bias of zeros for which the native model has no place changes nothing.
-    spare = {name for name, tensor in converted.items() if name not in raw.state_dict() and not tensor.any()}
+    spare = {name for name, tensor in converted.items() if name not in expected and not tensor.any()}
     raw.load_state_dict(zeros | {name: tensor for name, tensor in converted.items() if name not in spare}, strict=True)
     return raw.eval().requires_grad_(False)
 
@@ -591,7 +592,8 @@ def refuse_quantized(model: Any) -> None:
     odd = [
         f"{name} is a quantized {type(module).__name__}"
         for name, module in model.named_modules()
-        if type(module).__module__.startswith("torch.ao.nn.")
+        # Layers of bitsandbytes may keep float weights, and quantise them in the run.
+        if type(module).__module__.startswith(("torch.ao.nn.", "bitsandbytes."))
     ]
     packed = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith((".weight", ".qweight"))]
     for name, tensor in [*model.named_parameters(), *packed]:
