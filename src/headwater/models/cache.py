@@ -462,7 +462,8 @@ class Cache(TokenizedTexts, Result):
         self, site: str, layer: int | None = None, *, role: str | None = None
     ) -> Shaped[np.ndarray, "token width"]:
         """Return `rows` as `token width`, the form that scikit-learn accepts; errors as in `rows`."""
-        return self.rows(site, layer, role=role).flatten(1).cpu().numpy()
+        rows = self.rows(site, layer, role=role)
+        return rows.reshape(len(rows), -1).cpu().numpy()
 
     def to_frame(self, site: str, layer: int | None = None, *, role: str | None = None) -> pd.DataFrame:
         """Return `frame` with a column for every number of `rows`, named by its index: `z.0.3` is head 0, number 3.
@@ -478,7 +479,7 @@ class Cache(TokenizedTexts, Result):
             known = labels.get(axis) or ()  # cached without heads=, key-value heads are fewer than `heads`
             numbers.append(known if len(known) == size else range(size))
         names = [".".join([activation.name, *map(str, place)]) for place in product(*numbers)]
-        return pd.concat([table, pd.DataFrame(rows.flatten(1).cpu().numpy(), columns=names)], axis=1)
+        return pd.concat([table, pd.DataFrame(rows.reshape(len(rows), -1).cpu().numpy(), columns=names)], axis=1)
 
     # Several layers in one padded tensor
 

@@ -338,13 +338,15 @@ def _layouts(
     shape = model.shape
     dims = [("d_model", shape.d_model), ("d_mlp", shape.d_mlp), ("d_vocab", shape.d_vocab), ("head", shape.n_heads)]
     dims += [("d_head", shape.d_head)] + ([("kv_head", shape.n_kv_heads)] if shape.group_size > 1 else [])
-    # A length that no axis of the model has: an axis of that size is one of tokens. Every vocabulary has token 0.
-    length = next(n for n in range(3, 99) if n not in dict(dims).values())
+    # A length that no axis of the model has: an axis of that size is one of tokens. Not 3, the queries, keys and values
+    # of a fused projection. Every vocabulary has token 0.
+    length = next(n for n in range(5, 99) if n not in dict(dims).values())
     layouts: dict[str, tuple[tuple[str, ...], tuple[int, ...], str]] = {}
 
     def note(activation: object, hook: object, name: str) -> None:
+        shown_name = name.replace("{layer}", "*")
         if not isinstance(activation, Tensor):
-            raise InputError(f"{name} is a {type(activation).__name__} and cannot be kept.")
+            raise InputError(f"{shown_name} is a {type(activation).__name__} and cannot be kept.")
         sizes, axes = tuple(activation.shape), list[str]()
         for size in sizes:
             names = [axis for axis, dim in dims if dim == size]
@@ -357,13 +359,13 @@ def _layouts(
         is_one_per_token = axes[:2] == ["batch", "position"] and "key" not in axes
         if not is_one_per_token and (axes[:1], axes[2:]) != (["batch"], ["position", "key"]):
             raise InputError(
-                f"{name.replace('{layer}', '*')} cannot be kept text by text: for {N_PROBES} texts of {length} tokens "
+                f"{shown_name} cannot be kept text by text: for {N_PROBES} texts of {length} tokens "
                 f"its shape is {sizes}."
             )
         kept = tuple(size for size, axis in zip(sizes[1:], axes[1:], strict=True) if axis not in ("position", "key"))
         layout = tuple(axes[1:]), kept, _kept_in(activation.dtype)
         if layouts.setdefault(name, layout) != layout:
-            raise InputError(f"{name} has different shapes in different layers: name its layers separately.")
+            raise InputError(f"{shown_name} has different shapes in different layers: name its layers separately.")
 
     watching: list[Hook] = [
         (place, read_hook(partial(note, name=hook)))
