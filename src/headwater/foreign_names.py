@@ -104,6 +104,11 @@ RUN = {
     "cache past_kv_cache": "pass keys and values of earlier tokens as past_key_values=",
     "use_cache": "keys and values are not returned; past_key_values= takes a cache of transformers and fills it",
 }
+HOOKS = {
+    "fwd_hooks": "hooks are the first argument, as in `with model.hooks([(name, function)]):`",
+    "bwd_hooks": "model.run(tokens, hooks, grad=True) records gradients",
+    "reset_hooks_end clear_contexts": "hooks last for the context",
+}
 RESULT = {
     "df data dataframe to_dataframe to_pandas results rows": "its rows are a pandas table, result.table",
     "top top_k best strongest sort": "result.summary() lists the strongest first",
@@ -124,6 +129,23 @@ CIRCUIT = {
     "nodes heads": "circuit.table has a row per edge, with its sender and receiver",
     "faithfulness evaluate run": "hw.run_circuits(model, clean, corrupted, circuits=circuit, metric=...) runs it alone",
 }
+PLOT = {
+    "save savefig filename file path out dpi": "plot().savefig(path, dpi=300) writes it",
+    "cmap color colors alpha linewidth fontsize xlabel ylabel xlim ylim vmin vmax": "plot() returns matplotlib's axes "
+    "or figure, which you can change as usual",
+    "size": "it is called figsize=, (width, height) in inches",
+    "show": "a notebook shows it; in a script plt.show() does",
+}
+CACHE_OPTIONS = {
+    "names_filter output_hidden_states output_attentions residual attention": "sites= chooses the activations, as in "
+    "sites=['resid_post', 'pattern']",
+    "prepend_bos": BEGINS,
+    "stop_at_layer": "layers= chooses the layers",
+}
+KNOCKOUT = {
+    "heads head": "heads belong to the edges, as in block=hw.Edges('last', ' France', heads=['9.2'])",
+    "key keys query queries": "block= names the edges, as in block=hw.Edges('last', ' France')",
+}
 TABLES = {
     "package": PACKAGE,
     "model": MODEL,
@@ -133,6 +155,10 @@ TABLES = {
     "load": LOAD,
     "generate": GENERATE,
     "run": RUN,
+    "hooks": HOOKS,
+    "plot": PLOT,
+    "cache": CACHE_OPTIONS,
+    "knockout": KNOCKOUT,
 }
 HINTS = {
     (place, name): hint for place, table in TABLES.items() for names, hint in table.items() for name in names.split()
