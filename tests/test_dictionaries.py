@@ -378,6 +378,7 @@ def test_a_cache_holds_features_of_every_token_of_texts_of_any_length(models, tm
         (lambda o: hw.features(lambda r: o.encode(r) * torch.nan, o.decode, layer=1), "encode .* returns NaN or inf"),
         (lambda o: hw.features(o.encode, lambda f: o.decode(f) / 0 * 0, layer=1), "decode .* returns NaN or infinity"),
         (lambda o: hw.features(lambda r: o.encode(r - r.mean(0)), o.decode, layer=1), "it mixes rows"),
+        (lambda o: hw.features(lambda r: r.sum(), o.decode, layer=1), r"returns \(\) in torch.float32 for rows"),
         (lambda o: hw.features(lambda r: r[0], o.decode, layer=1), r"returns \(32,\) in torch.float32 for rows"),
         (lambda o: hw.features(o.encode, o.decode, layer=1).only([40]), "There is no feature 40 in .* 0 to 39"),
         (lambda o: hw.features(o.encode, o.decode, layer=1).only([]), "must name at least one feature"),

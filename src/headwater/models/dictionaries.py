@@ -314,7 +314,7 @@ class Features(Site):
         """Return what `encode` or `decode` makes of rows, after checking that it is a row of numbers for each."""
         with failures_named(f"{what} of {self.name}, given rows {tuple(rows.shape)}, failed"):
             found = (self.encoder if what == "encode" else self.decoder)(rows)
-        if not isinstance(found, Tensor) or (found.ndim, len(found)) != (2, len(rows)) or not found.is_floating_point():
+        if not isinstance(found, Tensor) or found.shape[:-1] != rows.shape[:1] or not found.is_floating_point():
             kind = f"{tuple(found.shape)} in {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
             raise InputError(
                 f"{what} of {self.name} returns {kind} for rows {tuple(rows.shape)}; it must return one row of real "
