@@ -199,8 +199,10 @@ def positions_of(
     outside = [position for position in positions if not 0 <= position < len(prompt)]
     if outside or not positions:
         listed = " ".join(f"{i}:{token!r}" for i, token in enumerate(prompt.strings[:24]))
+        # A list for one prompt was made a set.
+        asked = sorted(where) if isinstance(where, set) and all(map(is_index, where)) else where
         raise InputError(
-            f"Position {shown(where)} is not in prompt {example} of {len(prompt)} tokens, whose positions are "
+            f"Position {shown(asked)} is not in prompt {example} of {len(prompt)} tokens, whose positions are "
             f"{-len(prompt)} to {len(prompt) - 1}: {listed}{' ...' if len(prompt) > 24 else ''}"
         )
     return tuple(sorted(set(positions)))
