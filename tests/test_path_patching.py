@@ -1,11 +1,15 @@
 """Paths equal three hooked forwards of the Hugging Face model: the two runs, and one with the senders exchanged."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 import headwater as hw
 from headwater.circuits import path_patching
+from headwater.circuits.pairs import BothRuns
 from headwater.errors import InputError, NumericsError, RunFolderError
 from tests.edge_pairs import (
     CLEAN,
@@ -193,3 +197,24 @@ def test_a_run_that_breaks_names_its_path():
         model.raw.original_model.transformer.h[2].mlp.c_proj.weight.fill_(3e38)
     with pytest.raises(NumericsError):
         patched(model, "embed", "mlp 2", metric=metric)
+
+
+@pytest.mark.parametrize("measure", [hw.path_patch, hw.edges])
+def test_the_runs_of_a_pair_are_freed_before_those_of_the_next_without_a_garbage_collection(measure, monkeypatch):
+    made, alive = list[weakref.ref](), list[bool]()
+    init = BothRuns.__init__
+
+    def noted(self, *args) -> None:
+        alive.extend(earlier() is not None for earlier in made)
+        made.append(weakref.ref(self))
+        init(self, *args)
+
+    monkeypatch.setattr(BothRuns, "__init__", noted)
+    pairs = {"clean": [CLEAN, CORRUPTED], "corrupted": [CORRUPTED, CLEAN], "metric": DIFFERENCE} | QUIET
+    gc.disable()
+    try:
+        measure(model_of("gpt2"), senders=["mlp 0"], receivers=["head 1.0", "mlp 1", "logits"], **pairs)
+    finally:
+        gc.enable()
+    assert alive
+    assert not any(alive)

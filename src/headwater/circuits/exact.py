@@ -151,9 +151,13 @@ class Receivers:
         self.entering = rows.base("resid_pre", layer)
         self.z = rows.base("z", layer)
         self.group = rows.runs.model.shape.group_size
-        names = (*QKV, "z")
-        self.hooks: list[Hook] = [
-            (hook_name(site, layer), replace_hook(partial(self._exchanged, site=site))) for site in names
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """The hooks that record and replace the layer's q, k, v and z."""
+        # Not kept: they refer to this object, and so would keep a pair's runs in memory until a garbage collection.
+        return [
+            (hook_name(site, self.layer), replace_hook(partial(self._exchanged, site=site))) for site in (*QKV, "z")
         ]
 
     def _exchanged(self, activation: Tensor, hook: object, site: str) -> Tensor | None:
@@ -230,11 +234,12 @@ class Exact:
 
     def __init__(self, runs: BothRuns, place: Place, through: str = "direct"):
         self.runs, self.place, self.graph = runs, place, runs.graph
-        self.rows, self.changes = EdgeRows(runs, place.start), runs.changes_at(place)
+        changes = runs.changes_at(place)
+        self.rows, self.changes = EdgeRows(runs, place.start), changes
         # A sender that is the same in both runs has no effect by any edge, and needs no row.
         self.changed = self.changes.flatten(1).any(1).cpu().numpy()
         # By layer: each sender's change of the heads' input and of the MLP's input, `sender position d_model`.
-        self.reaching: Callable[[int], tuple[Tensor, Tensor]] = lambda layer: (self.changes, self.changes)
+        self.reaching: Callable[[int], tuple[Tensor, Tensor]] = lambda layer: (changes, changes)
         if through != "direct":
             # Each sender is a set by itself, because an edge through MLPs is a path from one sender.
             each = [np.array([sender]) for sender in range(len(self.graph.senders))]
