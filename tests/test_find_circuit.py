@@ -80,6 +80,13 @@ def test_any_function_of_circuits_is_searched_as_by_one_edge_at_a_time(parallel,
     ).sum()
 
 
+@pytest.mark.parametrize("sign", [0, 1])
+def test_an_edge_whose_effect_is_nan_stays(sign):
+    graph = Graph(1, 1, 1, parallel=False)
+    trace = Greedy(graph, lambda some: np.full(len(some), np.nan), 0.4, sign).search()
+    assert trace.inside.tolist() == list(range(graph.n_edges))
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "neox", "qwen3"])
 def test_it_leaves_what_hugging_face_runs_of_one_edge_at_a_time_leave(family):
     model, tries = loaded(family), 30

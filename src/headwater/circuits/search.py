@@ -144,7 +144,9 @@ class Greedy:
                 continue
             value = float(values[number])
             number, effect, guess = number + 1, value - guessed, bool(self.guessed_in[edge])
-            stays = (-self.sign * effect if self.sign else abs(effect)) >= self.threshold
+            loss = -self.sign * effect if self.sign else abs(effect)
+            # Written so that an edge whose effect is NaN stays, too.
+            stays = not loss < self.threshold
             if right:
                 self.now = self.now if stays else value
                 self._decide(edge, KEPT if stays else REMOVED, effect)
@@ -347,10 +349,8 @@ def find_circuit(
         raise InputError("start= has no edges: there is nothing to search.")
     screens = begun is None and tries < graph.n_edges
     # Reported before the screen, which costs as much as a search.
-    what, advice = (
-        f"{tries:,} edges, each tried on {len(pairs):,} pairs,",
-        "A smaller budget= or fewer pairs take less time.",
-    )
+    what = f"{tries:,} edges, each tried on {len(pairs):,} pairs,"
+    advice = "A smaller budget= or fewer pairs take less time."
     say_how_long(model, what, tries * pairs.tokens.sum(), advice, hours=hours, progress=progress)
     options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **pairs.options}
     options |= {"discovery": {FOUND: []}, "start": None if begun is None else digest(begun.names)}
@@ -394,6 +394,14 @@ def searched(pairs: Pairs, run: Run, start: Indices | None = None) -> Greedy:
     sign = (1 if clean >= corrupted else -1) if options["by"] == "signed" else 0
     together = any(shares.norm is not None for shares in pairs.shares)
     with run.bar("edges decided", "edge", graph.n_edges) as bar:
-        decided = lambda number: bar.update(number - bar.n)  # noqa: E731
-        rule = float(options["threshold"]), sign, options["budget"], together
-        return Greedy(graph, evaluate, *rule, start, decided).search()
+        greedy = Greedy(
+            graph,
+            evaluate,
+            threshold=float(options["threshold"]),
+            sign=sign,
+            budget=options["budget"],
+            together=together,
+            start=start,
+            decided=lambda number: bar.update(number - bar.n),
+        )
+        return greedy.search()
