@@ -92,6 +92,14 @@ def test_attribution_is_exact_at_the_last_residual_stream_for_a_metric_linear_in
     assert found.engine == "gradients"
 
 
+def test_products_of_a_model_in_float64_are_not_rounded_to_float32():
+    model = hw.load(tiny_model("gpt2"), tokenizer=TOKENIZER, dtype="float64")
+    clean, corrupted = random_pair(6)
+    options = {"sites": "z", "metric": METRIC, "method": "attribution", "progress": False}
+    effect = hw.patch(model, [clean], [corrupted], **options).table["effect"].to_numpy()
+    assert abs(effect - effect.astype("float32")).max() > 1e-12
+
+
 def test_a_batch_of_pairs_takes_two_forwards_and_one_backward_for_the_gradients(models, monkeypatch):
     model = models("gpt2")
     pairs = [random_pair(n) for n in (7, 5, 6)]

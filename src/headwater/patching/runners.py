@@ -639,7 +639,9 @@ class AttributionRunner(Runner):
             for source, sample in sorted({(edit.source_layer_of(layer), edit.sample) for edit in here}):
                 value = self._written(row.inner, layer, source, sample, row.read(current))
                 # On the CPU: on a GPU the sum of each cell would take a few launches, for a few numbers.
-                product = row.first_order(current, slope, value).float().cpu()
+                product = row.first_order(current, slope, value).cpu()
+                # NumPy has no bfloat16.
+                product = product if product.dtype == torch.float64 else product.float()
                 if not bool((finite := product.flatten(1).isfinite().all(1)).all()):
                     raise NumericsError(
                         f"The gradient of {metric.name!r} at {site} of layer {layer} is NaN or infinite in example "
@@ -668,14 +670,15 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
     """Sum the products over the places that each cell covers; their first axis begins with the example `first`."""
     total = np.zeros(len(cells))
     order = np.argsort(cells.template, kind="stable")
-    begins = np.searchsorted(cells.template[order], np.arange(1, len(cells.templates)))
-    for template, alike in zip(cells.templates, np.split(order, begins), strict=True):
-        for edit, layer in [(one, layer) for one in template.edits if len(alike) for layer in one.layers]:
-            product = products[edit.site.name, layer, edit.source_layer_of(layer), edit.sample].numpy()
-            covered = zip(_covered(edit), product.shape[1:], strict=True)
-            places = [np.arange(length) if at is None else np.array(at) for at, length in covered]
-            there = product[np.ix_(cells.example[alike] - first, *places)]
-            total[alike] += there.reshape(len(alike), -1).sum(1, dtype=np.float64)
+    numbers, begins = np.unique(cells.template[order], return_index=True)
+    for number, alike in zip(numbers, np.split(order, begins[1:]), strict=True):
+        for edit in cells.templates[number].edits:
+            for layer in edit.layers:
+                product = products[edit.site.name, layer, edit.source_layer_of(layer), edit.sample].numpy()
+                covered = zip(_covered(edit), product.shape[1:], strict=True)
+                places = [np.arange(length) if at is None else np.array(at) for at, length in covered]
+                there = product[np.ix_(cells.example[alike] - first, *places)]
+                total[alike] += there.reshape(len(alike), -1).sum(1, dtype=np.float64)
     return torch.from_numpy(total)
 
 
