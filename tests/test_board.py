@@ -162,6 +162,7 @@ def test_a_model_that_changed_since_is_refused():
         (lambda board: board.change([]), "is empty"),
         (lambda board: board.change(3), "holds no nodes"),
         (lambda board: board.change([3]), "is not a node"),
+        (lambda board: board.change([{"site": "z", "layer": None}]), "is not a node: give its site and layer"),
         (lambda board: board.change([{"site": "z"}]), "give its site and layer"),
         (lambda board: board.change([{"site": "z", "layer": 0, "hed": 1}]), "any of position, head, key"),
         (lambda board: board.change([{"site": "z", "layer": "x"}]), "is a whole number"),

@@ -118,12 +118,14 @@ def _read_node(model: HookedModel, entry: object, lengths: Set[int]) -> Activati
     field_names = [field.name for field in fields(ActivationNode)]
     entry = _by_name(model, entry) if isinstance(entry, str | tuple) else entry
     named = entry.described() if isinstance(entry, ActivationNode) else entry
-    if not isinstance(named, Mapping) or not {"site", "layer"} <= set(named) or not set(named) <= set(field_names):
+    values: dict[Any, Any] = {}
+    if isinstance(named, Mapping):
+        values = {name: value for name, value in named.items() if value is not None}
+    if not {"site", "layer"} <= set(values) or not set(values) <= set(field_names):
         raise InputError(
             f"{shown(entry)} is not a node: give its site and layer, and any of {', '.join(field_names[2:])}, as in "
             "{'site': 'z', 'layer': 0, 'head': 1}."
         )
-    values: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     name, shape = values.pop("site"), model.shape
     (site,) = sites_named(name, model)
     # Every prompt that is edited must have the token.
@@ -247,16 +249,19 @@ def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
                 f"Two dictionaries are named {fitted[0].name!r}: give the features of one together, or name= one."
             )
         return fitted
-    members: list[tuple[int, ...]] = parts_of_kind(kind, listed, shape) if kind != "neurons" else []
-    for member in one_or_several(listed) if kind == "neurons" else []:
-        try:
-            layer, neuron = map(whole_number, member)
-        except (TypeError, ValueError):
-            raise InputError(
-                f"neurons= holds {shown(member)}: give a list of pairs (layer, neuron), as [(0, 1), (2, 3)]."
-            ) from None
-        layer = within(layer, shape.n_layers, "layer")
-        members.append((layer, within(neuron, shape.d_mlp, "neuron", f" in layer {layer}")))
+    if kind == "neurons":
+        members = list[tuple[int, ...]]()
+        for member in one_or_several(listed):
+            try:
+                layer, neuron = map(whole_number, member)
+            except (TypeError, ValueError):
+                raise InputError(
+                    f"neurons= holds {shown(member)}: give a list of pairs (layer, neuron), as [(0, 1), (2, 3)]."
+                ) from None
+            layer = within(layer, shape.n_layers, "layer")
+            members.append((layer, within(neuron, shape.d_mlp, "neuron", f" in layer {layer}")))
+    else:
+        members = parts_of_kind(kind, listed, shape)
     if twice := [member for member, count in Counter(members).items() if count > 1]:
         raise InputError(f"{_called(kind, twice[0])} is named twice.")
     (site,) = sites_named(KINDS[kind], model)

@@ -240,11 +240,9 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
         elif isinstance(entry, str) and entry in METRICS and not answers_of(entry):
             metrics.append(METRICS[entry]())
         elif callable(entry) and entry not in METRICS.values():
-            # A copy, because it may edit its input in place, and other metrics read the same tensor.
-            own = partial(lambda function, values: function(values.clone()), entry)
-            metrics.append(Metric(getattr(entry, "__name__", type(entry).__name__), own))
+            metrics.append(Metric(getattr(entry, "__name__", type(entry).__name__), partial(_on_a_copy, entry)))
         else:
-            near = did_you_mean(entry, METRICS) if isinstance(entry, str) else ""
+            near = did_you_mean(entry, METRICS) if isinstance(entry, str) and entry not in METRICS else ""
             raise InputError(
                 f"{shown(entry)} is not a metric.{near} Call hw.logit_difference(...), hw.rank(...) or another with "
                 "its answers, hw.kl_divergence() without any, or give a function."
@@ -255,6 +253,11 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
             f"A sweep needs metrics of different names; these are {names}. Rename with dataclasses.replace."
         )
     return tuple(metrics)
+
+
+def _on_a_copy(function: Callable[..., Tensor], values: Tensor) -> Tensor:
+    """Apply a function to a copy, because it may edit its input in place, and other metrics read the same tensor."""
+    return function(values.clone())
 
 
 def metric_of_a_claim(metric: Measures) -> Metric:
@@ -292,9 +295,13 @@ def _token_id(answer: object, tokenizer: Tokenizer | None) -> int:
     ids, _ = encode(tokenizer, answer)
     if len(ids) != 1:
         spaced, _ = encode(tokenizer, " " + answer)
-        hint = f"With a leading space, {' ' + answer!r} is one." if len(spaced) == 1 else "Token ids are taken as well."
         pieces = shown([tokenizer.decode([i]) for i in ids])
-        raise InputError(f"The answer {answer!r} is {len(ids):,} tokens, {pieces}; a metric needs one token. {hint}")
+        hint = ""
+        if len(spaced) == 1:
+            hint = f" With a leading space, {' ' + answer!r} is one."
+        elif len(ids):
+            hint = f" If other answers begin differently, give the id of its first token, {ids[0]}."
+        raise InputError(f"The answer {answer!r} is {len(ids):,} tokens, {pieces}; a metric needs one token.{hint}")
     return int(ids[0])
 
 
