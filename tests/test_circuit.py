@@ -97,6 +97,13 @@ def test_placebos_have_the_shape_of_the_circuit_and_are_never_the_circuit():
     assert all(placebo != nearly for placebo in nearly.placebos(40))
 
 
+def test_all_other_circuits_of_the_shape_are_equally_likely_placebos():
+    circuit = hw.Circuit.of(["embed -> k 0.0", "embed -> v 0.0"], Graph(1, 2, 2, parallel=False))
+    kept = np.array([[name in placebo for name in circuit.names] for placebo in circuit.placebos(900)])
+    # Of the three others, one has each of the two edges, and one has neither.
+    assert kept.sum(0) == pytest.approx([300, 300], abs=60)
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_hooked("llama")
@@ -149,8 +156,9 @@ def test_what_holds_no_circuit_is_not_read(tmp_path, found):
     (tmp_path / "text.parquet").write_text("no parquet")
     found.circuit(3).table.to_parquet(tmp_path / "table.parquet")
     found.save(tmp_path / "result")
-    for name in ("text.parquet", "table.parquet", "missing.parquet", "result"):
-        with pytest.raises(RunFolderError, match="holds no circuit"):
+    said = {"text.parquet": "", "table.parquet": "", "missing.parquet": "no such file", "result": "it is a folder"}
+    for name, reason in said.items():
+        with pytest.raises(RunFolderError, match=f"holds no circuit.*{reason}"):
             hw.Circuit.load(tmp_path / name)
 
 

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 
 METADATA = b"headwater circuit"
+REDRAWS = 20
+"""How many times a placebo that equals the circuit itself is drawn again: then all others are equally likely."""
 CLAIMS: Registry[str, Callable[..., Claim]] = Registry("claim", "headwater.circuits.circuit_runs")
 """Functions that judge a circuit."""
 Prompts = tuple[tuple[int, ...], ...]
@@ -163,6 +165,10 @@ class Circuit:
                 raise ValueError("it was changed since it was written")
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, InputError) as error:
             reason = first_line(error)[:200]
+            if not file.exists():
+                reason = "there is no such file"
+            elif file.is_dir():
+                reason = "it is a folder: if it holds a result, use the load of the result's class"
             raise RunFolderError(f"{file} holds no circuit that Circuit.save wrote ({reason}).") from None
         return loaded
 
@@ -356,10 +362,11 @@ def checked_circuits(circuits: Any, graph: Graph) -> dict[str, Circuit]:
 
 def _drawn(pools: list[tuple[Indices, int]], generator: np.random.Generator, besides: Indices | None) -> Indices:
     """Draw the given number of edges from each pool; avoid the exact set `besides`, if any."""
-    parts = [generator.choice(pool, count, replace=False) for pool, count in pools]
-    edges = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
-    if besides is None or not np.array_equal(edges, besides):
-        return edges
+    for _ in range(REDRAWS):
+        parts = [generator.choice(pool, count, replace=False) for pool, count in pools]
+        edges = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
+        if besides is None or not np.array_equal(edges, besides):
+            return edges
     # Exchange an edge of the first pool that has spare ones.
     i, pool = next((i, pool) for i, (pool, count) in enumerate(pools) if len(pool) > count)
     parts[i] = np.append(parts[i][1:], generator.choice(np.setdiff1d(pool, parts[i])))
