@@ -411,7 +411,7 @@ def test_prompts_are_resampled_from_one_another_by_role_and_by_any_rule_that_hol
         (
             hw.resample([*DONORS, DONORS[0] + " in"]),
             {"subject": [" France", " Paris"]},
-            "The role 'subject'",
+            "Prompts to resample from: The role 'subject'",
         ),
         (
             hw.resample(DONORS, positions={"end": "last"}),

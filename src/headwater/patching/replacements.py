@@ -325,6 +325,10 @@ class Mean(_OfDataset):
         one_length = len({len(prompt) for prompt in (*pool, *inputs.pair.base)}) == 1
         if any(site.has_keys for site in inputs.sites) and not one_length:
             raise InputError("A mean of attention patterns needs prompts of one length; these differ.")
+        if not one_length and all(len(prompt) < 2 for prompt in pool):
+            raise InputError(
+                "A mean over tokens leaves out each prompt's first token: give a dataset= with longer prompts."
+            )
         if one_length and len({prompt.ids for prompt in pool}) == 1:
             same = f"{len(pool)} prompts with the same tokens is their" if len(pool) > 1 else "one prompt is its"
             raise InputError(
@@ -382,7 +386,12 @@ class Resample(_OfDataset):
             where = inputs.arguments.get("positions") or inputs.roles
             self._roles = self._edited
             if inputs.dataset is not None or where is not inputs.roles:
-                self._roles = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
+                try:
+                    self._roles = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
+                except InputError as error:
+                    raise InputError(
+                        f"Prompts to resample from: {error} hw.resample(prompts, positions={{...}}) names their roles."
+                    ) from None
         needed, offered = (
             [{role: len(at) for role, at in roles.items()} for roles in some] for some in (self._edited, self._roles)
         )
