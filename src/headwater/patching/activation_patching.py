@@ -220,18 +220,19 @@ def patch(
         )
 
     steps = spec.steps(pair, edited, attended)
-    # Counted before the cells are made, because the list of cells alone may not fit in memory.
-    n_places = sum(math.prod(map(len, one.values())) for of_prompt in steps for one in of_prompt)
-    refuse_too_many_cells(n_places * len(metrics) * (replacement.samples or 1) * len(spec.source_layers) * pair.draws)
-    for site, of_site in zip(chosen_sites, steps[0], strict=True):
+    n_places = [sum(math.prod(map(len, one.values())) for one in of_site) for of_site in zip(*steps, strict=True)]
+    for site, of_site, n_runs in zip(chosen_sites, steps[0], n_places, strict=True):
         n_features = len(of_site.get("feature", ()))
         # Most features of a large dictionary do nothing, and each would be a run.
         if method == "exact" and n_features > MOST_FEATURES and n_features == site.width(model.shape, 1):
             raise InputError(
-                f"Sweeping all {n_features:,} features of {site.name} exactly would be {n_places:,} runs; at most "
+                f"Sweeping all {n_features:,} features of {site.name} exactly would be {n_runs:,} runs; at most "
                 f"{MOST_FEATURES:,} features are swept unless you choose them by number, sites=features.only([...]), "
                 "for instance the strongest by method='attribution', which takes one forward and one backward pass."
             )
+    # Counted before the cells are made, because the list of cells alone may not fit in memory.
+    n_cells = sum(n_places) * len(metrics) * (replacement.samples or 1) * len(spec.source_layers) * pair.draws
+    refuse_too_many_cells(n_cells)
     cells = spec.cells(pair, steps, replacement, matched)
 
     plan = Plan(model, pair, cells, metrics, replacement, batch_size, matched=matched)
@@ -332,7 +333,8 @@ class SweepSpec:
         """Return the swept axes and the indices that they cover, for the record of the run."""
         covered: list[tuple[int, ...] | str] = []
         for of_prompt, prompt in zip(steps, pair.prompts, strict=True):
-            at = {position for step in of_prompt[0]["position"] for position in step.covers or range(len(prompt))}
+            covers = [step.covers for step in of_prompt[0]["position"]]
+            at = {position for one in covers for position in (range(len(prompt)) if one is None else one)}
             covered.append("all" if len(at) == len(prompt) else tuple(sorted(at)))
         shape, of_heads = self.model.shape, [site for site in self.sites if site.has_heads]
         return {
@@ -471,9 +473,10 @@ def axis_steps(
         return [AxisStep(None, None if is_all else tuple(indices))]
     if window is None:
         return [AxisStep(i, (i,)) for i in indices]
-    size = 0 if window == "cumulative" else int(window)
-    bounds = [(i - size // 2, i - size // 2 + size) if size else (0, i + 1) for i in indices]
-    return [AxisStep(i, tuple(j for j in around if a <= j < b)) for i, (a, b) in zip(indices, bounds, strict=True)]
+    if window == "cumulative":
+        return [AxisStep(i, tuple(j for j in around if j <= i)) for i in indices]
+    size = int(window)
+    return [AxisStep(i, tuple(j for j in around if i - size // 2 <= j < i - size // 2 + size)) for i in indices]
 
 
 def role_steps(roles: Mapping[str, tuple[int, ...]], swept: bool, spans: str) -> list[AxisStep]:

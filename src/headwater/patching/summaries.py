@@ -40,6 +40,8 @@ ROLES = {"role": "position", "key_role": "key"}
 SMALL_GAP = 0.1
 """Fraction of the median gap: a pair with a smaller gap is reported."""
 RESAMPLES = 2000
+LISTED = 12
+"""Most values of a column that a message lists."""
 
 
 def tokens_by_role(columns: Iterable[str]) -> set[str]:
@@ -125,8 +127,9 @@ def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, object]) -> pd.DataFram
             if column not in table.columns:
                 near = f"it is not a column of its table.{did_you_mean(column, table.columns)}"
                 raise InputError(f"A sweep has no {column}= to fix or draw: {hint_for('plot', column) or near}")
-            names = ", ".join(str(one) for one in dict.fromkeys(present) if not pd.isna(one))
-            raise InputError(f"This sweep has no {column} {shown(value)}; it has {names}.")
+            names = [str(one) for one in dict.fromkeys(present) if not pd.isna(one)]
+            listed = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+            raise InputError(f"This sweep has no {column} {shown(value)}; it has {listed}.")
         table = table[table[column] == value]
     return table
 

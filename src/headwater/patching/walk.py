@@ -673,11 +673,12 @@ class Walk:
         """Deliver the logits at the kept positions, a tile of variants at a time."""
         reading = LOGITS, len(self.layers)
         index, row = self._rows_reading(reading)
-        row_of = dict(zip(index.tolist(), row.tolist(), strict=True))
+        row_of = np.full(len(self.variants), -1)
+        row_of[index] = row
 
         def deliver(indices: Indices) -> None:
             ((_, positions),) = self._by_count(indices)
-            rows = self.joining[np.array([row_of[i] for i in indices.tolist()])]
+            rows = self.joining[row_of[indices]]
             tokens = to_device(positions + (rows.offset - rows.start)[:, None], self.residual.device)
             residual = self.residual[tokens.flatten()]
             if self.answers is None:
