@@ -194,7 +194,7 @@ def test_what_names_no_edge_is_refused(names, said):
 
 def test_circuits_of_another_graph_are_refused():
     for operate in ("__or__", "__and__", "__sub__", "overlap"):
-        with pytest.raises(InputError, match=r"a model of 2 layers.* has 3 layers of 4 heads on 2 key-value heads"):
+        with pytest.raises(InputError, match=r"a model of 2 layers.* not of 3 layers of 4 heads on 2 key-value heads"):
             getattr(drawn(SERIAL), operate)(drawn(PARALLEL))
     with pytest.raises(InputError, match="b is from a model of 2 layers"):
         checked_circuits({"a": drawn(SERIAL), "b": drawn(PARALLEL)}, SERIAL)

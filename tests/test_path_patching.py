@@ -171,6 +171,7 @@ def test_a_killed_run_goes_on_with_the_layers_that_are_missing(tmp_path, monkeyp
         ({"senders": {"one": []}}, "is an empty list; give None for all"),
         ({"senders": []}, "senders is an empty list; give None for all"),
         ({"senders": {}}, "is empty; give None for all"),
+        ({"senders": {1: ["mlp 0"]}}, "does not map names to the nodes"),
         ({"through": "heads"}, "through='heads' is not one of direct, mlps"),
         ({"direction": "both"}, "direction"),
         ({"over": "layer"}, "over"),

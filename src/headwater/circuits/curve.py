@@ -344,10 +344,12 @@ def minimality(
     # Edges from outside, each with the kinds and layers of one of the circuit's edges, if any such edges exist.
     outside = (~circuit).edges
     alike = outside[np.isin(strata[outside], strata[circuit.edges])]
-    drawn = []
+    draws = []
     for like in generator.choice(strata[circuit.edges], placebos if len(outside) else 0):
         pool = outside[strata[outside] == like]
-        drawn.append(int(generator.choice(pool if len(pool) else alike if len(alike) else outside)))
+        draws.append(int(generator.choice(pool if len(pool) else alike if len(alike) else outside)))
+    # An edge that was drawn several times is run once.
+    drawn, of_draw = np.unique(np.array(draws, dtype=np.int64), return_inverse=True)
     sets_left = [~which for which in removed]
     reduced = [circuit._kept(left) for left in sets_left]
     less = [one - circuit_from_edges(graph, [edge]) for one in reduced for edge in one.edges]
@@ -361,7 +363,7 @@ def minimality(
         where = np.abs(effects).argmax(0)
         sizes = np.abs(effects).max(0)
         # The size of an added edge's effect, in the set where it is largest.
-        others = np.abs(added.reshape(len(reduced), len(drawn)) - before[:, None]).max(0)
+        others = np.abs(added.reshape(len(reduced), len(drawn)) - before[:, None]).max(0)[of_draw]
         high = float(np.quantile(others, PLACEBO_QUANTILE)) if len(others) else 0.0
         largest = effects[where, np.arange(len(circuit))]
         table = circuit.table.drop(columns="effect").assign(effect=largest, set=where)

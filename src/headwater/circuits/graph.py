@@ -102,7 +102,7 @@ class Graph:
     def refuse_other(self, what: str, graph: Graph) -> None:
         """Refuse something that is of a model with another graph."""
         if graph != self:
-            raise InputError(f"{what} is from a model of {graph}; here it has {self}.")
+            raise InputError(f"{what} is from a model of {graph}, and not of {self}.")
 
     @property
     def n_edges(self) -> int:
@@ -191,13 +191,16 @@ class Graph:
         if layer == self.n_layers:
             return np.zeros(0, dtype=np.int64)
         # In both lists a layer's MLP is last: among receivers after q, k and v, among senders after the heads.
-        heads = np.array([self.n_heads])
-        if place < n_qkv:
-            heads = np.arange(self.n_heads)
-            if not together:
-                shared = heads // group == (place - self.n_heads) % self.n_kv_heads
-                heads = heads[heads == place if place < self.n_heads else shared]
-        return np.asarray(self.first_head(layer) + heads)
+        if place == n_qkv:
+            driven = np.array([self.n_heads])
+        elif together:
+            driven = np.arange(self.n_heads)
+        elif place < self.n_heads:
+            driven = np.array([place])
+        else:
+            # The query heads that share this key-value head.
+            driven = (place - self.n_heads) % self.n_kv_heads * group + np.arange(group)
+        return np.asarray(self.first_head(layer) + driven)
 
     def edge(self, sender: int, receiver: int) -> int:
         """Return the index of the edge from a sender to a receiver."""

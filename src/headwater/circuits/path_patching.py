@@ -58,6 +58,8 @@ def path_ends(
     """
     sets: list[tuple[str | None, list[Any]]]
     if isinstance(value, Mapping):
+        if not all(isinstance(name, str) and name for name in value):
+            raise InputError(f"{option}={shown(value)} does not map names to the nodes to patch together.")
         sets = [(name, listed_parts(f"{option}[{name!r}]", some)) for name, some in value.items()]
     else:
         items = list(nodes.kinds) if value is None else listed_parts(option, value)
