@@ -263,7 +263,9 @@ def refuse_other_run(
     metrics = {metric["name"]: metric for metric in run.options.get("metrics", ())}
     for theirs in other.options.get("metrics", ()):
         ours = metrics.get(theirs["name"], theirs)
-        differing = [key for key in ours if theirs.get(key) != ours[key] and (answers or key not in ("answers", "at"))]
+        differing = {key for key in ours.keys() | theirs.keys() if theirs.get(key) != ours.get(key)}
+        if not answers:
+            differing -= {"answers", "at"}
         if differing:
             what = "answers" if "answers" in differing else "positions or code"
             raise InputError(f"{option}= measured {ours['name']} with other {what}: run both with the same metric.")
