@@ -1,5 +1,6 @@
 """What heads attend to: sums are those of naive loops, planted heads are called and nothing else, p holds its rate."""
 
+import dataclasses
 import functools
 import itertools
 import string
@@ -311,6 +312,10 @@ def test_a_behaviour_from_outside_is_scored_called_and_drawn():
         assert rows["score"].between(0, 1).all()
         (legend,) = figure_of(result.plot(on="random")).legends
         assert any(text.get_text().startswith("two before (") for text in legend.get_texts())
+    # Where the result is loaded, the behaviour need not be known.
+    is_own = result.table["behaviour"] == "two_before"
+    strongest = result.table.assign(called=is_own, excess=is_own * 1.0)
+    assert "of its attention is on two before, " in " ".join(dataclasses.replace(result, table=strongest).report())
 
 
 # --- positions

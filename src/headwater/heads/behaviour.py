@@ -107,9 +107,9 @@ class AttentionBehaviour(Result):
             called = [row for row in called if row["behaviour"] != RESTING]
             if called:
                 best = max(called, key=lambda row: row["excess"])
+                name = best["behaviour"]
                 # A behaviour of a loaded result need not be registered here.
-                known = patterns.BEHAVIOURS.get(best["behaviour"])
-                keys = known.says if known else words(best["behaviour"])
+                keys = patterns.BEHAVIOURS[name].says if name in patterns.BEHAVIOURS else words(name)
                 sentences.append(
                     f"The strongest is head {best['layer']}.{best['head']}: {best['score']:.0%} of its attention is on "
                     f"{keys}, compared with {best['expected']:.0%} on as many random keys."
