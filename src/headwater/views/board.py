@@ -379,7 +379,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def board_page(board: Board, hows: Sequence[str], *, live: bool = False) -> View:
-    """Return the page of a board with some kinds of change precomputed; a live page asks a kernel for other board."""
+    """Return the page of a board with some kinds of change precomputed; a live page asks a kernel for other clicks."""
     tokens = board.bench(hows[0]).pair.prompts[0].strings
     if len(tokens) > LONGEST:
         raise InputError(f"A board shows prompts of at most {LONGEST} tokens; these have {len(tokens)}. Use click().")
@@ -430,7 +430,7 @@ def stored(board: Board, sweeps: dict[str, Sweep]) -> dict[str, object]:
 
 
 def about(board: Board, how: str) -> dict[str, object]:
-    """Return the data of one kind of change that are independent of board."""
+    """Return the data of one kind of change that are independent of clicks."""
     bench = board.bench(how)
     before, goal = bench.unedited
     ids = bench.before.likeliest(5)
