@@ -37,7 +37,8 @@ def usable_device(device: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
         # CUDA's messages continue with advice on debugging, and others with the list of all kernels.
         reason = str(error).split("\n", 1)[0].split(". ", 1)[0].rstrip(".")
-        raise InputError(f"device={str(device)!r} cannot be used: {reason}. Give cpu, cuda, or cuda:1.") from None
+        devices = "cpu, cuda, or cuda:1" if torch.cuda.is_available() else "cpu: torch finds no CUDA device here"
+        raise InputError(f"device={str(device)!r} cannot be used: {reason}. Give {devices}.") from None
     return parsed
 
 
