@@ -223,7 +223,7 @@ def test_what_cannot_be_compared_is_said_in_one_line(changed):
     other = embedded()
     for models, message in [
         ([changed[0]], "needs two models or more, and 1"),
-        ([changed[0], changed[0]], r"Several of the models are named .* name them in a mapping"),
+        ([changed[0], changed[0]], r"Several of the models are named .* give each once, or name them"),
         (["x/a", "x/b", "x/b"], "Several of the models are named 'x/b'"),
         ({"a": changed[0], "b": other}, r"b has 6 layers × 16 heads, a has 2 layers × 3 heads"),
         ("embedded", "A str was given as models: give a list"),

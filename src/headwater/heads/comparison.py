@@ -248,9 +248,10 @@ def _named(models: Sequence[AnyModel] | Mapping[str, AnyModel]) -> dict[str, Any
             if len(named) < len(listed):
                 named = {"/".join(path[-length:]): model for path, model in zip(paths, listed, strict=True)}
         if len(named) < len(listed):
-            repeated = max(paths, key=paths.count)
+            repeated = str(Path(*max(paths, key=paths.count)))
             raise InputError(
-                f"Several of the models are named {'/'.join(repeated)!r}: name them in a mapping {{name: model}}."
+                f"Several of the models are named {repeated!r}: give each once, or name them in Python, in a "
+                "mapping {name: model}."
             )
     if len(named) < 2:
         raise InputError(f"A comparison needs two models or more, and {len(named)} was given.")

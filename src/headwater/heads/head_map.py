@@ -418,9 +418,11 @@ def relations_of(
     tokenized = tokenize_relations(selected, model.tokenizer, multi_token=multi_token, same_words=same_words)
     by_name = {tokens.relation.name: tokens for tokens in tokenized}
     lacking = [name for name in used["relation"] if name not in by_name or not by_name[name].targets]
-    if lacking:
+    if lacking and head_map.run.options["multi_token"] is not None and lacking[0] in by_name:
         raise InputError(
-            f"No single-token items of the map's relation {lacking[0]!r}, with which a running model is tested: give "
-            "the relations= that classify_heads got."
+            f"The map's relation {lacking[0]!r} has only items of several tokens; a running model is tested on single "
+            "tokens. Classify the heads without multi_token= or without this relation."
         )
+    if lacking:
+        raise InputError(f"No items of the map's relation {lacking[0]!r}: give the relations= that classify_heads got.")
     return {name: (by_name[name], int(k)) for name, k in zip(used["relation"], used["k"], strict=True)}
