@@ -236,11 +236,12 @@ def test_with_a_real_model_its_steps_come_first_and_a_line_says_what_is_weak(run
     begun = []
     beside = SimpleNamespace(before=begun.append)
     monkeypatch.setattr(tour_module, "HelperProcess", lambda *given: begun.append(given) or beside)
-    monkeypatch.setattr(steps, "STEPS", {name: step_of(name) for name in ("capital", "answers")})
+    monkeypatch.setattr(steps, "STEPS", {name: step_of(name) for name in ("heads", "capital", "answers")})
     code, printed, noise = run("demo", "--questions", 4, "--out", tmp_path / "out", "--json")
     assert code == 0, noise
-    assert list(json.loads(printed)["analyses"]) == ["capital", "answers"]
-    assert begun == [(["answers"], 4, tmp_path / "out"), "capital", "answers"]
+    # "heads" would be the embedded model's, of a run before the real model was installed.
+    assert list(json.loads(printed)["analyses"]) == ["real_heads", "capital", "answers"]
+    assert begun == [(["answers"], 4, tmp_path / "out"), "real_heads", "capital", "answers"]
     assert "pip install" not in noise
     text = "".join(Page((tmp_path / "out" / "index.html").read_text()).text)
     assert "four bits" in text

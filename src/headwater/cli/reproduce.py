@@ -352,7 +352,12 @@ def demo(
 
     quiet = quiet or not is_main()
     is_real = packaged_file(MODEL) is not None and importlib.util.find_spec("gguf") is not None
-    steps = {name: step for name, step in STEPS.items() if is_real or step.model != "real"}
+    # Of its own name for each model, because the same folder may hold a run without the real model.
+    steps = {
+        f"real_{name}" if is_real and step.model == "either" else name: step
+        for name, step in STEPS.items()
+        if is_real or step.model != "real"
+    }
     if not quiet:
         often = "" if questions == QUESTIONS else f" with {QUESTIONS} questions of each set"
         minutes = "nine minutes of processor time" if is_real else "three minutes on one core"
