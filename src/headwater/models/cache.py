@@ -583,14 +583,15 @@ class Cache(TokenizedTexts, Result):
 
         Args:
             ax: where to draw; default: a new figure. Without `heads`, an `ax` shows the mean of all patterns.
-            heads: pairs (layer, head), or names such as "9.2". Each gets a panel; more than 48 get a tile each in one
-                image, by layer and head. Default: all heads kept, or if there are many, the mean of each layer.
+            heads: at most 48 pairs (layer, head), or names such as "9.2", a panel each. Default: all heads kept, or if
+                there are many, the mean of each layer.
             example: the text whose patterns are drawn.
             title: replaces the default title of the figure.
             figsize: width and height of a new figure, in inches.
 
         Raises:
-            InputError: a head is not in the cache, or there is no such text; or `ax` was passed for several heads.
+            InputError: a head is not in the cache, too many are chosen, or there is no such text; or `ax` was passed
+                for several heads.
         """
         return self._drawn(ax, title, figsize, heads=heads, example=example)
 
