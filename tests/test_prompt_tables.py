@@ -52,6 +52,7 @@ def test_an_answer_that_is_the_name_of_a_column_is_refused(tmp_path):
     [
         ("a.csv", b"clean,corrupted\nx,\n", r"a.csv, row 2 has no 'corrupted'; it has clean"),
         ("a.csv", b"clean,corrupted\ncaf\xe9,x\n", r"a.csv is not UTF-8 text"),
+        ("a.json", b'[{"clean": "caf\xe9", "corrupted": "x"}]', r"a.json is not UTF-8 text"),
         ("a.csv", b"", r"a.csv is not a table: it has no header"),
         ("a.csv", b"clean,corrupted\n", r"a.csv has no rows"),
         ("a.jsonl", b'{"clean": "x"}\n', r"a.jsonl, row 1 has no 'corrupted'; it has clean"),

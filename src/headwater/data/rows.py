@@ -131,8 +131,9 @@ def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
                 except ValueError as error:
                     raise InputError(f"{path}, row {number}: the row is not JSON ({error}).") from None
     elif path.suffix == ".json":
+        text = file.read()
         try:
-            value = parse_json(file.read())
+            value = parse_json(text)
         except ValueError as error:
             raise InputError(f"{path} is not JSON ({error}).") from None
         if isinstance(value, dict):
