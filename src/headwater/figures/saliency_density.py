@@ -125,7 +125,7 @@ def saliency(
         texts = list(entries)
         if not as_published:
             texts = [f"{entry} (n = {', '.join(counts)})" for entry, (_, counts) in entries.items()]
-        marked = [DAGGER_IS] * any(DAGGER in text for text in texts)
+        marked = [DAGGER_IS] if any(DAGGER in text for text in texts) else []
         look: dict[str, Any] = {"handlelength": 2.4, "title_fontsize": 7}
         handles = [drawn for drawn, _ in entries.values()]
         if ax is not None:
@@ -200,13 +200,13 @@ def _panel(
         order = list(KINDS).index(kind), names.index(name)
         entries.append((order, entry, (Patch(**area), Line2D([], [], **line)), counted))
     exponent = int(np.floor(np.log10(stop)))
-    unit = f" / $10^{{{exponent}}}$" * bool(exponent)
+    unit = f" / $10^{{{exponent}}}$" if exponent else ""
     ax.set(xlim=(0.0, grid[-1]), ylim=(0, None), xlabel=f"Saliency ({axis}){unit}")
     ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value / 10.0**exponent:.3g}")
     ax.yaxis.set_major_formatter(lambda density, _: f"{density * 10.0**exponent:.3g}")
     if as_published:  # the published name, and powers of ten at the ends of both axes
-        ax.set_xlabel("Saliency Score" + f" ({PAIRS['mean']})" * axis.startswith(PAIRS["mean"]))
+        ax.set_xlabel(f"Saliency Score ({PAIRS['mean']})" if axis.startswith(PAIRS["mean"]) else "Saliency Score")
         at: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 6, "ha": "right"}
         if exponent:
             ax.annotate(f"$\\times 10^{{{exponent}}}$", (1, 0), (0, -14), va="top", **at)

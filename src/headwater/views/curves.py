@@ -191,15 +191,16 @@ def _lines(pathways: Pathways, split: str, value: str) -> list[dict[str, object]
     control = table[(table["intervention"] == RANDOM) & (table["group"] == ALL)]
     columns = ("layer", value, f"{value}_low", f"{value}_high")
     lines = []
-    for mode in (*MODES, RANDOM):
-        every = control if mode == RANDOM else curves[curves["mode"] == mode]
+    for mode in MODES:
         for name in pathways.datasets:
-            rows = every[every["dataset"] == name].sort_values("layer")
-            drawn = look_of(name, MODES[0] if mode == RANDOM else mode, pathways.datasets)
+            rows = curves[(curves["dataset"] == name) & (curves["mode"] == mode)].sort_values("layer")
+            drawn = look_of(name, mode, pathways.datasets)
             look: dict[str, Any] = {"look": (drawn["color"], drawn["marker"]), "dashed": drawn["linestyle"] != "-"}
-            if mode == RANDOM:
-                look = {"look": (FAINT, drawn["marker"]), "control": True}
-            named = f"{name}, {mode}" + " (control)" * (mode == RANDOM)
             if len(rows):
-                lines.append(line_of(rows, columns, name=named, count="examples", **look))
+                lines.append(line_of(rows, columns, name=f"{name}, {mode}", count="examples", **look))
+    for name in pathways.datasets:
+        rows = control[control["dataset"] == name].sort_values("layer")
+        look = {"look": (FAINT, look_of(name, MODES[0], pathways.datasets)["marker"]), "control": True}
+        if len(rows):
+            lines.append(line_of(rows, columns, name=f"{name}, {RANDOM} (control)", count="examples", **look))
     return lines
