@@ -53,6 +53,13 @@ def test_several_models_have_a_panel_of_boxes_above_one_of_densities_each(rng):
     assert all(above > below for above, below in places)
 
 
+def test_in_every_row_of_models_the_density_of_a_model_is_right_below_its_boxes(rng):
+    axes = depth_profiles([made_up_profile(rng, name) for name in "abcdef"]).axes
+    for boxes, density in zip(axes[:6], axes[6:], strict=True):
+        above, below = boxes.get_subplotspec(), density.get_subplotspec()
+        assert (below.rowspan.start, below.colspan) == (above.rowspan.start + 1, above.colspan)
+
+
 def test_boxes_are_blue_orange_and_green_and_their_medians_those_of_the_table(rng):
     profile = made_up_profile(rng)
     ax = profile.plot().axes[0]

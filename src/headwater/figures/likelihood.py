@@ -121,17 +121,22 @@ def title_of(profile: DepthProfile) -> str:
 
 
 def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str], as_published: bool) -> Figure:
-    """Draw rows of boxes, then rows of densities in the same columns; for a single model, one row.
+    """Draw each model's boxes with its density below; for a single model, beside them.
 
-    In the published style, panels have letters, and only the models with scores have densities.
+    In the published style, rows of boxes precede rows of densities, panels have letters, and only the models with
+    scores have densities.
     """
     named = list(zip(profiles, labels, strict=True))
     scored = [one for one in named if not as_published or any(len(_gaps(one[0], quartile)) for quartile in ENDS)]
     n, is_alone = len(named), len(named) == 1
     across = 1 + len(scored) if is_alone else min(n, COLUMNS)
-    first_density = 1 if is_alone else across * math.ceil(n / across)
-    places = [*range(n), *range(first_density, first_density + len(scored))]
-    rows = places[-1] // across + 1
+    if as_published or is_alone:
+        first_density = 1 if is_alone else across * math.ceil(n / across)
+        places = [*range(n), *range(first_density, first_density + len(scored))]
+    else:
+        boxes = [number + across * (number // across) for number in range(n)]
+        places = boxes + [place + across for place in boxes]
+    rows = max(places) // across + 1
     figure = new_figure(*(ALONE if is_alone else (PANEL_WIDTH * across + 0.4, PANEL_HEIGHT * rows)))
     grid = figure.add_gridspec(rows, across)
     axes = [figure.add_subplot(grid[divmod(place, across)]) for place in places]
