@@ -93,6 +93,7 @@ ROWS = (
     '["France", null]',
     '["France", ["Paris", 3.5]]',
     '["France", []]',
+    '["France", {"Paris": 1}]',
     '["", "Paris"]',
     '["France", " Paris"]',
 )
@@ -145,7 +146,7 @@ def test_folders_that_hold_no_relations_are_refused(tmp_path):
     assert f"There is no relation or folder {tmp_path / 'nowhere'}." in refusal(tmp_path / "nowhere")
     assert "holds no relation" in refusal(tmp_path)
     write(tmp_path / "antonyms", "adj_antonym", [["a", "b"]])
-    assert f"{tmp_path / 'antonyms' / 'antonyms.json'} does not exist" in refusal(tmp_path)
+    assert f"{tmp_path / 'antonyms'} has no antonyms.json" in refusal(tmp_path)
 
 
 def test_names_relations_and_folders_may_be_given_together(tmp_path):

@@ -88,7 +88,9 @@ def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
         try:
             source, targets = one_or_several(pair)
             accepted = (targets,) if isinstance(targets, str) else tuple(targets)
-            are_words = accepted and all(word and word == word.strip() for word in (source, *accepted))
+            # The first target is the one in prompts, so targets have an order.
+            are_words = accepted and not has_no_order(targets)
+            are_words = are_words and all(word and word == word.strip() for word in (source, *accepted))
         except (TypeError, ValueError, AttributeError):
             are_words = False
         if not are_words:
@@ -172,9 +174,11 @@ def _read_relations(path: Path) -> tuple[Relation, ...]:
     listed = path / "categories.json"
     if not isinstance(categories := _read_json(listed) if listed.exists() else {}, dict):
         raise InputError(f"{listed}: expected an object {{relation name: category}}.")
-    # A folder in it with JSON files has one of its own name; if not, reading that one fails.
     paths = [file for file in path.glob("*.json") if file != listed]
-    paths += [folder / f"{folder.name}.json" for folder in path.iterdir() if any(folder.glob("*.json"))]
+    for folder in (one for one in path.iterdir() if any(one.glob("*.json"))):
+        paths.append(folder / f"{folder.name}.json")
+        if not paths[-1].is_file():
+            raise InputError(f"{folder} has no {folder.name}.json: a relation's file has the name of its folder.")
     if not paths:
         raise InputError(f"{path} holds no relation: expected NAME/NAME.json or NAME.json files there.")
     return tuple(_read_relation(file, categories) for file in sorted(paths, key=lambda file: file.stem))
