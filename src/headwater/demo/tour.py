@@ -133,7 +133,9 @@ class Tour(Demo):
         result, folder = self.found[name], self.out / name
         drawn = [(name, step.caption), *((stem, caption) for stem, _, caption in step.companions)]
         pictures = [picture_of((folder / f"{stem}.png").read_bytes(), caption) for stem, caption in drawn]
-        view = step.view(self, result) if step.view else result.view() if result.is_explored else None
+        view = result.view() if step.view is None and result.is_explored else None
+        if step.view is not None:
+            view = step.view(self, result)
         shown = ""
         if view is not None:
             shown += view.framed(title=step.title) + _folded("The same as a figure", pictures.pop(0))

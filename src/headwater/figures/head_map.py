@@ -137,7 +137,9 @@ def head_maps(
             called, marks, counts = zip(*_lines(maps), strict=True)
             written = [" / ".join("–" if one is None else f"{one:,}" for one in of_maps) for of_maps in counts]
             texts = [f"{name} ({count})" for name, count in zip(called, written, strict=True)]
-            explained = "in brackets: heads, map by map" + f"; {SIZES_ARE}" * any(map(_has_excess, maps))
+            explained = "in brackets: heads, map by map"
+            if any(map(_has_excess, maps)):
+                explained += f"; {SIZES_ARE}"
             look |= {"handles": marks, "labels": texts, "title": explained}
         if ax is not None:
             legend_beside(ax, False, **look)
