@@ -244,6 +244,16 @@ def test_an_interrupt_without_a_folder_says_that_nothing_was_kept(run, checkpoin
     assert "Nothing was kept; with out=FOLDER a run can be continued." in error
 
 
+def test_an_interrupt_outside_of_any_call_says_how_a_command_continues(run, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headwater.load_relations", interrupted)
+    code, printed, error = run("heads")
+    assert (code, printed) == (130, "")
+    assert "Interrupted. With --out FOLDER the same command continues." in error
+
+
 def test_version_and_help(run):
     assert run("--version") == (0, f"headwater {headwater.__version__}\n", "")
     for command in ([], ["heads"], ["relations"], ["demo"]):
@@ -307,7 +317,7 @@ def test_the_module_runs_as_the_command():
         (["heads", "gpt2", "--model", "gpt2-xl"], "Unused Tokens: ['gpt2']"),
         (
             ["score", "gpt2", "a.txt", "--k", "0.2", "0.3"],
-            "Unused Tokens: ['0.3']",
+            "Unused Tokens: ['0.3']. For several values, repeat the option.",
         ),
         (["reproduce", "mpas"], "Unused Tokens: ['mpas']"),
         (["score", "gpt2", "no", "such"], "found gpt2 no such"),

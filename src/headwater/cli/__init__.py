@@ -7,12 +7,13 @@ everything else to stderr. torch and the models are imported only when a command
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 from rich.text import Text
 
 from headwater.cli import heads, likelihood, patching, pathways, reproduce
@@ -67,10 +68,17 @@ def main() -> None:
 
 
 def _run() -> int:
+    if "--tokens" in sys.argv:
+        # A token may begin with a hyphen, so cyclopts would take the name of the next option as the second token.
+        right, wrong = [*sys.argv[sys.argv.index("--tokens") + 1 :], "", ""][:2]
+        if not wrong or re.fullmatch(r"--[a-z][a-z-]+", wrong):
+            return _fail(f"--tokens needs two tokens, RIGHT WRONG, separated by a space; found only {right!r}.")
     try:
         command, bound, _ = app.parse_args(sys.argv[1:], exit_on_error=False, print_error=False)
     except CycloptsError as error:
         problem, command_line = " ".join(str(error).split()), ["headwater", *(error.command_chain or ())]
+        if isinstance(error, UnusedCliTokensError):
+            problem += " For several values, repeat the option."
         return _fail(f"{problem} Help: {' '.join(command_line)} --help")
     bound.apply_defaults()
     try:
@@ -78,7 +86,7 @@ def _run() -> int:
     except HeadwaterError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt as error:
-        screen.print(f"\n{error or 'Interrupted. With --out FOLDER the same command continues.'}")
+        screen.print(f"\n{str(error) or 'Interrupted. With --out FOLDER the same command continues.'}")
         return INTERRUPTED
 
 
