@@ -76,6 +76,8 @@ class RunFolder:
         # The identity of this call, not of the earlier record: a piece is identified by what would compute it now.
         self._identity, self._names = run.identity, (PIECES, *file_names(kind))
         self.run = self._processes.on_main(f"opening the folder of {run.analysis}", lambda: self._open(run))
+        if self._processes.count > 1:
+            self._refuse_unless_shared()
 
     @property
     def finished(self) -> bool:
@@ -112,6 +114,24 @@ class RunFolder:
         """Write the whole result and delete its pieces, except the parts that it keeps."""
         self._processes.together(f"the result of {self.run.analysis}", None)
         self._processes.on_main(f"writing the result of {self.run.analysis}", lambda: self._close(result))
+
+    def _refuse_unless_shared(self) -> None:
+        """Check that every process finds the record that the main process has just written."""
+        written = self._processes.on_main("the record of a run", lambda: read_sealed(self.path / RUN_FILE))
+
+        def record_is_there() -> bool | None:
+            with contextlib.suppress(RunFolderError):
+                return read_sealed(self.path / RUN_FILE) == written or None
+            return None
+
+        seen = _await(record_is_there)
+        blind = f"process {self._processes.index} on {platform.node()} does not find it in {self.path.absolute()}"
+        answers = self._processes.together("finding the folder", (None if seen else blind, str(self.path.absolute())))
+        if missing := next((what for what, _ in answers if what), None):
+            raise RunFolderError(
+                f"The processes do not share the output folder: process 0 has its run in {answers[0][1]}, and "
+                f"{missing}. Give every process the same folder, on a file system that all machines see."
+            )
 
     def _open(self, run: RunRecord) -> RunRecord:
         earlier = refuse_other_run(self.path, run, self._names)
