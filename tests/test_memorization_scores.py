@@ -239,3 +239,5 @@ def test_recall_is_measured_on_the_text_alone_behind_its_prefix():
         assert value(scores, text, "recall") == pytest.approx(means[0] / means[1])
     with pytest.raises(InputError, match="prefix"):
         prefixed_statistics(model, texts, " ")
+    with pytest.raises(InputError, match="Text 1 is a NoneType, not a string"):
+        prefixed_statistics(model, ["Paris", None], prefix)

@@ -247,6 +247,9 @@ def prefixed_statistics(
     """
     prefix = checked_prefix(prefix)
     listed = checked_several("texts", texts, "a list of texts")
+    for index, text in enumerate(listed):
+        if not isinstance(text, str):
+            raise InputError(f"Text {index} is a {type(text).__name__}, not a string.")
     # An empty text stays empty, because with the prefix it would have tokens but nothing to score.
     prefixed = [prefix + text if text else "" for text in listed]
     spans = [(len(prefix), len(prefix) + len(text)) if text else None for text in listed]
