@@ -288,6 +288,7 @@ def test_contexts_that_cannot_be_used_are_refused(options, message, model, tmp_p
             [{"role": "user", "content": "So"}, {"role": "user", "content": "{question}"}],
             "its last message alone",
         ),
+        (None, {"role": "user", "content": "{question}"}, "its last message alone, as a list"),
         (
             [{"role": "user", "content": "{question}"}, {"role": "assistant", "content": "Well ,"}],
             None,

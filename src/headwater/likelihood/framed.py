@@ -226,9 +226,13 @@ class ContextWording:
         *opening, turn = _messages(self.prompt)
         if SLOT not in turn["content"]:
             raise InputError(f"prompt: the last message of a conversation must contain {SLOT}, found {shown(turn)}.")
+        later = self.predecessor_prompt if last else None
+        if later is not None and not (isinstance(later, list | tuple) and len(later) == 1):
+            raise InputError(
+                f"for a conversation, pass its last message alone, as a list of a user's message with {SLOT}; found "
+                f"{shown(later)}."
+            )
         final = _messages(prompt)[-1] if last else turn
-        if last and self.predecessor_prompt is not None and len(self.predecessor_prompt) != 1:
-            raise InputError(f"for a conversation, pass its last message alone, a user's message with {SLOT}.")
         messages = list(opening)
         for question, answer in before:
             messages.append({**turn, "content": turn["content"].replace(SLOT, question)})
