@@ -100,8 +100,8 @@ def test_a_caller_without_a_type_checker_is_told_too():
         "A set was given as an answer: give a token, or a list with a token for each prompt.",
         "Relation 'r': pairs={'ja': 'nein'} is not a list of pairs",
         "Relation 'r': 'ja' is not a pair",
-        "The translator of layer 0 must be a pair of tensors (A, b), found 1.",
-        "A tuned lens maps layers, whole numbers, to translators; found 'a'.",
+        "A tuned lens maps layers, whole numbers, to pairs of tensors (A, b), here of shapes",
+        "A tuned lens maps layers, whole numbers, to pairs of tensors (A, b), here of shapes",
         "A dict was given as labels: give a list with a label for each text.",
     )
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == list(starts)

@@ -376,11 +376,13 @@ def open_lens(lens: Lens, n_layers: int, d_model: int) -> Lens:
             is_layer = isinstance(layer, Integral) and not isinstance(layer, bool)
             is_pair = isinstance(pair, list | tuple) and all(isinstance(part, Tensor) for part in pair)
             shapes = [tuple(part.shape) for part in pair] if is_pair else []
-            if not is_layer or shapes != [(d_model, d_model), (d_model,)] or not all(map(is_finite, pair)):
+            if not is_layer or shapes != [(d_model, d_model), (d_model,)]:
                 raise InputError(
-                    "A tuned lens maps layers, whole numbers, to pairs of finite tensors (A, b), here of shapes "
+                    "A tuned lens maps layers, whole numbers, to pairs of tensors (A, b), here of shapes "
                     f"({d_model}, {d_model}) and ({d_model},); layer {shown(layer)} has {shapes or shown(pair)}."
                 )
+            if not all(map(is_finite, pair)):
+                raise InputError(f"The translator of layer {layer} of the tuned lens holds NaN or infinity.")
     elif not callable(lens) and not isinstance(lens, str):
         raise InputError(
             f"lens={shown(lens)} is neither 'logit', nor the folder of a tuned lens, nor a function, nor a mapping of "
