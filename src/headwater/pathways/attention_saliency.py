@@ -120,7 +120,10 @@ class Saliency(HasDatasets, Result):
                 "The probe does not record which answers it was fitted on. If it was fitted on these, a peak near zero "
                 "with the cross-entropy may only mean that it has memorized them."
             )
-        return [seen, *(line for name, edges in product(self.datasets, EDGES) for line in sentences(self, name, edges))]
+        summary, lines = whole_summary(self), [seen]
+        for name, edges in product(self.datasets, EDGES):
+            lines += sentences(self, summary, name, edges)
+        return lines
 
 
 OVER_HEADS, OVER_PAIRS = get_args(Heads), get_args(Pairs)
@@ -260,7 +263,8 @@ def _tables(
     """Return the tables; the gradient of the cross-entropy is the logit's times |p - z|."""
     z, logit = torch.tensor(answered.z, dtype=torch.float64), measured["logit"]
     # |z - p| from the signed logit, since 1 - sigmoid(logit) is exactly 0 from logits of 37 on.
-    slopes = {"cross_entropy": torch.where(z == 1, torch.sigmoid(-logit), torch.sigmoid(logit)), "logit": z * 0 + 1}
+    distance = torch.where(z == 1, torch.sigmoid(-logit), torch.sigmoid(logit))
+    slopes = {"cross_entropy": distance, "logit": torch.ones_like(distance)}
     names = {"dataset": answered.table["dataset"].to_numpy(), "example": np.arange(len(z))}
     probe = {"z": answered.z, "fold": fold, "logit": logit.numpy(), "probability": torch.sigmoid(logit).numpy()}
     tables, by_layer = [], []
@@ -309,6 +313,9 @@ def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
 
 
 # The saliency of the edges of a few examples at every layer: which positions matter, what is run, what is read.
+#
+# Only the tokens up to the probe's are run, and gradients are needed from an example's first edge on: from E_Q for
+# E_Q→*, from E_A for E_Q→E_A. Earlier tokens are run without gradients.
 
 
 BEFORE_A_GRAPH = 16
@@ -444,9 +451,9 @@ def _times(wrong: NDArray[np.float64], right: NDArray[np.float64]) -> list[float
     return [float(np.median(wrong) / np.median(right)), *map(float, ends)]
 
 
-def sentences(found: Saliency, dataset: str, edges: str) -> Iterator[str]:
+def sentences(found: Saliency, summary: pd.DataFrame, dataset: str, edges: str) -> Iterator[str]:
     """Yield the sentences on one kind of edge in one set."""
-    name, summary = {"exact_answer": "S(E_Q→E_A)", "all": "S(E_Q→*)"}[edges], whole_summary(found)
+    name = {"exact_answer": "S(E_Q→E_A)", "all": "S(E_Q→*)"}[edges]
     rows, flow = found.values_of(dataset, edges, "logit")
     n = len(flow)
     if not n:
