@@ -38,7 +38,6 @@ from headwater.pathways.report import report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.sources import HasDatasets
 from headwater.questions.states import BEFORE, ProbeSiteName, TokenName, check_probe_options
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -54,7 +53,7 @@ POOLED_ROWS = 1000
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Pathways(HasDatasets, Result):
+class Pathways(Result):
     """Where the truthfulness signal of a model comes from, on each question set. All logits are of z = 1, "wrong"."""
 
     table: pd.DataFrame
@@ -97,6 +96,12 @@ class Pathways(HasDatasets, Result):
     dropped: pd.DataFrame
     """`dataset, cause, examples`: question sets that could not be traced."""
     run: RunRecord
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The names of the question sets, in the order of the table."""
+        # Not from `table`, which has a row per answer, seed and layer: a million.
+        return tuple(self.auc["dataset"].unique())
 
     @property
     def curves(self) -> pd.DataFrame:
