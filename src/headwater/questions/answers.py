@@ -237,7 +237,11 @@ def answer(
         }
         # Neither an empty nor a cut answer is judged.
         keys = [
-            (one.prompt.row["question"], one.prompt.row["answers"], one.text if one.text and one.finished else None)
+            (
+                one.prompt.row["question"],
+                tuple(one.prompt.row["answers"]),
+                one.text if one.text and one.finished else None,
+            )
             for one in given.values()
         ]
         verdicts = verdicts_of(run, label, keys)
