@@ -247,6 +247,7 @@ def test_answers_that_had_not_ended_at_the_token_limit_are_counted_and_not_judge
         whole = profile_of(model, graph, answers="model", judge=lambda *_: 4, max_new_tokens=3)
     assert not whole.table["cut"].any()
     assert (whole.table["score"] == 4).all()
+    assert whole.findings()["judged"]["accuracy 1"] == 4
     assert not any("had not ended" in said for said in whole.report())
 
 

@@ -53,7 +53,7 @@ from headwater.questions.asking import RAW, Messages, answer_ends
 from headwater.questions.labels import Judge
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, rounded
+from headwater.runs.result import Result, Size, each_row, rounded
 from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ class DepthProfile(Result):
     def findings(self) -> dict[str, Any]:
         """Return the main numbers as JSON values; Min-K% with the figure's sign."""
         drawn = -self.depthwise.groupby("depth")[self.main].median()
+        overall = self.judged[(self.judged["depths"] == "all") | (self.judged["measure"] == "accuracy")]
+        gaps = self.comparisons[self.comparisons["measure"] == "gap"]
         return {
             "model": self.run.model,
             "graph": self.run.options["graph"],
@@ -136,6 +138,8 @@ class DepthProfile(Result):
             "without_judge_score": int(self.table["score"].isna().sum()),
             "cut": self.cut,
             "median_min_k": {str(depth): rounded(value) for depth, value in drawn.items()},
+            "judged": {f"{row['measure']} {row['depths']}": rounded(row["value"]) for row in each_row(overall)},
+            "score_gap": {row["control"]: rounded(row["value"]) for row in each_row(gaps)},
         }
 
     def report(self) -> list[str]:
