@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -85,7 +86,7 @@ def test_a_wrong_row_is_named_with_its_column(tmp_path, row, message):
         (
             {"question": "Q?", "anwsers": ["x"], "metadata": {"depth": 1}},
             "the column answers is missing or empty, or holds an empty answer. Columns found: question, anwsers, "
-            "depth. Is 'anwsers' meant to be 'answers'?",
+            "metadata. Is 'anwsers' meant to be 'answers'?",
         ),
         (
             {"question": "", "answers": ["x"]},
@@ -151,6 +152,12 @@ def test_the_world_sets_have_names(tmp_path):
         load_questions("naturel")
     with pytest.raises(InputError, match="at least 1"):
         load_questions("natural", sample=0)
+
+
+def test_a_data_frame_may_hold_arrays_within_objects():
+    answer = {"value": "Paris", "aliases": np.array(["Paris", "Lutetia"])}
+    questions = load_questions(pd.DataFrame({"question": ["What is the capital of France?"], "answer": [answer]}))
+    assert questions.table["answers"].tolist() == [("Paris", "Lutetia")]
 
 
 def test_files_that_are_no_question_tables_are_refused(tmp_path):

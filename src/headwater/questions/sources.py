@@ -188,8 +188,10 @@ def _open(source: object) -> tuple[str, Iterator[tuple[int, Row]]]:
 
 
 def _plain(value: object) -> Any:
-    """Convert a cell of a data frame to the form that a file would have: lists instead of tuples and arrays."""
+    """Convert a cell of a data frame to a form that a file can have: lists instead of tuples and arrays."""
     value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
