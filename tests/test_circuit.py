@@ -184,7 +184,7 @@ def test_a_circuit_says_what_it_is(found):
         (["embed"], "names no edge"),
         ([3], "names no edge"),
         (3, "give a list of names"),
-        (["hed 1.1 -> logits"], "Did you mean"),
+        (["hed 1.1 -> logits"], "'hed 1.1' names no part of a model. Write"),
     ],
 )
 def test_what_names_no_edge_is_refused(names, said):

@@ -164,7 +164,7 @@ def test_a_killed_run_goes_on_with_the_layers_that_are_missing(tmp_path, monkeyp
         ({"senders": "head 1.1", "receivers": "q 1.2"}, "head 1.1 cannot feed q 1.2: a sender must come before"),
         ({"senders": [["head 0.1", "head 2.0"]], "receivers": "q 1.2"}, "'head 2.0' cannot feed q 1.2"),
         ({"senders": iter([["head 0.1", "head 2.0"]]), "receivers": "q 1.2"}, "'head 2.0' cannot feed q 1.2"),
-        ({"senders": "hed 1.1"}, "Did you mean 'head'"),
+        ({"senders": "hed 1.1"}, "'hed 1.1' names no part of a model. Write"),
         ({"receivers": "k 1.3"}, "k counts key-value heads"),
         ({"receivers": "embed"}, "is a sender, not a receiver"),
         ({"receivers": [["mlp 1", "logits"]]}, "combine the logits with others"),
