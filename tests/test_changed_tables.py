@@ -180,7 +180,7 @@ def test_answers_that_are_neither_right_nor_wrong_are_refused(model, answered, l
 
 def test_missing_groups_and_missing_labels_of_probes_are_refused():
     states, labels = np.random.default_rng(0).normal(size=(40, 4)), [0, 1] * 20
-    with pytest.raises(InputError, match="groups: entry 1 is missing"):
+    with pytest.raises(InputError, match="groups: entry 1, nan, is not a name"):
         hw.fit_probe(states, labels, groups=["a", np.nan] * 20, **QUIET)
     with pytest.raises(InputError, match="label"):
         hw.fit_probe(states, pd.array([0, 1] * 19 + [0, pd.NA], dtype="Int64"), **QUIET)

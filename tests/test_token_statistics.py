@@ -334,7 +334,10 @@ BAD = {
     "twice": ({"layers": [0, -3]}, "each once"),
     "lens": ({"lens": "tuned"}, "lens='tuned'"),
     "lens layer": ({"lens": {1: (torch.eye(32), torch.zeros(32))}, "layers": [0, 1]}, "no translator for layer 0"),
-    "lens shape": ({"lens": {1: (torch.eye(5), torch.zeros(5))}, "layers": [1]}, "needs \\(32, 32\\)"),
+    "lens shape": (
+        {"lens": {1: (torch.eye(5), torch.zeros(5))}, "layers": [1]},
+        r"of shapes \(32, 32\) and \(32,\); layer 1 has \[\(5, 5\)",
+    ),
     "batch size": ({"batch_size": 0}, "batch_size=0"),
 }
 
