@@ -93,10 +93,10 @@ class EdgeRows:
     def through(
         self,
         layer: int,
-        residual: Float[Tensor, "row position d_model"],
+        residual: Float[Tensor, "#row position d_model"],
         attended: Tensor | None = None,
         mlp: Tensor | None = None,
-    ) -> Float[Tensor, "row position d_model"]:
+    ) -> Float[Tensor, "row kept d_model"]:
         """Return rows where they leave a layer, with the outputs of its attention and MLP, if these are given."""
         attended = self.attention(layer, residual) if attended is None else attended
         residual = residual[:, self.leaving(layer)]

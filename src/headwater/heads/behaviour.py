@@ -271,7 +271,9 @@ def scored(on: str, sums: Mapping[str, Tensor], seed: int, layers: Sequence[int]
         has, whole = queries > 0, queries.sum() or np.nan
         attended, expected, variance = (sums[one][:, place].flatten(1).double().numpy() for one in patterns.SUMS)
         score, chance = attended.sum(0) / whole, expected.sum(0) / whole
-        low, high = percentile_interval(draws.ratio_of_units(attended, queries[:, None]))
+        low, high = percentile_interval(
+            draws.ratio_of_units(attended, np.broadcast_to(queries[:, None], attended.shape))
+        )
         parts.append(
             heads.assign(
                 behaviour=name,
