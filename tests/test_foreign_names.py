@@ -32,8 +32,8 @@ def test_what_is_said_of_other_names_exists(llama):
 
 
 def test_none_of_them_is_a_name_or_an_option_of_headwater():
-    functions = {name: getattr(hw.HookedModel, name) for name in ("generate", "run")}
-    functions["load"] = hw.load
+    functions = {name: getattr(hw.HookedModel, name) for name in ("generate", "run", "hooks", "cache")}
+    functions |= {"load": hw.load, "knockout": hw.knockout, "plot": hw.Sweep.plot}
     owners = {"package": hw, "model": hw.HookedModel, "result": Result, "Cache": hw.Cache, "Circuit": hw.Circuit}
     for place, name in HINTS:
         if place in functions:
