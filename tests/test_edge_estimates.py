@@ -53,12 +53,14 @@ def test_the_scores_of_a_senders_edges_sum_to_its_attribution(family):
         assert summed["estimate"].sum().to_numpy() == pytest.approx(nodes["effect"].to_numpy(), abs=1e-5)
 
 
-def test_eap_ig_gives_the_embedding_the_whole_gap():
-    found = estimated(loaded("llama"), "eap-ig", steps=60)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_eap_ig_gives_the_embedding_the_whole_gap(family):
+    model = loaded(family)
+    found = estimated(model, "eap-ig", steps=60)
     clean, corrupted, _ = found.baselines[0, 0].tolist()
     embed = found.table[found.table["sender"] == "embed"]
     assert embed["estimate"].sum() == pytest.approx(corrupted - clean, abs=2e-3)
-    assert abs(estimated(loaded("llama"), "eap").table["estimate"][embed.index].sum() - (corrupted - clean)) > 0.01
+    assert abs(estimated(model, "eap").table["estimate"][embed.index].sum() - (corrupted - clean)) > 0.01
 
 
 @pytest.mark.parametrize("direction", ["noise", "denoise"])

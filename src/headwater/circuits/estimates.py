@@ -103,13 +103,14 @@ class Slopes:
         self._final = hook_name("resid_post", n_layers - 1)
         # Computed here, and not in a hook of a run with an autograd graph.
         changes = runs.changes
-        with torch.inference_mode(False), torch.enable_grad(), runs.wave.blocks.fused():
+        with torch.inference_mode(False), torch.enable_grad():
             # The recorded run has an autograd graph that serves once, so EAP needs no additional run.
             if shares == (0.0,) and (forks := runs.wave.recording.forks):
                 self.recorded = dict(forks)
                 # Used only once: the last backward frees its graph, and a second `Slopes` makes a new run.
                 forks.clear()
-                logits = runs.wave.logits(self.recorded[self._final][0, list(runs.kept)])[None]
+                with runs.wave.blocks.fused():
+                    logits = runs.wave.logits(self.recorded[self._final][0, list(runs.kept)])[None]
             else:
                 logits = self._run(changes[0])
             reading, owners, metrics = (LOGITS, n_layers), [0] * len(shares), runs.plan.metrics
@@ -153,7 +154,9 @@ class Slopes:
         hooks += [(name, replace_hook(partial(fork, name=name))) for name in names_with_gradient(runs.model)[1:]]
         prompt = runs.plan.pair.base[runs.example]
         batch = Batch.of([list(prompt.ids)] * len(self.shares), 0)
-        logits = runs.model.run(batch, hooks, keep=list(runs.kept), grad=True)
+        # Fused once the hooks are attached: a norm after attention (Gemma) that has one inside must stay as it is.
+        with runs.model.hooks(hooks), runs.wave.blocks.fused():
+            logits = runs.model.run(batch, keep=list(runs.kept), grad=True)
         answers = runs.plan.only_answers
         return logits if answers is None else logits[:, :, to_device(answers[runs.example], logits.device)]
 
