@@ -346,8 +346,9 @@ def minimality(
     alike = outside[np.isin(strata[outside], strata[circuit.edges])]
     draws = []
     for like in generator.choice(strata[circuit.edges], placebos if len(outside) else 0):
-        pool = outside[strata[outside] == like]
-        draws.append(int(generator.choice(pool if len(pool) else alike if len(alike) else outside)))
+        same_stratum = outside[strata[outside] == like]
+        pool = next(edges for edges in (same_stratum, alike, outside) if len(edges))
+        draws.append(int(generator.choice(pool)))
     # An edge that was drawn several times is run once.
     drawn, of_draw = np.unique(np.array(draws, dtype=np.int64), return_inverse=True)
     sets_left = [~which for which in removed]

@@ -365,7 +365,7 @@ def resolve_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
 
 
 def open_lens(lens: Lens, n_layers: int, d_model: int) -> Lens:
-    """Return a lens, loaded if it is a folder; refuse what is no lens of a model of this shape."""
+    """Return a lens, loaded if it is a folder; refuse what is not a lens of a model of this shape."""
     if isinstance(lens, Path) or (isinstance(lens, str) and lens != "logit"):
         lens = load_tuned_lens(lens)
         if len(lens) != n_layers - 1:

@@ -391,8 +391,8 @@ class KnownModules:
                 elif kind == VALUE:
                     values.append(f"{where}.{name} is gone" if now is GONE else f"{where}.{name} = {now!r}")
                 else:
-                    what = f"{name} of" if kind == METHOD else f"{kind} on"
-                    unnamed.append(f"{'no longer ' * (now is GONE)}a {what} {where}")
+                    what = f"a {name} of {where}" if kind == METHOD else f"a {kind} on {where}"
+                    unnamed.append(f"no longer {what}" if now is GONE else what)
         values += [f"{_readable(path)} is gone" for path in gone]
         if unnamed:
             more = f" and {len(unnamed) - SHOWN} more" if len(unnamed) > SHOWN else ""
