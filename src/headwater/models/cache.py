@@ -176,30 +176,35 @@ class TokenizedTexts:
         """The tokens that were run, padded; the key axis of an activation is the position axis of this batch."""
         return self.batch_of(range(len(self.texts)))
 
-    @property
+    @cached_property
     def strings(self) -> tuple[tuple[str, ...], ...]:
         """The strings of each text's tokens."""
-        return tuple(prompt.strings for prompt in self.prompts)
+        words, ends = self.tokens["token"].tolist(), self.lengths.cumsum(0).tolist()
+        return tuple(tuple(words[start:end]) for start, end in zip([0, *ends], ends, strict=False))
 
     @cached_property
-    def prompts(self) -> list[Prompt]:
-        """The texts with their tokens."""
-        ids, words, spans = self.tokens["token_id"].tolist(), self.tokens["token"].tolist(), None
-        if self.tokens["start"].notna().all():
-            spans = list(zip(self.tokens["start"].tolist(), self.tokens["end"].tolist(), strict=True))
-        prompts, start = [], 0
-        for length, text in zip(self.lengths.tolist(), self.texts["text"], strict=True):
-            of_text = slice(start, start + length)
-            offsets = None if spans is None else tuple(spans[of_text])
-            prompts.append(
-                Prompt(tuple(ids[of_text]), tuple(words[of_text]), offsets, text if isinstance(text, str) else None)
-            )
-            start += length
-        return prompts
+    def _starts(self) -> Int[Tensor, " example"]:
+        """The row of `tokens` at which each text begins."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @cached_property
+    def _ids_and_spans(self) -> tuple[np.ndarray, np.ndarray | None]:
+        spans = self.tokens[["start", "end"]]
+        is_text = not spans.isna().any(axis=None)
+        return self.tokens["token_id"].to_numpy(), spans.to_numpy(dtype=np.int64) if is_text else None
+
+    def _prompt(self, example: int) -> Prompt:
+        """Return a text with its tokens."""
+        # Made when needed: the ids and spans of all texts as Python objects take ten times the memory of the arrays.
+        (ids, spans), words = self._ids_and_spans, self.strings[example]
+        start, text = int(self._starts[example]), self.texts["text"].iloc[example]
+        of_text = slice(start, start + len(words))
+        offsets = None if spans is None else tuple((first, end) for first, end in spans[of_text].tolist())
+        return Prompt(tuple(ids[of_text].tolist()), words, offsets, text if isinstance(text, str) else None)
 
     def batch_of(self, examples: Sequence[int]) -> Batch:
         """Return a batch of some texts; errors name its rows by their numbers among all texts."""
-        prompts = [self.prompts[example] for example in examples]
+        prompts = [self._prompt(example) for example in examples]
         batch = Batch.of([prompt.ids for prompt in prompts], self.pad)
         offsets = tuple(prompt.offsets for prompt in prompts if prompt.offsets is not None)
         texts = tuple(prompt.text for prompt in prompts if prompt.text is not None)
@@ -219,15 +224,15 @@ def kept_at(positions: Any, texts: TokenizedTexts) -> TokenizedTexts:
     """
     if positions is None:
         return texts
-    starts = texts.lengths.cumsum(0) - texts.lengths
     numbers, roles = _numbers(positions), list[str]()
     if numbers is None:
-        rows: list[int] = []
-        for example, (start, prompt) in enumerate(zip(starts.tolist(), texts.prompts, strict=True)):
+        rows, n_texts = list[int](), len(texts.texts)
+        for example, start in enumerate(texts._starts.tolist()):
+            prompt = texts._prompt(example)
             if isinstance(positions, Mapping):
-                by_role = roles_of(positions, prompt, example, len(texts.prompts))
+                by_role = roles_of(positions, prompt, example, n_texts)
             else:
-                by_role = {"": positions_of(positions, prompt, example, len(texts.prompts))}
+                by_role = {"": positions_of(positions, prompt, example, n_texts)}
             for role, found in by_role.items():
                 rows += [start + position for position in found]
                 roles += [role] * len(found)
@@ -240,7 +245,7 @@ def kept_at(positions: Any, texts: TokenizedTexts) -> TokenizedTexts:
         if outside := [number for number in numbers if not -longest <= number < longest]:
             raise InputError(f"No sequence has a position {outside[0]}; the longest has {longest} tokens.")
         columns = _columns_of(numbers, texts.lengths)
-        rows = (columns + starts[:, None])[columns >= 0].tolist()
+        rows = (columns + texts._starts[:, None])[columns >= 0].tolist()
     table = texts.tokens[["example", "position", "token"]].iloc[rows].reset_index(drop=True)
     if isinstance(positions, Mapping):
         table = table.assign(role=roles)
@@ -251,7 +256,8 @@ def seen_by(sites: Sequence[Site], texts: TokenizedTexts) -> TokenizedTexts:
     """Drop the tokens that any of these sites leaves out; refuse a text with no remaining tokens."""
     if not any(site.leaves_out for site in sites):
         return texts
-    left_out = [frozenset[int]().union(*(site.left_out(prompt.ids) for site in sites)) for prompt in texts.prompts]
+    prompts = map(texts._prompt, range(len(texts.texts)))
+    left_out = [frozenset[int]().union(*(site.left_out(prompt.ids) for site in sites)) for prompt in prompts]
     kept = texts.table
     seen = kept[[at not in left_out[text] for text, at in zip(kept["example"], kept["position"], strict=True)]]
     if gone := {*kept["example"]} - {*seen["example"]}:
