@@ -216,9 +216,10 @@ def edit(
     if not isinstance(site, str | Site):
         raise InputError(f"site={shown(site)} is neither the name of a site nor features of a dictionary.")
     row = site if isinstance(site, Site) else SITES[site]
-    for option, given, has in (("heads", heads is not None, row.has_heads), ("keys", not is_all(keys), row.has_keys)):
-        if given and not has:
-            raise InputError(f"{option}={shown(heads if option == 'heads' else keys)}: {row.name} has no {option}.")
+    chosen_keys = None if is_all(keys) else keys
+    for option, chosen, has in (("heads", heads, row.has_heads), ("keys", chosen_keys, row.has_keys)):
+        if chosen is not None and not has:
+            raise InputError(f"{option}={shown(chosen)}: {row.name} has no {option}.")
     spec = replacement_spec(values)
     if spec.kind == "other run":
         raise InputError("hw.edit has no other run; give its cached activation as a tensor.")

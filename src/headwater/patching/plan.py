@@ -122,7 +122,9 @@ class Plan:
         for metric, answers in zip(self.metrics, by_metric, strict=True):
             if metric.name != "logit_difference" or len(answers) != 2:
                 continue
-            for prompt in (answers[0] == answers[1]).nonzero().flatten().tolist():
+            is_same = answers[0] == answers[1]
+            if bool(is_same.any()):
+                prompt = int(is_same.nonzero()[0])
                 raise InputError(
                     f"hw.logit_difference compares token {int(answers[0][prompt])} with itself for prompt {prompt}, "
                     "which is always 0: give two different answers."

@@ -8,7 +8,7 @@ and the tokens of a role in one prompt match those of the same role in the other
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product, zip_longest
@@ -149,6 +149,35 @@ def places_among(prompts: Sequence[Sequence[int]], seen: Iterable[Sequence[int]]
     return [number for number, ids in enumerate(prompts) if tuple(ids) in known]
 
 
+def _found_in_pair(
+    find: Callable[..., tuple[int, ...]], base: Prompt, other: Prompt | None, base_side: int, example: int, n: int
+) -> AlignedSpan:
+    """Return the positions that `find` names in each prompt of a pair.
+
+    A word that is in only one of two prompts of one length has the same positions in the other.
+    """
+    if other is None:
+        alone = find(base, example, n)
+        return AlignedSpan(alone, alone)
+    found: list[tuple[int, ...]] = []
+    absent: InputError | None = None
+    of_one_length = len(base) == len(other)
+    for prompt, side in ((base, base_side), (other, 1 - base_side)):
+        try:
+            found.append(find(prompt, example, n, side))
+        except InputError as error:
+            # Token ids cannot be searched for a text: it counts as absent.
+            if not (isinstance(error, AbsentError) or (prompt.text is None and of_one_length)):
+                raise
+            absent = error
+    if absent is not None and not of_one_length:
+        both = "name both words: (the clean prompt's, the corrupted one's)"
+        raise InputError(f"{absent} If the lengths of a pair differ, {both}.")
+    if absent is not None and not found:
+        raise InputError(str(absent))
+    return AlignedSpan(found[0], found[-1])
+
+
 def aligned_spans(
     where: Any,
     base: Sequence[Prompt],
@@ -171,32 +200,14 @@ def aligned_spans(
     for number, (first, second) in enumerate(zip(base, other, strict=True)):
         i, lengths = number // draws, (len(first), None if second is None else len(second))
         if not shared or lengths not in by_lengths:
-            of_one_length = second is not None and len(first) == len(second)
-            sides = [(first, base_side)] + ([] if second is None else [(second, 1 - base_side)])
             spans: dict[str, AlignedSpan] = {}
             for role, place in roles.items():
                 find = partial(role_in, role, place) if by_role else partial(positions_of, place)
-                found: list[tuple[int, ...]] = []
-                absent: InputError | None = None
-                for prompt, side in sides:
-                    try:
-                        found.append(find(prompt, i, n, None if second is None else side))
-                    except InputError as error:
-                        # Token ids cannot be searched for a text: it counts as absent.
-                        if second is None or not (
-                            isinstance(error, AbsentError) or (prompt.text is None and of_one_length)
-                        ):
-                            raise
-                        absent = error
-                # A word that is in only one of two prompts of one length has the same positions in the other.
-                if absent is not None and not (found and of_one_length):
-                    both = "name both words: (the clean prompt's, the corrupted one's)"
-                    raise InputError(f"{absent}{'' if of_one_length else f' If the lengths of a pair differ, {both}.'}")
-                spans[role] = AlignedSpan(found[0], found[-1])
+                spans[role] = _found_in_pair(find, first, second, base_side, i, n)
             by_lengths[lengths] = spans
             for role, span in spans.items():
                 name, at = f"The role {role!r}" if by_role else shown(where), f"{span.base} and {span.other}"
-                if second is not None and of_one_length and not by_role and span.base != span.other:
+                if second is not None and len(first) == len(second) and not by_role and span.base != span.other:
                     raise InputError(
                         f"{name} falls on different tokens in the two prompts of pair {i}: {at}.\n"
                         f"{side_by_side(first, second)}"
