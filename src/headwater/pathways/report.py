@@ -6,7 +6,8 @@ layer; the report names the one chosen most often. Two intervals that do not ove
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -60,102 +61,85 @@ def report_of(pathways: Traced) -> list[str]:
         )
     views = [SetAtBest(pathways, dataset) for dataset in pathways.datasets]
     for view in views:
-        for part in (_probe, _spans, _knockout, _modes, _shape, _direction, _awareness, _swaps, _properties):
-            sentences += [f"{view.dataset}: {sentence}" for sentence in part(view)]
-    return [*sentences, _conclusion(views)]
-
-
-def _conclusion(views: Sequence[SetAtBest]) -> str:
-    """Say where two modes are found, and where this could not be tested."""
-    verdicts = {view.dataset: view.verdict(WITHIN) for view in views}
+        parts = (_probe(view), _knockout(view, pathways.run.options["controls"]), _modes(view), _tests(view))
+        sentences += [f"{view.dataset}: {sentence}" for sentence in chain(*parts, _controls(view))]
+    verdicts = {view.dataset: view.component(WITHIN)["verdict"] for view in views}
     tested = [name for name, verdict in verdicts.items() if verdict not in (TOO_FEW, NO_RELATIONS)]
-    few, unknown = ([name for name, one in verdicts.items() if one == kind] for kind in (TOO_FEW, NO_RELATIONS))
+    tests = [f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"]
+    tests += [f"{name}: {TOO_FEW}" for name, verdict in verdicts.items() if verdict == TOO_FEW]
     where = ", ".join(view.dataset for view in views if view.survives) or "none of the question sets"
-    tested_on = f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"
-    tests = "; ".join([tested_on, *(f"{name}: {TOO_FEW}" for name in few)])
-    conclusion = f"Two modes survive the controls on {where} ({tests})."
-    if unknown:
+    conclusion = f"Two modes survive the controls on {where} ({'; '.join(tests)})."
+    if unknown := [name for name, verdict in verdicts.items() if verdict == NO_RELATIONS]:
         conclusion += (
             f" The questions of {', '.join(unknown)} have no relations: two peaks may be two kinds of question, so two "
             "modes cannot be tested there."
         )
-    return conclusion
+    return [*sentences, conclusion]
 
 
 def _probe(view: SetAtBest) -> Iterator[str]:
+    """Yield the probe's AUC, and the AUC of baselines that do not read its states."""
     auc = view.baseline(WRONG_ANSWER, PROBE)
     chance = against_chance(auc.low, auc.high)
-    at_chance = f" This is {chance}: the results below are not informative." if chance else ""
+    note = f" This is {chance}: the results below are not informative." if chance else ""
     if view.explained_by_spans:
-        at_chance = (
+        note = (
             " The length and position of the exact answer alone are not clearly worse, so this is no evidence that the "
             "states encode which answer is wrong: the results below are not informative."
         )
     yield (
         f"the probe at l* ({view.layers}) detects the wrong ones among {view.n_examples:,} answers with AUC "
-        f"{_interval(auc)}.{at_chance}"
+        f"{_interval(auc)}.{note}"
     )
-    for name, information in (
-        (RELATION, "the question's relation alone gives"),
-        (RELATION_ANSWER, "the relation and the answer's words alone give"),
-    ):
-        if np.isfinite(view.baseline(WRONG_ANSWER, name).value):
-            yield f"{information} {_beside_probe(view, name)}"
+    shapes = [
+        f"{rows['exact_length'].mean():.1f} tokens ({rows['exact_share'].mean():.0%} of the answer)"
+        for rows in (view.modes[view.modes["correct"]], view.modes[~view.modes["correct"]])
+    ]
+    baselines = {
+        RELATION: "the question's relation alone gives",
+        RELATION_ANSWER: "the relation and the answer's words alone give",
+        SPANS: f"the exact answer has on average {shapes[0]} in right answers and {shapes[1]} in wrong ones. Its "
+        "length and position alone give",
+    }
+    for name, information in baselines.items():
+        alone, difference = (view.baseline(WRONG_ANSWER, score) for score in (name, f"{PROBE} − {name}"))
+        if np.isfinite(alone.value):
+            verdict = _against_zero(difference, "exceeds it", "is lower", "does not differ clearly")
+            yield (f"{information} AUC {_interval(alone)}; the probe {verdict}: difference {_interval(difference)}.")
 
 
-def _beside_probe(view: SetAtBest, name: str) -> str:
-    """Say the AUC of a baseline, and whether the probe exceeds it."""
-    difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {name}")
-    return (
-        f"AUC {_interval(view.baseline(WRONG_ANSWER, name))}; the probe "
-        f"{_against_zero(difference, *AGAINST_BASELINE)}: difference {_interval(difference)}."
-    )
-
-
-def _spans(view: SetAtBest) -> Iterator[str]:
-    """Compare length and place of the exact answer in right and wrong answers; report the AUC of these alone."""
-    if np.isfinite(view.baseline(WRONG_ANSWER, SPANS).value):
-        sides = (view.modes[view.modes["correct"] == side] for side in (True, False))
-        right, wrong = (
-            f"{side['exact_length'].mean():.1f} tokens ({side['exact_share'].mean():.0%} of the answer)"
-            for side in sides
-        )
-        yield (
-            f"the exact answer has on average {right} in right answers and {wrong} in wrong ones. Its length and "
-            f"position alone give {_beside_probe(view, SPANS)}"
-        )
-
-
-def _knockout(view: SetAtBest) -> Iterator[str]:
+def _knockout(view: SetAtBest, has_controls: bool) -> Iterator[str]:
+    """Yield the AUC after the knockout, and how many predictions flip, beside random tokens."""
     exact, matched, random = (view.baseline(WRONG_ANSWER, name) for name in (AFTER, AFTER_BESIDE, AFTER_RANDOM))
     yield f"after knockout of the exact question tokens, the probe's AUC is {_interval(exact)}."
-    if not np.isfinite(random.value):
-        if view.pathways.run.options["controls"]:
-            yield "no question has as many other tokens as exact ones, so there is no random control."
-        return
-    yield (
-        f"{view.controlled:,} of {view.n_examples:,} examples have as many other question tokens as exact ones; on "
-        f"these, the AUC is {_interval(matched)} after knockout of the exact tokens and {_interval(random)} after "
-        "knockout of random ones."
-    )
-    exact, other = (view.control(name, ALL, "flip_rate") for name in (EXACT_ON_RANDOM_ROWS, RANDOM))
-    more = "more than" if exact.low > other.high else "not clearly more than"
-    yield (
-        f"on these, knockout of the exact tokens flips {_percent(exact)} of the predictions at l*, {more} knockout of "
-        f"as many random question tokens: {_percent(other)}."
-    )
+    if np.isfinite(random.value):
+        yield (
+            f"{view.controlled:,} of {view.n_examples:,} examples have as many other question tokens as exact ones; on "
+            f"these, the AUC is {_interval(matched)} after knockout of the exact tokens and {_interval(random)} after "
+            "knockout of random ones."
+        )
+        exact, other = view.control(EXACT_ON_RANDOM_ROWS), view.control(RANDOM)
+        more = "more than" if exact.low > other.high else "not clearly more than"
+        yield (
+            f"on these, knockout of the exact tokens flips {_percent(exact)} of the predictions at l*, {more} knockout "
+            f"of as many random question tokens: {_percent(other)}."
+        )
+    elif has_controls:
+        yield "no question has as many other tokens as exact ones, so there is no random control."
 
 
 def _modes(view: SetAtBest) -> Iterator[str]:
+    """Yield ΔP of the two modes, for each way to split, and the properties of their examples."""
     q, a = (view.curve(BEST_LAYER, mode) for mode in MODES)
-    n_q, n_a = (view.members(mode) for mode in MODES)
+    members = {mode: view.members(mode) for mode in MODES}
+    n_q, n_a = members.values()
     yield (
         f"with modes defined by the probe's own flips, as published, ΔP at l* is {_points(q)} for {n_q:,} Q-anchored "
         f"and {_points(a)} for {n_a:,} A-anchored examples (an example counts in both if seeds disagree)."
     )
-    for mode, members in zip(MODES, (n_q, n_a), strict=True):
-        if members < FEWEST:
-            yield f"{mode} examples at l*: {members}, too few for a 95 % band."
+    for mode, count in members.items():
+        if count < FEWEST:
+            yield f"{mode} examples at l*: {count}, too few for a 95 % band."
     q, a = (view.curve(CROSSED, mode) for mode in MODES)
     if np.isfinite(q.value) and np.isfinite(a.value):
         holds = "the two groups differ" if q.high < a.low else "the two groups do not differ clearly"
@@ -171,8 +155,9 @@ def _modes(view: SetAtBest) -> Iterator[str]:
         )
 
 
-def _shape(view: SetAtBest) -> Iterator[str]:
-    verdicts = [view.verdict(name) for name in ("all", "predicted right", "predicted wrong")]
+def _tests(view: SetAtBest) -> Iterator[str]:
+    """Yield whether the changes have one mode or two, over all relations and within each, and what flips."""
+    verdicts = [view.component(name)["verdict"] for name in ("all", "predicted right", "predicted wrong")]
     yield (
         f"over all relations, the distribution of changes of the probe's logit has {verdicts[0]} for all examples, "
         f"{verdicts[1]} for predictions 'right' and {verdicts[2]} for predictions 'wrong'."
@@ -180,29 +165,24 @@ def _shape(view: SetAtBest) -> Iterator[str]:
     if verdicts[0] == TWO_PEAKS and TWO_PEAKS not in verdicts[1:]:
         yield "the two peaks reflect the two predictions, not two mechanisms."
     test = view.component(WITHIN)
-    if test is None or test["verdict"] == NO_RELATIONS:
-        return
     if test["verdict"] == TOO_FEW:
         yield (
             f"no relation has {FEWEST_FOR_COMPONENTS} questions with one prediction, so two modes within relations "
             "cannot be tested."
         )
-        return
-    found = "does not reject a single mode"
-    if test["q"] <= LEVEL:
-        fit = "and two Gaussians fit better" if test["verdict"] == TWO else "though two Gaussians fit no better"
-        found = f"rejects a single mode, {fit} than one"
-    yield (
-        f"within relations and predictions ({test['cells']:.0f} group{'s' if test['cells'] != 1 else ''} of at least "
-        f"{FEWEST_FOR_COMPONENTS} questions, {test['examples']:,.0f} in all; {test['left_out']:,.0f} left out), the "
-        f"dip test {found} (q = {test['q']:.2g})."
-    )
-
-
-def _direction(view: SetAtBest) -> Iterator[str]:
-    rows = view.modes.assign(flips=view.modes["mode"] == MODES[0])
-    sides = {name: rows[rows["predicted_wrong"] == (name == "wrong")] for name in ("right", "wrong")}
-    shares = {name: share_of(side, "flips") for name, side in sides.items() if len(side)}
+    elif test["verdict"] != NO_RELATIONS:
+        found = "does not reject a single mode"
+        if test["q"] <= LEVEL:
+            fit = "and two Gaussians fit better" if test["verdict"] == TWO else "though two Gaussians fit no better"
+            found = f"rejects a single mode, {fit} than one"
+        yield (
+            f"within relations and predictions ({test['cells']:.0f} group{'s' if test['cells'] != 1 else ''} of at "
+            f"least {FEWEST_FOR_COMPONENTS} questions, {test['examples']:,.0f} in all; {test['left_out']:,.0f} left "
+            f"out), the dip test {found} (q = {test['q']:.2g})."
+        )
+    flips, is_wrong = view.modes.assign(flips=view.modes["mode"] == MODES[0]), view.modes["predicted_wrong"]
+    sides = {name: rows for name, rows in (("right", flips[~is_wrong]), ("wrong", flips[is_wrong])) if len(rows)}
+    shares = {name: share_of(rows, "flips") for name, rows in sides.items()}
     listed = [f"{_percent(share)} of {len(sides[name]):,} predictions '{name}'" for name, share in shares.items()]
     values, note = [share.value for share in shares.values()], ""
     if len(values) == 2 and max(values) > 3 * min(values) + 0.02:
@@ -213,43 +193,39 @@ def _direction(view: SetAtBest) -> Iterator[str]:
     yield f"flipped over seeds: {' and '.join(listed)}.{note}"
 
 
-AGAINST_BASELINE = ("exceeds it", "is lower", "does not differ clearly")
-AWARENESS = ("predict the mode better than", "predict the mode less well than", "do not predict the mode better than")
-
-
-def _awareness(view: SetAtBest) -> Iterator[str]:
+def _controls(view: SetAtBest) -> Iterator[str]:
+    """Yield how well the mode is predicted, what other interventions do to each, and what its examples are like."""
     aware, margin, logit = (view.baseline(ANY_MODE, name) for name in (AWARE, MARGIN, BY_LOGIT))
     if np.isfinite(aware.value):
-        difference = _against_zero(view.baseline(ANY_MODE, f"{AWARE} − {BY_LOGIT}"), *AWARENESS)
+        better = _against_zero(
+            view.baseline(ANY_MODE, f"{AWARE} − {BY_LOGIT}"),
+            "predict the mode better than",
+            "predict the mode less well than",
+            "do not predict the mode better than",
+        )
         yield (
             f"a probe of the unmodified states detects Q-anchored examples with AUC {_interval(aware)}, the truth "
             f"probe's margin −|logit| with {_interval(margin)}, and its logit with |logit| with {_interval(logit)}: "
-            f"the states {difference} the truth probe's own output."
+            f"the states {better} the truth probe's own output."
         )
-
-
-def _swaps(view: SetAtBest) -> Iterator[str]:
-    swap, random = (view.control(name, ALL, "flip_rate") for name in (SWAP, RANDOM_SWAP))
+    swap, random = view.control(SWAP), view.control(RANDOM_SWAP)
     if np.isfinite(swap.value):
-        q, a = (view.control(SWAP, mode, "flip_rate") for mode in MODES)
+        q, a = (view.control(SWAP, mode) for mode in MODES)
         yield (
             f"on right answers, another subject in the question flips {_percent(swap)} of the predictions (Q-anchored: "
             f"{_percent(q)}; A-anchored: {_percent(a)}); other random question tokens flip {_percent(random)}."
         )
-    alone = [view.control(ANSWER_ONLY, mode, "delta_p") for mode in MODES]
-    if any(np.isfinite(one.value) for one in alone):
+    q, a = (view.control(ANSWER_ONLY, mode, "delta_p") for mode in MODES)
+    if np.isfinite([q.value, a.value]).any():
         yield (
-            f"with the answer alone as input, ΔP is {_points(alone[0])} for Q-anchored and {_points(alone[1])} for "
-            "A-anchored examples."
+            f"with the answer alone as input, ΔP is {_points(q)} for Q-anchored and {_points(a)} for A-anchored "
+            "examples."
         )
-
-
-def _properties(view: SetAtBest) -> Iterator[str]:
     sides = [view.modes[view.modes["mode"] == mode] for mode in MODES]
     if all(map(len, sides)):
-        q, a = (_percent(share_of(side, "correct")) for side in sides)
+        right = [_percent(share_of(side, "correct")) for side in sides]
         counts = " and ".join(f"{side['example'].nunique():,}" for side in sides)
-        text = f"{q} of Q-anchored and {a} of A-anchored answers are right ({counts} answers)"
+        text = f"{right[0]} of Q-anchored and {right[1]} of A-anchored answers are right ({counts} answers)"
         if "popularity" in view.modes and view.modes["popularity"].notna().any():
             popular = " and ".join(f"{side['popularity'].median():,.0f}" for side in sides)
             text += f"; the median popularity is {popular}"
@@ -258,9 +234,7 @@ def _properties(view: SetAtBest) -> Iterator[str]:
 
 def share_of(rows: pd.DataFrame, column: str) -> Interval:
     """Return the share of rows where the column is true, with its interval over questions."""
-    if rows.empty:
-        return NOTHING
-    return interval(Bootstrap.of(rows["question"]).ratio(rows[column].to_numpy(dtype=float), np.ones(len(rows))))
+    return interval(Bootstrap.of(rows["question"]).mean(rows[column].to_numpy(dtype=float)))
 
 
 def _against_zero(difference: Interval, above: str, below: str, neither: str) -> str:
@@ -280,68 +254,57 @@ def _points(found: Interval) -> str:
 
 
 class SetAtBest:
-    """One question set's numbers at l*."""
+    """One question set's numbers at l*, each with its interval; NaN where there is none."""
 
     def __init__(self, pathways: Traced, dataset: str):
-        self.pathways = pathways
+        def own(table: pd.DataFrame, *keys: str) -> pd.DataFrame:
+            rows = table[table["dataset"] == dataset]
+            return rows.set_index(list(keys)) if keys else rows
+
+        auc = own(pathways.auc)
+        chosen = auc.loc[auc["best"], "layer"]
         self.dataset = dataset
-        self.auc = self._own(pathways.auc)
-        self.modes = self._own(pathways.modes)
-        chosen = self.auc.loc[self.auc["best"], "layer"]
+        self.modes = own(pathways.modes)
         self.layer = int(chosen.mode().iloc[0])
         at = int((chosen == self.layer).sum())
         self.layers = f"layer {self.layer}" + (f" in {at} of {len(chosen)} fits" if at < len(chosen) else "")
         self.n_examples = self.modes["example"].nunique()
+        self._controls = own(pathways.controls_at_best, "intervention", "group")
+        self._curves = own(pathways.curves_at_best, "split_by", "mode")
+        self._baselines = own(pathways.baselines, "question", "score")
+        self._components = own(pathways.components, "intervention", "population")
 
-    def _own(self, table: pd.DataFrame, **values: str) -> pd.DataFrame:
-        """Return the set's rows of a table that have the given values in the named columns."""
-        for name, value in {"dataset": self.dataset, **values}.items():
-            table = table[table[name] == value]
-        return table
-
-    def _interval(self, table: pd.DataFrame, column: str, ends: str, **values: str) -> Interval:
-        """Return a column of the set's one row with these values, with its interval; NaN without such a row."""
-        rows = self._own(table, **values)
-        columns = (column, f"{ends}low", f"{ends}high")
-        return Interval(*(float(rows[name].iloc[0]) for name in columns)) if len(rows) else NOTHING
-
-    def control(self, intervention: str, group: str, column: str) -> Interval:
+    def control(self, intervention: str, group: str = ALL, column: str = "flip_rate") -> Interval:
         """Return the effect of an intervention at l*."""
-        table = self.pathways.controls_at_best
-        return self._interval(table, column, f"{column}_", intervention=intervention, group=group)
+        return _interval_in(self._controls, (intervention, group), column, f"{column}_")
 
     def curve(self, split_by: str, mode: str) -> Interval:
         """Return ΔP at l*."""
-        return self._interval(self.pathways.curves_at_best, "delta_p", "delta_p_", split_by=split_by, mode=mode)
+        return _interval_in(self._curves, (split_by, mode), "delta_p", "delta_p_")
 
     def members(self, mode: str) -> int:
         """Return the number of examples in a mode at l*."""
-        return int(self._own(self.pathways.curves_at_best, split_by=BEST_LAYER, mode=mode)["examples"].sum())
+        return int(self._curves["examples"].get((BEST_LAYER, mode), 0))
 
     def baseline(self, question: str, score: str) -> Interval:
         """Return an AUC, or a difference of two AUCs."""
-        return self._interval(self.pathways.baselines, "value", "", question=question, score=score)
+        return _interval_in(self._baselines, (question, score), "value", "")
+
+    @property
+    def controlled(self) -> int:
+        """Number of examples that have as many other question tokens as exact ones."""
+        return int(self._controls["examples"].get((RANDOM, ALL), 0))
+
+    def component(self, population: str) -> Mapping[str, Any]:
+        """Return the test of one population after the knockout of E_Q."""
+        key = EXACT, population
+        return self._components.loc[key].to_dict() if key in self._components.index else {"verdict": TOO_FEW}
 
     @property
     def explained_by_spans(self) -> bool:
         """Whether the exact answer's length and place predict the label, and the probe does not clearly beat them."""
         difference = self.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
         return self.baseline(WRONG_ANSWER, SPANS).low > 0.5 and not difference.low > 0
-
-    @property
-    def controlled(self) -> int:
-        """Number of examples that have as many other question tokens as exact ones."""
-        return int(self._own(self.pathways.controls_at_best, intervention=RANDOM, group=ALL)["examples"].sum())
-
-    def component(self, population: str) -> pd.Series | None:
-        """Return the test of one population after the knockout of E_Q (if any)."""
-        rows = self._own(self.pathways.components, intervention=EXACT, population=population)
-        return rows.iloc[0] if len(rows) else None
-
-    def verdict(self, population: str) -> str:
-        """Return the verdict of that test."""
-        found = self.component(population)
-        return TOO_FEW if found is None else str(found["verdict"])
 
     @property
     def survives(self) -> bool:
@@ -359,8 +322,14 @@ class SetAtBest:
         """
         if self.explained_by_spans:
             return False
-        exact, random = (self.control(name, ALL, "flip_rate") for name in (EXACT_ON_RANDOM_ROWS, RANDOM))
-        return self.verdict(WITHIN) == TWO and exact.low > random.high
+        exact, random = self.control(EXACT_ON_RANDOM_ROWS), self.control(RANDOM)
+        return self.component(WITHIN)["verdict"] == TWO and exact.low > random.high
+
+
+def _interval_in(table: pd.DataFrame, key: tuple[str, str], column: str, ends: str) -> Interval:
+    if key not in table.index:
+        return NOTHING
+    return Interval(*(float(table.at[key, name]) for name in (column, f"{ends}low", f"{ends}high")))
 
 
 def summary_of(pathways: Traced) -> pd.DataFrame:
@@ -381,8 +350,8 @@ def summary_of(pathways: Traced) -> pd.DataFrame:
         rows.append(
             {"dataset": dataset, "examples": view.n_examples, "layer": view.layer}
             | {name: rounded(view.baseline(*score).value) for name, score in aucs.items()}
-            | {name: rounded(view.control(knockout, ALL, "flip_rate").value) for name, knockout in flips.items()}
-            | {"random_control_examples": view.controlled, "components": view.verdict(WITHIN)}
+            | {name: rounded(view.control(knockout).value) for name, knockout in flips.items()}
+            | {"random_control_examples": view.controlled, "components": view.component(WITHIN)["verdict"]}
             | {"two_modes_survive": view.survives}
             | {f"delta_p_{mode[0].lower()}_anchored": rounded(view.curve(BEST_LAYER, mode).value) for mode in MODES}
         )
