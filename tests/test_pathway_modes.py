@@ -215,7 +215,7 @@ def traced(before, after, relation, control=0.05, copies=1):
     probe = Probes("mlp_out", "answer_last", torch.zeros(1, 2), torch.zeros(1), 0, torch.zeros(1))
     answers = AnsweredQuestions(table, pd.DataFrame(), RunRecord("answer", "made", "", "", "", {}))
     fits = Fits([[probe, probe]] * 2, half)
-    measured = Effects(answers, fits, torch.zeros(1, n, 2), logits, severed, None, {RANDOM: [random]})
+    measured = Effects(answers, fits, torch.zeros(1, n, 2), logits, severed, None, {RANDOM: random})
     tables = stacked([tables_of(measured, range(n), True)])
     run = RunRecord("trace_pathways", "made", "", "", "", {"token": "answer_last", "controls": True})
     nothing = pd.DataFrame({"dataset": [], "cause": []})

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -98,8 +98,8 @@ class Effects:
     """After the knockout of E_Q in all layers up to each layer."""
     windowed: Logits | None
     """At l*, after the knockout of E_Q in a window around each layer."""
-    others: dict[str, list[Logits]] = field(default_factory=dict)
-    """After the controls, by name; one array per draw; NaN where a control does not apply."""
+    others: dict[str, Float[np.ndarray, "_ layer example"]]
+    """After the controls, by name: the seeds of every draw; NaN where a control does not apply."""
 
 
 def halves(answered: AnsweredQuestions, seeds: int) -> Halves:
@@ -182,9 +182,10 @@ def measure(
             for number, intervention in enumerate(interventions)
         ]
         windowed = _after(run, "windows", exact, in_windows, nothing.copy(), bar) if window else None
-    others: dict[str, list[Logits]] = {}
+    by_name: dict[str, list[Logits]] = {}
     for intervention, logits in zip(listed, results[1:], strict=True):
-        others.setdefault(intervention.name, []).append(logits)
+        by_name.setdefault(intervention.name, []).append(logits)
+    others = {name: np.concatenate(each) for name, each in by_name.items()}
     before = fits.logits(states, np.arange(len(answered.table)))
     return Effects(answered, fits, states, before, results[0], windowed, others)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -73,24 +73,6 @@ class ModeEffects:
     def applies(self) -> Bool[np.ndarray, "seed layer example"]:
         """Where there is an effect to report."""
         return np.isfinite(self.delta_logit)
-
-    def where(self, applies: Bool[np.ndarray, "seed layer example"]) -> ModeEffects:
-        """Return the same effects where another intervention also applies, and NaN elsewhere."""
-        return replace(
-            self,
-            delta_p=np.where(applies, self.delta_p, np.nan),
-            delta_logit=np.where(applies, self.delta_logit, np.nan),
-            flipped=self.flipped & applies,
-        )
-
-    @classmethod
-    def concatenated(cls, each: Sequence[ModeEffects]) -> ModeEffects:
-        """Concatenate the draws of an intervention, as if they were seeds."""
-        return cls(**{name: np.concatenate([getattr(one, name) for one in each]) for name in vars(each[0])})
-
-    def at(self, layers: Int[np.ndarray, "seed example"]) -> ModeEffects:
-        """Return the effects at the layer chosen for each seed and example, as a single layer."""
-        return ModeEffects(**{name: at_layer(values, layers)[:, None] for name, values in vars(self).items()})
 
 
 def effects(before: Logits, after: Logits) -> ModeEffects:
@@ -249,30 +231,35 @@ Splits: TypeAlias = Mapping[str, Bool[np.ndarray, "seed layer example"] | None]
 
 
 def mean_effects_of(
-    done: Mapping[str, Sequence[ModeEffects]],
+    before: Logits,
+    after: Mapping[str, Float[np.ndarray, "_ layer example"]],
     windowed: ModeEffects | None,
     best: Int[np.ndarray, "seed example"],
     draws: Bootstrap,
 ) -> pd.DataFrame:
-    """Average the effects of every intervention, one per draw of its tokens, at each layer and at l* of each fit.
+    """Average the effects of every intervention at each layer and at l* of each fit.
 
-    The knockout of E_Q is split in every way, a control by the mode under another seed's probe (with one seed, under
-    its own probe), and random question tokens also by their own flips.
+    Several draws of an intervention's tokens count as further seeds. The knockout of E_Q is split in every way, a
+    control by the mode under another seed's probe (with one seed, under its own probe), and random question tokens also
+    by their own flips.
     """
     tables = []
     for is_at_best in (False, True):
-        pooled = {
-            name: ModeEffects.concatenated([one.at(best) if is_at_best else one for one in each])
-            for name, each in done.items()
-        }
-        splits = splits_of(pooled[EXACT], np.zeros_like(best) if is_at_best else best, windowed is not None)
+        measured = {}
+        for name, logits in after.items():
+            repeats = len(logits) // len(before)
+            pair = np.tile(before, (repeats, 1, 1)), logits
+            if is_at_best:
+                pair = tuple(at_layer(each, np.tile(best, (repeats, 1)))[:, None] for each in pair)
+            measured[name] = effects(*pair)
+        splits = splits_of(measured[EXACT], np.zeros_like(best) if is_at_best else best, windowed is not None)
         for_controls = _split_for_controls(splits)
         of_part = []
-        for name, measured in pooled.items():
+        for name, effect in measured.items():
             by = {UNSPLIT: None, **(splits if name == EXACT else {for_controls: splits[for_controls]})}
             if name == RANDOM and (is_at_best or windowed is None):
-                by[RANDOM_SPLIT] = measured.flipped
-            of_part.append(averaged(measured, by, draws).assign(intervention=name))
+                by[RANDOM_SPLIT] = effect.flipped
+            of_part.append(averaged(effect, by, draws).assign(intervention=name))
         if windowed is not None and not is_at_best:
             of_part.append(averaged(windowed, splits, draws).assign(intervention=WINDOWED))
         tables += [table.assign(layer=None) for table in of_part] if is_at_best else of_part

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 from scipy.special import logit as log_odds
 
@@ -44,23 +43,22 @@ KEPT = ("question", "relation", "popularity", "depth")
 def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[str, pd.DataFrame]:
     """Return every table of one question set, by the names of the fields of `Pathways`; `rows` are the set's rows."""
     dataset = measured.answered.datasets[0]
-    best, windowed = measured.fits.best, None
+    before, best, windowed = measured.before, measured.fits.best, None
     draws = Bootstrap.of(measured.answered.table["question"])
-    done = {EXACT: [effects(measured.before, measured.knockout)]} | {
-        name: [effects(measured.before, after) for after in drawn] for name, drawn in measured.others.items()
-    }
-    exact, random = done[EXACT][0], done[RANDOM][0] if RANDOM in done else None
+    after = {EXACT: measured.knockout, **measured.others}
+    exact, random = effects(before, measured.knockout), None
+    if RANDOM in after:
+        random = effects(before, after[RANDOM])
+        after[EXACT_ON_RANDOM_ROWS] = np.where(random.applies, measured.knockout, np.nan)
     if measured.windowed is not None:
-        windowed = effects(_everywhere(measured.before, best), measured.windowed)
-    if random is not None:
-        done[EXACT_ON_RANDOM_ROWS] = [exact.where(random.applies)]
+        windowed = effects(np.broadcast_to(at_layer(before, best)[:, None], before.shape), measured.windowed)
     flips = at_layer(exact.flipped, best)
     aware = aware_logits(measured.states, flips, measured.fits.half, best) if controls else np.full(flips.shape, np.nan)
     tables = {
-        "table": _table(measured, windowed or exact, random, None if windowed is None else flips),
+        "table": _table(measured, exact, windowed, random),
         "modes": _modes(measured, exact, aware),
         "auc": _aucs(measured),
-        "mean_effects": mean_effects_of(done, windowed, best, draws),
+        "mean_effects": mean_effects_of(before, after, windowed, best, draws),
         "baselines": _baselines(measured, draws, flips, aware),
         "components": _components(measured, exact, random),
     }
@@ -72,35 +70,32 @@ def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[st
     return tables
 
 
-def _everywhere(before: NDArray[Any], best: Int[np.ndarray, "seed example"]) -> NDArray[Any]:
-    """Return the logit at l*, repeated at every layer."""
-    return np.broadcast_to(at_layer(before, best)[:, None], before.shape)
-
-
 def _table(
-    measured: Effects, shown: ModeEffects, random: ModeEffects | None, best_modes: NDArray[np.bool_] | None
+    measured: Effects, exact: ModeEffects, windowed: ModeEffects | None, random: ModeEffects | None
 ) -> pd.DataFrame:
-    """Return a row per example, seed and layer. Modes are of each layer, or of l* if `best_modes` is passed."""
-    shape = shown.delta_p.shape
-    seed, layer, example = (axis.ravel() for axis in np.indices(shape))
-    q_anchored = shown.flipped if best_modes is None else np.broadcast_to(best_modes[:, None], shape)
-    columns: dict[str, object] = {
-        "example": example,
-        "seed": seed,
-        "layer": layer,
-        "split": measured.fits.half[seed, example],
-        "logit": measured.before if best_modes is None else _everywhere(measured.before, measured.fits.best),
+    """Return a row per example, seed and layer. Modes are of each layer; with windows, of l*, whose probe is read."""
+    best, shape = measured.fits.best, exact.flipped.shape
+    shown, logit, q_anchored = exact, measured.before, exact.flipped
+    if windowed is not None:
+        shown = windowed
+        logit, q_anchored = (at_layer(values, best)[:, None] for values in (logit, q_anchored))
+    columns: dict[str, ArrayLike] = {
+        "example": np.arange(shape[2]),
+        "seed": np.arange(shape[0])[:, None, None],
+        "layer": np.arange(shape[1])[:, None],
+        "split": measured.fits.half[:, None],
+        "logit": logit,
         "probability": shown.probability,
         "probability_after": shown.probability_after,
         "delta_p": shown.delta_p,
         "delta_logit": shown.delta_logit,
         "flipped": shown.flipped,
         "mode": np.where(q_anchored, *MODES),
-        "correct": (measured.answered.z == 0)[example],
+        "correct": measured.answered.z == 0,
     }
     if random is not None:
         columns |= {"random_delta_p": random.delta_p, "random_delta_logit": random.delta_logit}
-    table = pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
+    table = _raveled(columns, shape)
     if random is not None:
         flipped = pd.Series(random.flipped.ravel(), dtype="boolean")
         # Missing, not False, where no control was run, so that a share of flips does not count it.
@@ -108,14 +103,18 @@ def _table(
     return table
 
 
-def _modes(measured: Effects, exact: ModeEffects, aware: NDArray[np.float64]) -> pd.DataFrame:
+def _raveled(columns: Mapping[str, ArrayLike], shape: tuple[int, ...]) -> pd.DataFrame:
+    """Return arrays as columns, each broadcast to the shape first."""
+    return pd.DataFrame({name: np.broadcast_to(values, shape).ravel() for name, values in columns.items()})
+
+
+def _modes(measured: Effects, exact: ModeEffects, aware: PerExample) -> pd.DataFrame:
     """Return a row per example and seed: the effects at l*."""
     best, table = measured.fits.best, measured.answered.table
-    seed, example = (axis.ravel() for axis in np.indices(best.shape))
     logit, flips = at_layer(measured.before, best), at_layer(exact.flipped, best)
-    columns: dict[str, object] = {
-        "example": example,
-        "seed": seed,
+    columns: dict[str, ArrayLike] = {
+        "example": np.arange(len(table)),
+        "seed": np.arange(len(best))[:, None],
         "layer": best,
         "split": measured.fits.half,
         "logit": logit,
@@ -126,17 +125,17 @@ def _modes(measured: Effects, exact: ModeEffects, aware: NDArray[np.float64]) ->
         "mode": np.where(flips, *MODES),
         "crossed_mode": np.where(crossed(flips), *MODES) if len(flips) > 1 else np.full(flips.shape, None),
         "aware_logit": aware,
-        "correct": (measured.answered.z == 0)[example],
+        "correct": measured.answered.z == 0,
     }
-    columns |= {name: table[name].to_numpy()[example] for name in KEPT if name in table}
-    columns |= {str(name): values.to_numpy()[example] for name, values in span_shapes(table).items()}
-    return pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
+    columns |= {name: table[name].to_numpy() for name in KEPT if name in table}
+    columns |= {str(name): values.to_numpy() for name, values in span_shapes(table).items()}
+    return _raveled(columns, best.shape)
 
 
 def _aucs(measured: Effects) -> pd.DataFrame:
     """Return a row per seed, half and layer: the AUC on the half that chose the layer, and on the held-out half."""
     z, fits = measured.answered.z, measured.fits
-    random = measured.others.get(RANDOM, [np.full_like(measured.before, np.nan)])[0]
+    random = measured.others.get(RANDOM, np.full_like(measured.before, np.nan))
     rows = []
     for seed, sides in enumerate(fits.probes):
         for side, probes in enumerate(sides):
@@ -170,7 +169,7 @@ def _baselines(measured: Effects, draws: Bootstrap, q_anchored: NDArray[np.bool_
     truth[SPANS] = span_logits(span_shapes(table), z, half)
     truth[AFTER] = at_layer(measured.knockout, best)
     if RANDOM in measured.others:
-        truth[AFTER_RANDOM] = at_layer(measured.others[RANDOM][0], best)
+        truth[AFTER_RANDOM] = at_layer(measured.others[RANDOM], best)
         truth[AFTER_BESIDE] = np.where(np.isfinite(truth[AFTER_RANDOM]), truth[AFTER], np.nan)
     mode = {
         AWARE: aware,
