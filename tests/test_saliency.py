@@ -297,11 +297,11 @@ def test_an_interrupted_run_goes_on_where_it_stopped(models, tmp_path, monkeypat
     expected = hw.saliency(model, answered, probe, batch_size=2, progress=False)
     batches, whole = [], module.measure_batch
 
-    def stopping(*args):
+    def stopping(*args, **spec):
         batches.append(args)
         if len(batches) == 3:
             raise KeyboardInterrupt
-        return whole(*args)
+        return whole(*args, **spec)
 
     monkeypatch.setattr(module, "measure_batch", stopping)
     with pytest.raises(KeyboardInterrupt):

@@ -36,7 +36,6 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -49,7 +48,7 @@ from headwater.models.gradients import Descent, graphs_in_memory, refuse_cut_tex
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, by_length
-from headwater.options import checked_count, checked_name, one_or_several, resolve_indices, shown
+from headwater.options import checked_count, checked_kind, checked_name, one_or_several, resolve_indices, shown
 from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.sources import HasDatasets
@@ -176,13 +175,13 @@ def saliency(
         RunFolderError: `out` holds another run.
     """
     check_answered(model, answered)
-    spec = WantedPairs(
-        edges=tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in one_or_several(edges))),
-        heads=checked_name("heads", heads, OVER_HEADS),
-        pairs=checked_name("pairs", pairs, OVER_PAIRS),
-        layers=_layers(model, probe, layers),
-    )
-    if not spec.edges:
+    spec: dict[str, Any] = {
+        "edges": tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in one_or_several(edges))),
+        "heads": checked_name("heads", heads, OVER_HEADS),
+        "pairs": checked_name("pairs", pairs, OVER_PAIRS),
+        "layers": _layers(model, probe, layers),
+    }
+    if not spec["edges"]:
         raise InputError(f"edges is empty; choose from {', '.join(EDGES)}.")
     checked_name("target", target, TARGETS)
     if not hasattr(model.raw, "original_model"):
@@ -211,15 +210,15 @@ def saliency(
             "folds": [[one.weight.double(), one.bias] for one in probe.folds],
             "fold_of_each": fold,
         },
-        **vars(spec),
+        **spec,
         "target": target,
         "batch_size": batch_size,
     }
 
     def work(run: Run) -> Saliency:
-        rows = rows_of(answered, probe, spec.edges)
+        rows = rows_of(answered, probe, spec["edges"])
         blind = sum(not row.queries for row in rows)
-        if blind and "exact_answer" in spec.edges:
+        if blind and "exact_answer" in spec["edges"]:
             warnings.warn(
                 f"The probe reads {probe.token}, before the exact answer of {blind:,} of {len(rows):,} examples: it "
                 "cannot depend on the attention of their answer tokens, and S(E_Q→E_A) is NaN there.",
@@ -237,7 +236,7 @@ def saliency(
             # Inference mode set by the caller would forbid autograd graphs.
             with torch.inference_mode(False):
                 read = readers[fold[places[0]]]
-                return measure_batch(model, [rows[i] for i in places], read, spec, start(), shared)
+                return measure_batch(model, [rows[i] for i in places], read, start(), shared, **spec)
 
         batches = []
         # One probe measures a batch, so rows of different folds are not mixed.
@@ -246,13 +245,13 @@ def saliency(
             # Batches of rows with a similar first position and a similar length.
             dealt = by_length([len(rows[i].tokens) for i in part], batch_size, before=[rows[i].first for i in part])
             batches += [[part[i] for i in batch] for batch in dealt]
-        nothing = torch.full((len(rows), len(spec.layers)), torch.nan, dtype=torch.float64)
+        nothing = torch.full((len(rows), len(spec["layers"])), torch.nan, dtype=torch.float64)
         measured = {name: nothing.clone() for name in EDGES} | {"logit": nothing[:, 0].clone()}
         with run.bar("Saliency", "example", len(rows)) as bar:
             for places, piece in zip(batches, run.pieces("rows", batches, compute, bar, len), strict=True):
                 for name, values in piece.items():
                     measured[name][places] = values
-        return Saliency(*_tables(answered, measured, fold, spec.layers), target, run.record)
+        return Saliency(*_tables(answered, measured, fold, spec["layers"]), target, run.record)
 
     return run_or_resume(Saliency, "saliency", model, options, work, out=out, progress=progress)
 
@@ -280,9 +279,8 @@ def _tables(
 
 def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None) -> tuple[int, ...]:
     """Return the requested layers; refuse layers whose heads cannot affect the probe."""
-    if not isinstance(probe, Probe):
-        raise InputError(f"probe must be a Probe, such as hw.probes.fit_probes(...)[5]; found {shown(probe)}.")
-    if not isinstance(probe.layer, int) or not 0 <= probe.layer < model.shape.n_layers:
+    checked_kind("probe", probe, Probe, "hw.probes.fit_probes(...)[5]")
+    if probe.layer not in range(model.shape.n_layers):
         raise InputError(
             f"The probe is of layer {shown(probe.layer)}; {model.name} has layers 0 to {model.shape.n_layers - 1}."
         )
@@ -323,16 +321,6 @@ BEFORE_A_GRAPH = 16
 
 
 @dataclass(frozen=True)
-class WantedPairs:
-    """The checked options of a measurement."""
-
-    edges: tuple[str, ...]
-    heads: Any
-    pairs: Any
-    layers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class SaliencyRow:
     """One example: its tokens up to the probe's, and the positions at the ends of its edges."""
 
@@ -345,23 +333,26 @@ class SaliencyRow:
 
 def rows_of(answered: AnsweredQuestions, probe: Probe, edges: Sequence[str]) -> list[SaliencyRow]:
     """Return the tokens to run for each example, and the ends of its edges."""
-    rows = []
-    columns = zip(
-        answered.table["tokens"],
-        probe_positions(answered, probe.token),
-        answered.exact_question_tokens(),
-        answered.table["exact_answer_tokens"],
-        strict=True,
-    )
-    for tokens, position, question, answer in columns:
-        keys, queries = (tuple(place for place in places if place <= position) for places in (question, answer))
-        first = min((position, *(keys if "all" in edges else queries)))
-        rows.append(SaliencyRow(list(tokens[: position + 1]), keys, queries, first))
+    rows, table = [], answered.table
+    read, questions = probe_positions(answered, probe.token), answered.exact_question_tokens()
+    for tokens, at, *ends in zip(table["tokens"], read, questions, table["exact_answer_tokens"], strict=True):
+        keys, queries = (tuple(place for place in places if place <= at) for places in ends)
+        first = min((at, *(keys if "all" in edges else queries)))
+        rows.append(SaliencyRow(list(tokens[: at + 1]), keys, queries, first))
     return rows
 
 
 def measure_batch(
-    model: HookedModel, rows: Sequence[SaliencyRow], probe: Probe, spec: WantedPairs, start: KeysValues, shared: int
+    model: HookedModel,
+    rows: Sequence[SaliencyRow],
+    probe: Probe,
+    start: KeysValues,
+    shared: int,
+    *,
+    edges: Sequence[str],
+    heads: Any,
+    pairs: Any,
+    layers: Sequence[int],
 ) -> dict[str, Tensor]:
     """Measure some rows; `start` contains the keys and values of the `shared` first tokens of all rows."""
     device = model.device
@@ -372,9 +363,16 @@ def measure_batch(
     tokens, reads = to_device(batch.tokens, device), to_device(batch.lengths - 1, device)
     width = tokens.shape[1]
     before = keys_values(model, tokens[:, shared:first], start, probe.layer + 1)
-    keys, edges = _edges(rows, first, width, spec.edges, device)
+    n_keys = max(1, *(len(row.keys) for row in rows))
+    # A row with fewer keys than others gets some after all positions, which no query sees.
+    keys = torch.tensor([[*row.keys, *[width] * (n_keys - len(row.keys))] for row in rows], device=device)
+    queries = torch.arange(first, width, device=device)
+    sees = (keys[:, None] <= queries[:, None]) & (queries <= reads[:, None])[:, :, None]
+    asks = torch.tensor([[q in row.queries for q in range(first, width)] for row in rows], device=device)
+    is_edge = {"exact_answer": sees & asks[:, :, None], "all": sees}
+    keys = keys.clamp(max=width - 1)
     # As many rows as the graphs of all layers fit for: with more, the lower layers would run a second time.
-    at_once = max(1, graphs_in_memory(model, width - first, width) // (probe.layer + 1 - min(spec.layers)))
+    at_once = max(1, graphs_in_memory(model, width - first, width) // (probe.layer + 1 - min(layers)))
     parts = []
 
     def measure(part: range) -> None:
@@ -385,40 +383,25 @@ def measure_batch(
             {layer: (k[chunk], v[chunk]) if len(k) > 1 else (k, v) for layer, (k, v) in before.items()},
             (SITES[probe.site].hook_name(probe.layer), probe.layer),
             reads[chunk] - first,
-            min(spec.layers),
+            min(layers),
         )
         flows: dict[str, dict[int, Tensor]] = {name: {} for name in edges}
         for slopes in descent.slopes(probe.weight.clone().to(device, torch.float64)):
-            if slopes.layer not in spec.layers:
+            if slopes.layer not in layers:
                 continue
             pattern = torch.take_along_dim(slopes.pattern, keys[chunk, None, None], -1)
             values = torch.take_along_dim(slopes.values, keys[chunk, None, :, None], 2)
-            flow = edge_saliency(pattern, slopes.gradient, values, spec.heads).double()
+            flow = edge_saliency(pattern, slopes.gradient, values, heads).double()
             # A masked pair has weight 0 in every head, so this finds sliding windows without the config.
             visible = pattern.amax(1) > 0
-            for name, kind in edges.items():
-                flows[name][slopes.layer] = over_pairs(flow, kind[chunk] & visible, spec.pairs)
-        stacked = {name: torch.stack([flow[i] for i in spec.layers], 1).cpu() for name, flow in flows.items()}
+            for name in edges:
+                flows[name][slopes.layer] = over_pairs(flow, is_edge[name][chunk] & visible, pairs)
+        stacked = {name: torch.stack([flow[i] for i in layers], 1).cpu() for name, flow in flows.items()}
         parts.append(stacked | {"logit": probe.logits(descent.states.cpu()).double()})
 
     for start_row in range(0, len(rows), at_once):
         in_halves(range(start_row, min(start_row + at_once, len(rows))), measure)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _edges(
-    rows: Sequence[SaliencyRow], first: int, width: int, names: Sequence[str], device: torch.device
-) -> tuple[Int[Tensor, "batch key"], dict[str, Bool[Tensor, "batch query key"]]]:
-    """Return the padded positions of E_Q, and the pairs of each kind of edge, for queries from `first` on."""
-    n_keys = max(1, *(len(row.keys) for row in rows))
-    keys = torch.tensor([row.keys + (0,) * (n_keys - len(row.keys)) for row in rows], device=device)
-    is_key = torch.tensor([[i < len(row.keys) for i in range(n_keys)] for row in rows], device=device)
-    queries = torch.arange(first, width, device=device)
-    lengths = torch.tensor([len(row.tokens) for row in rows], device=device)
-    sees = is_key[:, None] & (keys[:, None] <= queries[:, None]) & (queries < lengths[:, None])[:, :, None]
-    asks = torch.tensor([[q in row.queries for q in range(first, width)] for row in rows], device=device)
-    kinds = {"exact_answer": sees & asks[:, :, None], "all": sees}
-    return keys, {name: kinds[name] for name in names}
 
 
 # Summary of a question set: medians, how many examples are near zero and why, one peak or several.
