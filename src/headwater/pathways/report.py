@@ -13,36 +13,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import pandas as pd
 
+from headwater.pathways import modes, tables
 from headwater.pathways.interventions import ANSWER_ONLY, EXACT, EXACT_ON_RANDOM_ROWS, RANDOM, RANDOM_SWAP, SWAP
-from headwater.pathways.modes import (
-    ALL,
-    BEST_LAYER,
-    CROSSED,
-    FEWEST,
-    FEWEST_FOR_COMPONENTS,
-    LEVEL,
-    MODES,
-    NO_RELATIONS,
-    RANDOM_SPLIT,
-    TOO_FEW,
-    TWO,
-    TWO_PEAKS,
-    WITHIN,
-)
-from headwater.pathways.tables import (
-    AFTER,
-    AFTER_BESIDE,
-    AFTER_RANDOM,
-    ANY_MODE,
-    AWARE,
-    BY_LOGIT,
-    MARGIN,
-    PROBE,
-    RELATION,
-    RELATION_ANSWER,
-    SPANS,
-    WRONG_ANSWER,
-)
+from headwater.pathways.modes import ALL, BEST_LAYER, FEWEST_FOR_COMPONENTS, MODES, WITHIN
+from headwater.pathways.tables import ANY_MODE, PROBE, WRONG_ANSWER
 from headwater.questions.states import BEFORE
 from headwater.runs.result import frame_of, rounded, with_interval
 from headwater.stats.discrimination import against_chance
@@ -64,12 +38,12 @@ def report_of(pathways: Traced) -> list[str]:
         parts = (_probe(view), _knockout(view, pathways.run.options["controls"]), _modes(view), _tests(view))
         sentences += [f"{view.dataset}: {sentence}" for sentence in chain(*parts, _controls(view))]
     verdicts = {view.dataset: view.component(WITHIN)["verdict"] for view in views}
-    tested = [name for name, verdict in verdicts.items() if verdict not in (TOO_FEW, NO_RELATIONS)]
+    tested = [name for name, verdict in verdicts.items() if verdict not in (modes.TOO_FEW, modes.NO_RELATIONS)]
     tests = [f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"]
-    tests += [f"{name}: {TOO_FEW}" for name, verdict in verdicts.items() if verdict == TOO_FEW]
+    tests += [f"{name}: {modes.TOO_FEW}" for name, verdict in verdicts.items() if verdict == modes.TOO_FEW]
     where = ", ".join(view.dataset for view in views if view.survives) or "none of the question sets"
     conclusion = f"Two modes survive the controls on {where} ({'; '.join(tests)})."
-    if unknown := [name for name, verdict in verdicts.items() if verdict == NO_RELATIONS]:
+    if unknown := [name for name, verdict in verdicts.items() if verdict == modes.NO_RELATIONS]:
         conclusion += (
             f" The questions of {', '.join(unknown)} have no relations: two peaks may be two kinds of question, so two "
             "modes cannot be tested there."
@@ -96,10 +70,10 @@ def _probe(view: SetAtBest) -> Iterator[str]:
         for rows in (view.modes[view.modes["correct"]], view.modes[~view.modes["correct"]])
     ]
     baselines = {
-        RELATION: "the question's relation alone gives",
-        RELATION_ANSWER: "the relation and the answer's words alone give",
-        SPANS: f"the exact answer has on average {shapes[0]} in right answers and {shapes[1]} in wrong ones. Its "
-        "length and position alone give",
+        tables.RELATION: "the question's relation alone gives",
+        tables.RELATION_ANSWER: "the relation and the answer's words alone give",
+        tables.SPANS: f"the exact answer has on average {shapes[0]} in right answers and {shapes[1]} in wrong ones. "
+        "Its length and position alone give",
     }
     for name, information in baselines.items():
         alone, difference = (view.baseline(WRONG_ANSWER, score) for score in (name, f"{PROBE} − {name}"))
@@ -110,7 +84,9 @@ def _probe(view: SetAtBest) -> Iterator[str]:
 
 def _knockout(view: SetAtBest, has_controls: bool) -> Iterator[str]:
     """Yield the AUC after the knockout, and how many predictions flip, beside random tokens."""
-    exact, matched, random = (view.baseline(WRONG_ANSWER, name) for name in (AFTER, AFTER_BESIDE, AFTER_RANDOM))
+    exact, matched, random = (
+        view.baseline(WRONG_ANSWER, name) for name in (tables.AFTER, tables.AFTER_BESIDE, tables.AFTER_RANDOM)
+    )
     yield f"after knockout of the exact question tokens, the probe's AUC is {_interval(exact)}."
     if np.isfinite(random.value):
         yield (
@@ -138,16 +114,16 @@ def _modes(view: SetAtBest) -> Iterator[str]:
         f"and {_points(a)} for {n_a:,} A-anchored examples (an example counts in both if seeds disagree)."
     )
     for mode, count in members.items():
-        if count < FEWEST:
+        if count < modes.FEWEST:
             yield f"{mode} examples at l*: {count}, too few for a 95 % band."
-    q, a = (view.curve(CROSSED, mode) for mode in MODES)
+    q, a = (view.curve(modes.CROSSED, mode) for mode in MODES)
     if np.isfinite(q.value) and np.isfinite(a.value):
         holds = "the two groups differ" if q.high < a.low else "the two groups do not differ clearly"
         yield (
             f"with modes defined by another seed's probe, ΔP is {_points(q)} and {_points(a)}: {holds}. A single "
             "population would look the same, because both probes read the same states."
         )
-    null = view.curve(RANDOM_SPLIT, MODES[0])
+    null = view.curve(modes.RANDOM_SPLIT, MODES[0])
     if np.isfinite(null.value):
         yield (
             f"for examples flipped by knockout of random question tokens, ΔP is {_points(null)}: splitting by the flip "
@@ -162,18 +138,20 @@ def _tests(view: SetAtBest) -> Iterator[str]:
         f"over all relations, the distribution of changes of the probe's logit has {verdicts[0]} for all examples, "
         f"{verdicts[1]} for predictions 'right' and {verdicts[2]} for predictions 'wrong'."
     )
-    if verdicts[0] == TWO_PEAKS and TWO_PEAKS not in verdicts[1:]:
+    if verdicts[0] == modes.TWO_PEAKS and modes.TWO_PEAKS not in verdicts[1:]:
         yield "the two peaks reflect the two predictions, not two mechanisms."
     test = view.component(WITHIN)
-    if test["verdict"] == TOO_FEW:
+    if test["verdict"] == modes.TOO_FEW:
         yield (
             f"no relation has {FEWEST_FOR_COMPONENTS} questions with one prediction, so two modes within relations "
             "cannot be tested."
         )
-    elif test["verdict"] != NO_RELATIONS:
+    elif test["verdict"] != modes.NO_RELATIONS:
         found = "does not reject a single mode"
-        if test["q"] <= LEVEL:
-            fit = "and two Gaussians fit better" if test["verdict"] == TWO else "though two Gaussians fit no better"
+        if test["q"] <= modes.LEVEL:
+            fit = (
+                "and two Gaussians fit better" if test["verdict"] == modes.TWO else "though two Gaussians fit no better"
+            )
             found = f"rejects a single mode, {fit} than one"
         yield (
             f"within relations and predictions ({test['cells']:.0f} group{'s' if test['cells'] != 1 else ''} of at "
@@ -195,10 +173,10 @@ def _tests(view: SetAtBest) -> Iterator[str]:
 
 def _controls(view: SetAtBest) -> Iterator[str]:
     """Yield how well the mode is predicted, what other interventions do to each, and what its examples are like."""
-    aware, margin, logit = (view.baseline(ANY_MODE, name) for name in (AWARE, MARGIN, BY_LOGIT))
+    aware, margin, logit = (view.baseline(ANY_MODE, name) for name in (tables.AWARE, tables.MARGIN, tables.BY_LOGIT))
     if np.isfinite(aware.value):
         better = _against_zero(
-            view.baseline(ANY_MODE, f"{AWARE} − {BY_LOGIT}"),
+            view.baseline(ANY_MODE, f"{tables.AWARE} − {tables.BY_LOGIT}"),
             "predict the mode better than",
             "predict the mode less well than",
             "do not predict the mode better than",
@@ -298,13 +276,13 @@ class SetAtBest:
     def component(self, population: str) -> Mapping[str, Any]:
         """Return the test of one population after the knockout of E_Q."""
         key = EXACT, population
-        return self._components.loc[key].to_dict() if key in self._components.index else {"verdict": TOO_FEW}
+        return self._components.loc[key].to_dict() if key in self._components.index else {"verdict": modes.TOO_FEW}
 
     @property
     def explained_by_spans(self) -> bool:
         """Whether the exact answer's length and place predict the label, and the probe does not clearly beat them."""
-        difference = self.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
-        return self.baseline(WRONG_ANSWER, SPANS).low > 0.5 and not difference.low > 0
+        difference = self.baseline(WRONG_ANSWER, f"{PROBE} − {tables.SPANS}")
+        return self.baseline(WRONG_ANSWER, tables.SPANS).low > 0.5 and not difference.low > 0
 
     @property
     def survives(self) -> bool:
@@ -323,7 +301,7 @@ class SetAtBest:
         if self.explained_by_spans:
             return False
         exact, random = self.control(EXACT_ON_RANDOM_ROWS), self.control(RANDOM)
-        return self.component(WITHIN)["verdict"] == TWO and exact.low > random.high
+        return self.component(WITHIN)["verdict"] == modes.TWO and exact.low > random.high
 
 
 def _interval_in(table: pd.DataFrame, key: tuple[str, str], column: str, ends: str) -> Interval:
@@ -339,12 +317,12 @@ def summary_of(pathways: Traced) -> pd.DataFrame:
         view = SetAtBest(pathways, dataset)
         aucs = {
             "auc": (WRONG_ANSWER, PROBE),
-            "auc_relation": (WRONG_ANSWER, RELATION),
-            "auc_relation_answer": (WRONG_ANSWER, RELATION_ANSWER),
-            "auc_spans": (WRONG_ANSWER, SPANS),
-            "auc_after_knockout": (WRONG_ANSWER, AFTER),
-            "auc_mode": (ANY_MODE, AWARE),
-            "auc_mode_margin": (ANY_MODE, MARGIN),
+            "auc_relation": (WRONG_ANSWER, tables.RELATION),
+            "auc_relation_answer": (WRONG_ANSWER, tables.RELATION_ANSWER),
+            "auc_spans": (WRONG_ANSWER, tables.SPANS),
+            "auc_after_knockout": (WRONG_ANSWER, tables.AFTER),
+            "auc_mode": (ANY_MODE, tables.AWARE),
+            "auc_mode_margin": (ANY_MODE, tables.MARGIN),
         }
         flips = {"flip_rate": EXACT, "flip_rate_same_rows": EXACT_ON_RANDOM_ROWS, "flip_rate_random": RANDOM}
         rows.append(
