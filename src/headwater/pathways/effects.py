@@ -154,57 +154,50 @@ def measure(
 ) -> Effects:
     """Measure one question set."""
     name = answered.datasets[0]
-    exact = block_exact_tokens(answered, setup)
+    whole, exact = untouched(answered, setup), block_exact_tokens(answered, setup)
     if len(exact.examples) < len(answered.table):
         raise InputError(
             f"{len(answered.table) - len(exact.examples):,} answers of {name} have no exact question token before the "
             "token that the probe reads. Choose another token=."
         )
-    listed = _controls(model, answered, setup) if controls else []
-    interventions = [exact, *listed]
-    total = len(answered.table) + sum(len(part.examples) for part in (*interventions, *([exact] if window else [])))
+    interventions = [exact]
+    if controls:
+        others = other_question_tokens(model, answered)
+        listed = [block_random_tokens(answered, setup, others)]
+        listed += [swap_subjects(model, answered, setup, seed) for seed in range(SWAPS)]
+        listed += [swap_random_tokens(answered, setup, others, seed) for seed in range(SWAPS)]
+        listed.append(answer_only(model, answered, setup))
+        interventions += [control for control in listed if len(control.examples)]
+
+    def everywhere(part: Intervention) -> Tensor:
+        return torch.from_numpy(fits.logits(after_states(model, part, setup), part.examples))
+
+    def in_windows(part: Intervention) -> Tensor:
+        # Windows are measured at l* alone, which differs between fits.
+        layers = np.unique(fits.best).tolist()
+        after = after_windows(model, part, setup, int(window or 0), layers)
+        return torch.from_numpy(fits.logits_at_best(after, layers, part.examples))
+
+    stages = [(f"run-{number:03d}", intervention, everywhere) for number, intervention in enumerate(interventions)]
+    stages += [("windows", exact, in_windows)] if window else []
+    results: list[Logits] = []
+    total = sum(len(intervention.examples) for intervention in (whole, *(part for _, part, _ in stages)))
     with run.bar(f"Tracing {name}", "row", total) as bar:
-        states = _states(run, model, answered, setup, bar)
+        states = torch.empty(model.shape.n_layers, len(whole.tokens), model.shape.d_model)
+        for rows, found in _in_pieces(run, "states", whole, lambda part: after_states(model, part, setup), bar):
+            states[:, rows] = found
         fits = _fits(run, states, answered, half, setup)
-        nothing = np.full((len(half), len(states), half.shape[1]), np.nan)
-
-        def everywhere(part: Intervention) -> Logits:
-            return fits.logits(after_states(model, part, setup), part.examples)
-
-        def in_windows(part: Intervention) -> Logits:
-            # Windows are measured at l* alone, which differs between fits.
-            layers = np.unique(fits.best).tolist()
-            after = after_windows(model, part, setup, int(window or 0), layers)
-            return fits.logits_at_best(after, layers, part.examples)
-
-        results = [
-            _after(run, f"run-{number:03d}", intervention, everywhere, nothing.copy(), bar)
-            for number, intervention in enumerate(interventions)
-        ]
-        windowed = _after(run, "windows", exact, in_windows, nothing.copy(), bar) if window else None
+        for stage, intervention, read in stages:
+            # NaN, which averages ignore, where an intervention does not apply.
+            results.append(np.full((len(half), len(states), half.shape[1]), np.nan))
+            for rows, found in _in_pieces(run, stage, intervention, read, bar):
+                results[-1][:, :, intervention.examples[rows]] = found.numpy()
+    windowed = results.pop() if window else None
     by_name: dict[str, list[Logits]] = {}
-    for intervention, logits in zip(listed, results[1:], strict=True):
+    for intervention, logits in zip(interventions[1:], results[1:], strict=True):
         by_name.setdefault(intervention.name, []).append(logits)
-    others = {name: np.concatenate(each) for name, each in by_name.items()}
-    before = fits.logits(states, np.arange(len(answered.table)))
-    return Effects(answered, fits, states, before, results[0], windowed, others)
-
-
-def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> list[Intervention]:
-    others = other_question_tokens(model, answered)
-    listed = [block_random_tokens(answered, setup, others)]
-    listed += [swap_subjects(model, answered, setup, seed) for seed in range(SWAPS)]
-    listed += [swap_random_tokens(answered, setup, others, seed) for seed in range(SWAPS)]
-    listed.append(answer_only(model, answered, setup))
-    return [control for control in listed if len(control.examples)]
-
-
-def _states(run: Run, model: HookedModel, answered: AnsweredQuestions, setup: Setup, bar: Bar) -> States:
-    whole = untouched(answered, setup)
-    states = torch.empty(model.shape.n_layers, len(whole.tokens), model.shape.d_model)
-    for rows, found in _in_pieces(run, "states", whole, lambda part: after_states(model, part, setup), bar):
-        states[:, rows] = found
-    return states
+    after_others = {control: np.concatenate(draws) for control, draws in by_name.items()}
+    return Effects(answered, fits, states, fits.logits(states, whole.examples), results[0], windowed, after_others)
 
 
 def _fits(run: Run, states: States, answered: AnsweredQuestions, half: Halves, setup: Setup) -> Fits:
@@ -237,15 +230,6 @@ def probes_from_tensors(tensors: Mapping[str, Tensor], setup: Setup) -> Probes:
     """Rebuild probes from `probes_as_tensors`."""
     best = int(tensors["best"])
     return Probes(setup.site, setup.token, tensors["weight"], tensors["bias"], best, tensors["validation_auc"])
-
-
-def _after(
-    run: Run, stage: str, intervention: Intervention, read: Callable[[Intervention], Logits], logits: Logits, bar: Bar
-) -> Logits:
-    """Fill `logits` with the results of `read` for the rows of an intervention; NaN, ignored by averages, elsewhere."""
-    for rows, found in _in_pieces(run, stage, intervention, lambda part: torch.from_numpy(read(part)), bar):
-        logits[:, :, intervention.examples[rows]] = found.numpy()
-    return logits
 
 
 def _in_pieces(

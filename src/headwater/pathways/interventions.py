@@ -47,22 +47,19 @@ from headwater.questions.states import ProbeSiteName, probe_positions, states_at
 
 
 def _hooks(cut: Bool[Tensor, "row head query key"], n_layers: int, variant: VariantName) -> Iterator[Hook]:
+    def mask(weights: Tensor, hook: object) -> Tensor:
+        # Not -inf: a query without any key would be NaN. Now it attends to its cut keys equally, and `check` raises.
+        value = 0.0 if variant == "zero" else torch.finfo(weights.dtype).min
+        return weights.masked_fill(cut.to(weights.device), value)
+
+    def check(pattern: Tensor, hook: object, name: str) -> None:
+        edges_are_cut(pattern, cut.to(pattern.device).expand_as(pattern), name)
+
     for layer in range(n_layers):
         pattern = hook_name("pattern", layer)
-        if variant == "zero":
-            yield pattern, replace_hook(partial(_mask_attention, cut=cut, value=0.0))
-        else:
-            yield hook_name("attn_scores", layer), replace_hook(partial(_mask_attention, cut=cut, value=None))
-            yield pattern, read_hook(partial(_seen, cut=cut, name=pattern))
-
-
-def _mask_attention(weights: Tensor, hook: object, cut: Tensor, value: float | None) -> Tensor:
-    # Not -inf: a query without any key left would be NaN. Now it attends to its cut keys equally, and `_seen` raises.
-    return weights.masked_fill(cut.to(weights.device), torch.finfo(weights.dtype).min if value is None else value)
-
-
-def _seen(pattern: Tensor, hook: object, cut: Tensor, name: str) -> None:
-    edges_are_cut(pattern, cut.to(pattern.device).expand_as(pattern), name)
+        yield pattern if variant == "zero" else hook_name("attn_scores", layer), replace_hook(mask)
+        if variant == "mask":
+            yield pattern, read_hook(partial(check, name=pattern))
 
 
 BASELINE = "as answered"
@@ -112,8 +109,8 @@ class Intervention:
 
     def rows(self, chosen: Sequence[int]) -> Intervention:
         """Return some of the rows."""
-        lists = {name: values for name in ("tokens", "positions", "keys", "queries") if (values := getattr(self, name))}
-        picked: dict[str, Any] = {name: [values[i] for i in chosen] for name, values in lists.items()}
+        names = [name for name in ("tokens", "positions", "keys", "queries") if getattr(self, name) is not None]
+        picked: dict[str, Any] = {name: [getattr(self, name)[i] for i in chosen] for name in names}
         return replace(self, examples=self.examples[list(chosen)], **picked)
 
 
@@ -185,30 +182,27 @@ def block_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Place
 
 def other_question_tokens(model: HookedModel, answered: AnsweredQuestions) -> Places:
     """Return the positions of every row's question tokens outside E_Q, except the first token of the text."""
-    places, (before, _) = list[tuple[int, ...]](), prompt_parts_of(answered)
-    rows = zip(prompts_of(answered), answered.table["question"], answered.exact_question_tokens(), strict=True)
-    for prompt, question, exact in rows:
-        _, offsets = encode(model.tokenizer, prompt, model.bos)  # type: ignore[arg-type]
-        inside = token_span(offsets or (), len(before), len(before) + len(question))
+    places, frame = list[tuple[int, ...]](), frame_of(answered)
+    for question, exact in zip(answered.table["question"], answered.exact_question_tokens(), strict=True):
+        _, offsets = encode(model.tokenizer, frame.asking(question), model.bos)  # type: ignore[arg-type]
+        inside = token_span(offsets or (), len(frame.before), len(frame.before) + len(question))
         places.append(tuple(position for position in inside if position > 0 and position not in exact))
     return places
 
 
 def prompts_of(answered: AnsweredQuestions) -> list[str]:
     """Return the prompt of every row."""
-    before, after = prompt_parts_of(answered)
-    # Records have `messages` if the prompt was a chat (`note_on_chats`); no BOS is prepended to a chat's text.
-    frame = Frame(before, after, "", is_chat="messages" in answered.run.options)
-    return list(map(frame.asking, answered.table["question"]))
+    return list(map(frame_of(answered).asking, answered.table["question"]))
 
 
-def prompt_parts_of(answered: AnsweredQuestions) -> tuple[str, str]:
-    """Return the prompt before the question and after it."""
+def frame_of(answered: AnsweredQuestions) -> Frame:
+    """Return the prompt around the questions, from the record of the answers."""
     prompt = answered.run.options.get("prompt", "")
     if prompt.count(SLOT) != 1:
         raise InputError("These answers do not record their prompt. Make them with hw.answer, or pass controls=False.")
     before, after = prompt.split(SLOT)
-    return before, after
+    # Records have `messages` if the prompt was a chat (`note_on_chats`); no BOS is prepended to a chat's text.
+    return Frame(before, after, "", is_chat="messages" in answered.run.options)
 
 
 def _blocked(name: str, answered: AnsweredQuestions, setup: Setup, keys: Sequence[tuple[int, ...]]) -> Intervention:
