@@ -247,9 +247,8 @@ def test_where_an_edit_of_attention_has_no_effect_the_walk_severs(monkeypatch):
     setup = Setup("mlp_out", "exact_answer_last", "mask", "after", 4)
     one = block_exact_tokens(random_answered(model, n=6, datasets=("a",)), setup)
     expected = after_states(model, one, setup)
-    monkeypatch.setattr(
-        interventions, "_mask_attention", lambda weights, hook, cut, value: weights.clone()
-    )  # as if thrown away
+    whole = interventions.replace_hook
+    monkeypatch.setattr(interventions, "replace_hook", lambda _: whole(lambda weights, hook: weights.clone()))
     torch.testing.assert_close(after_states(model, one, setup), expected, atol=1e-5, rtol=1e-4)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -135,50 +136,55 @@ def probe_map(
             subset, half = sets[part[0]], split[part[0]]
             at = probe_positions(subset, part[1])
             states = states_at(model, list(subset.table["tokens"]), at, site, batch_size, progress=False)
-            logits = {"logit": torch.from_numpy(_logits(states, subset.z, half))}
-            if controls:
-                logits["control"] = torch.from_numpy(_logits(states, _drawn_again(subset, half), half))
-            return logits
+            labels = {"logit": np.broadcast_to(subset.z, half.shape)}
+            labels |= {"control": _permuted(subset.z, half)} if controls else {}
+            return {name: torch.from_numpy(_logits(states, z, half)) for name, z in labels.items()}
 
         with run.bar("Probing", "token", len(parts)) as bar:
             pieces = dict(zip(parts, run.pieces("token", parts, compute, bar), strict=True))
-        tables = [_rows(sets[name], split[name], token, piece) for (name, token), piece in pieces.items()]
-        spans = []
+        rows, spans = [], []
         for name, subset in sets.items():
-            alone = span_logits(span_shapes(subset.table), subset.z, split[name])
-            draws = Bootstrap.of(subset.table["question"])
-            found = dict(zip(BOUNDS, interval(_mean_auc(draws, subset.z, split[name], alone)), strict=True))
-            spans.append({"dataset": name} | found)
-        return ProbeMap(pd.concat(tables, ignore_index=True), pd.DataFrame(spans), run.record)
+            draws, half = Bootstrap.of(subset.table["question"]), split[name]
+            alone = span_logits(span_shapes(subset.table), subset.z, half)
+            spans.append({"dataset": name} | _named(_mean_auc(draws, subset.z, half, alone)))
+            permuted = _permuted(subset.z, half)
+            for token, layer in product(names, range(model.shape.n_layers)):
+                at_layer = {kind: logits[:, layer].numpy() for kind, logits in pieces[name, token].items()}
+                row = {"dataset": name, "token": token, "layer": layer}
+                row |= _named(_mean_auc(draws, subset.z, half, at_layer["logit"])) | {"control_auc": np.nan}
+                if controls:
+                    row["control_auc"] = float(_mean_auc(draws, permuted, half, at_layer["control"])[0])
+                rows.append(row | {"answers": half.shape[1]})
+        return ProbeMap(pd.DataFrame(rows), pd.DataFrame(spans), run.record)
 
     return run_or_resume(ProbeMap, "probe_map", model, options, work, out=out, progress=progress)
 
 
-def _logits(
-    states: States, z: Int[ndarray, " example"] | Int[ndarray, "seed example"], half: Halves
-) -> Float[ndarray, "seed layer example"]:
+def _named(aucs: Float[ndarray, " draw"]) -> dict[str, float]:
+    return dict(zip(BOUNDS, interval(aucs), strict=True))
+
+
+def _logits(states: States, z: Int[ndarray, "seed example"], half: Halves) -> Float[ndarray, "seed layer example"]:
     """Return the logit of z = 1 of every answer at every layer, by the probe of the other half."""
     logits = np.empty((len(half), len(states), half.shape[1]))
-    labels = np.broadcast_to(z, half.shape)
     for layer in range(len(states)):
         features = states[layer].double().numpy()
         for seed, other, here in each_half(half):
-            logits[seed, layer, here] = read_linear(features[here], *fit_linear(features[other], labels[seed, other]))
+            logits[seed, layer, here] = read_linear(features[here], *fit_linear(features[other], z[seed, other]))
     return logits
 
 
-def _drawn_again(answered: AnsweredQuestions, half: Halves) -> Int[ndarray, "seed example"]:
-    """Permute the labels within each half, for every seed."""
+def _permuted(z: Int[ndarray, " example"], half: Halves) -> Int[ndarray, "seed example"]:
+    """Permute the labels within each half of every seed, so that both halves keep their share of wrong answers."""
     drawn, generators = np.empty(half.shape, dtype=np.int64), [np.random.default_rng(seed) for seed in range(len(half))]
     for seed, _, here in each_half(half):
-        # Within each half, so that both halves keep their share of wrong answers.
-        drawn[seed, here] = answered.z[generators[seed].permutation(here)]
+        drawn[seed, here] = z[generators[seed].permutation(here)]
     return drawn
 
 
 def _mean_auc(
     draws: Bootstrap,
-    z: Int[ndarray, " example"] | Int[ndarray, "seed example"],
+    z: Int[ndarray, "*seed example"],
     half: Halves,
     logits: Float[ndarray, "seed example"],
 ) -> Float[ndarray, " draw"]:
@@ -186,17 +192,3 @@ def _mean_auc(
     z = np.broadcast_to(z, half.shape)
     aucs = [auc(logits[seed, here], z[seed, here], counts=draws.per_example(here)) for seed, _, here in each_half(half)]
     return np.asarray(np.mean(aucs, axis=0))
-
-
-def _rows(answered: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Tensor]) -> pd.DataFrame:
-    """Measure every layer at one token."""
-    draws, again = Bootstrap.of(answered.table["question"]), _drawn_again(answered, half)
-    rows = []
-    for layer in range(piece["logit"].shape[1]):
-        found = interval(_mean_auc(draws, answered.z, half, piece["logit"][:, layer].numpy()))
-        control = np.nan
-        if "control" in piece:
-            control = float(_mean_auc(draws, again, half, piece["control"][:, layer].numpy())[0])
-        row = {"dataset": answered.datasets[0], "token": token, "layer": layer} | dict(zip(BOUNDS, found, strict=True))
-        rows.append(row | {"control_auc": control, "answers": half.shape[1]})
-    return pd.DataFrame(rows)
