@@ -44,10 +44,10 @@ def test_the_lines_of_a_model_are_read_with_and_without_the_first_label():
 
 
 def test_every_example_marks_pieces_of_its_own_text():
-    for shot in SHOTS:
-        assert shot.subject in shot.question
-        assert shot.property in shot.question
-        assert shot.exact == "none" or shot.exact in shot.answer
+    for question, answer, subject, prop, exact in SHOTS:
+        assert subject in question
+        assert prop in question
+        assert exact == "none" or exact in answer
 
 
 def test_what_is_no_piece_of_the_text_is_asked_for_again_and_the_first_valid_word_stays(writing):

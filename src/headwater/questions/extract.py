@@ -6,8 +6,7 @@ for every usable answer, right or wrong, because E_A must be found in one way. I
 the question table has a subject or property. A part with words that are not substrings, character for character, is
 ignored too (`exact_words`).
 
-An extractor may have two further methods: `many`, which takes several pairs of question and answer at once, and
-`of_model`, which returns an extractor that asks the model that gave the answers, unless it has a model of its own.
+An extractor may have a method `many`, which takes several pairs of question and answer at once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import pandas as pd
 
@@ -30,8 +29,8 @@ from headwater.questions.words import Span, find_words
 from headwater.registry import Registry
 
 Extractor: TypeAlias = Callable[[str, str], Mapping[str, object]]
-EXTRACTORS: Registry[str, Extractor] = Registry("extractor", "headwater.questions.rules")
-"""The extractors by name."""
+EXTRACTORS: Registry[str, Any] = Registry("extractor", "headwater.questions.rules")
+"""The extractors by name; of a class, the one made with the model that gave the answers."""
 
 
 PARTS = ("subject", "property", "answer")
@@ -92,12 +91,11 @@ class EndpointExtractor(ChatEndpoint):
 
 def extractor_of(choice: object, model: HookedModel | None) -> Extractor | None:
     """Resolve a callable, the name of one of `EXTRACTORS`, or a loaded model; "model" is `model`, which answered."""
+    if isinstance(choice, HookedModel):
+        return ModelExtractor(choice)
     if isinstance(choice, str):
         choice = EXTRACTORS[choice]
-    if isinstance(choice, HookedModel):
-        model, choice = choice, EXTRACTORS["model"]
-    if (of_model := getattr(choice, "of_model", None)) is not None:
-        return of_model(model)
+        choice = choice(model) if isinstance(choice, type) else choice
     if choice is not None and not callable(choice):
         raise InputError(f"extractor must be a name, a model or a callable (question, answer), found {shown(choice)}.")
     return choice
@@ -207,34 +205,19 @@ ASKED = (
     "none.\n\n"
 )
 NONE = "none"
-LABELS = {"subject": "Subject", "property": "Property", "answer": "Exact answer"}
-
-
-class Shot(NamedTuple):
-    """An example with its marked words."""
-
-    question: str
-    answer: str
-    subject: str
-    property: str
-    exact: str
-
-    def written(self) -> str:
-        """Return it in the format that the model should continue."""
-        words = f"Subject: {self.subject}\nProperty: {self.property}\nExact answer: {self.exact}\n\n"
-        return f"Question: {self.question}\nAnswer: {self.answer}\n{words}"
-
-
+LABELS = {"Subject": "subject", "Property": "property", "Exact answer": "answer"}
+SHOT = "Question: {}\nAnswer: {}\nSubject: {}\nProperty: {}\nExact answer: {}\n\n"
 SHOTS = (
-    Shot("What is the capital of South Carolina?", "It is Columbia, a hub of trade.", "South Carolina", "capital",
+    ("What is the capital of South Carolina?", "It is Columbia, a hub of trade.", "South Carolina", "capital",
          "Columbia"),
-    Shot("Who wrote the novel Middlemarch?", "George Eliot", "Middlemarch", "wrote", "George Eliot"),
-    Shot("In what year did the Battle of Hastings take place?", "The battle was fought in 1070.", "Battle of Hastings",
+    ("Who wrote the novel Middlemarch?", "George Eliot", "Middlemarch", "wrote", "George Eliot"),
+    ("In what year did the Battle of Hastings take place?", "The battle was fought in 1070.", "Battle of Hastings",
          "year", "1070"),
-    Shot("What is Ada Lovelace's occupation?", "She was a mathematician and a writer.", "Ada Lovelace", "occupation",
+    ("What is Ada Lovelace's occupation?", "She was a mathematician and a writer.", "Ada Lovelace", "occupation",
          "mathematician"),
-    Shot("Which river flows through the city of Basel?", "That depends.", "Basel", "river", NONE),
+    ("Which river flows through the city of Basel?", "That depends.", "Basel", "river", NONE),
 )  # fmt: skip
+"""Examples in the format of `SHOT`: question, answer, and the marked words."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,22 +234,19 @@ class ModelExtractor:
     Small models cannot do this; `agreement` measures how well a model does if the words are known.
     """
 
-    model: HookedModel | None = None
+    model: HookedModel
     tries: int = TRIES
+
+    def __post_init__(self) -> None:
+        if self.model is None:
+            raise InputError("extractor='model' names no model: give model= too, or the loaded model in its place.")
+        if self.model.tokenizer is None:
+            raise InputError(f"{self.model.name} has no tokenizer: it cannot be asked for exact words.")
 
     @property
     def identity(self) -> str:
         """Its identity in a run record."""
-        return "the model itself" if self.model is None else self.model.digest()
-
-    def of_model(self, model: HookedModel | None) -> ModelExtractor:
-        """Return an extractor that asks `model`, unless this extractor has a model."""
-        extractor = self.model or model
-        if extractor is None:
-            raise InputError("extractor='model' names no model: give model= too, or the loaded model in its place.")
-        if extractor.tokenizer is None:
-            raise InputError(f"{extractor.name} has no tokenizer: it cannot be asked for exact words.")
-        return ModelExtractor(extractor, self.tries)
+        return self.model.digest()
 
     def __call__(self, question: str, answer: str) -> Mapping[str, object]:
         """Return the exact words of one example."""
@@ -274,8 +254,6 @@ class ModelExtractor:
 
     def many(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, object]]:
         """Return the exact words of each question and answer; only words that are substrings."""
-        if self.model is None:
-            raise InputError("This extractor names no model: give hw.answer extractor='model', or a loaded model.")
         words: list[dict[str, object]] = [{} for _ in pairs]
         remaining = set(range(len(pairs)))
         for turn in range(self.tries):
@@ -296,17 +274,15 @@ class ModelExtractor:
         return words
 
 
-EXTRACTORS.add("model", ModelExtractor())
+EXTRACTORS.add("model", ModelExtractor)
 
 
 def parts_of(text: str) -> dict[str, str]:
     """Parse the text generated after `Subject:`; a chat model may repeat that label."""
     parts: dict[str, str] = {}
     for number, line in enumerate(text.split("\n")):
-        label = re.match(r"\s*(Subject|Property|Exact answer)\s*:(.*)", line)
-        if label:
-            part = next(name for name, shown in LABELS.items() if shown == label[1])
-            parts.setdefault(part, label[2].strip())
+        if label := re.match(rf"\s*({'|'.join(LABELS)})\s*:(.*)", line):
+            parts.setdefault(LABELS[label[1]], label[2].strip())
         elif number == 0 and line.strip():
             parts["subject"] = line.strip()
         elif parts and not line.strip():
@@ -318,8 +294,9 @@ def _prompt(model: HookedModel, question: str, answer: str, turn: int) -> list[i
     """Return the tokens of a prompt with as many examples as fit, in the order of a turn; empty if none fits."""
     # Greedy decoding is deterministic, so only another prompt can bring another reply.
     shots = [*SHOTS[turn % len(SHOTS) :], *SHOTS[: turn % len(SHOTS)]]
+    asked = f"Question: {question}\nAnswer: {answer}\nSubject:"
     while shots:
-        text = ASKED + "".join(shot.written() for shot in shots) + f"Question: {question}\nAnswer: {answer}\nSubject:"
+        text = ASKED + "".join(SHOT.format(*shot) for shot in shots) + asked
         written = chat_text(model.tokenizer, text) or text  # type: ignore[arg-type]
         tokens, _ = encode(model.tokenizer, written, model.bos)  # type: ignore[arg-type]
         if len(tokens) + NEW_TOKENS <= model.shape.n_ctx:
@@ -330,8 +307,6 @@ def _prompt(model: HookedModel, question: str, answer: str, turn: int) -> list[i
 
 def _written(model: HookedModel, prompts: Mapping[int, Sequence[int]]) -> dict[int, str]:
     """Let the model continue prompts, up to where another example would begin."""
-    if not prompts:
-        return {}
     ids = [list(tokens) for tokens in prompts.values()]
     texts: Any = model.generate(ids, max_new_tokens=NEW_TOKENS, stop=NEXT_SHOT, batch_size=BATCH, progress=False)
     return dict(zip(prompts, texts, strict=True))
