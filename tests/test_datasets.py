@@ -280,7 +280,7 @@ def test_a_format_can_be_named_and_then_must_fit(tmp_path):
         (TRIVIAQA, {"Answer": {}}, "Answer has neither a Value nor Aliases"),
         (TRIVIAQA, {"Answer": {"Aliases": 5}}, "Answer.Aliases is not a list"),
         (TRIVIAQA, {"Answer": ...}, "Answer has neither a Value nor Aliases"),
-        (HOTPOTQA, {"answer": ...}, "the field answer is missing"),
+        (HOTPOTQA, {"answer": ...}, "the column answers is missing"),
         (HOTPOTQA, {"answer": ""}, "the column answers is missing or empty"),
         (NQ, {"answer": []}, "the column answers is missing or empty"),
         (NQ, {"answer": ["x", 3.5]}, "the answer 3.5 is not a text"),

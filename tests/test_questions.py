@@ -102,7 +102,9 @@ def test_a_wrong_column_is_answered_with_the_columns_found_and_the_one_that_may_
 
 
 def test_a_field_that_a_format_wants_is_answered_with_the_columns_found(tmp_path):
-    with pytest.raises(InputError, match=r"the field Question is missing.* Columns found: Qestion, Answer\. Is 'Qesti"):
+    with pytest.raises(
+        InputError, match=r"the column question is missing.* Columns found: Qestion, Answer\. Is 'Qesti"
+    ):
         load_questions(write(tmp_path, {"Qestion": "Q?", "Answer": {"Value": "x"}}), format="triviaqa")
     many = {f"column {i}": 1 for i in range(30)}
     with pytest.raises(InputError, match=r"column 19, \.\.\.\.$"):

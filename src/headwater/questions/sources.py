@@ -201,7 +201,7 @@ def _checked(where: str, row: Mapping[str, object], written: Row, dataset: str, 
     if not isinstance(question, str) or not question.strip():
         raise InputError(f"{where}: the column question is missing or empty. {columns_found(written, 'question')}")
     answers = answers if isinstance(answers, list) else [answers]
-    answers = [str(one) if isinstance(one, int) and not isinstance(one, bool) else one for one in answers]  # a year
+    answers = [str(one) if type(one) is int else one for one in answers]  # a year
     if wrong := next((one for one in answers if one is not None and not isinstance(one, str)), None):
         raise InputError(f"{where}: the answer {shown(wrong)} is not a text: write it as one, in quotes.")
     if not answers or not all(isinstance(one, str) and one.strip() for one in answers):
@@ -336,15 +336,17 @@ WITHHELD = "<unk>"
 
 def detect_format(row: Mapping[str, object]) -> str:
     """Return the format of a file, from its first row."""
-    fields = row.keys()
-    if {"Question", "Answer"} <= fields or _has_value_and_aliases(row):
+    fields, answer = row.keys(), row.get("answer")
+    # The answer is an object, such as {value, aliases}, or these fields are beside the question.
+    is_object = isinstance(answer, Mapping) or (isinstance(answer, str) and answer.lstrip().startswith("{"))
+    beside = {"question", "value", "aliases"} <= fields and not fields & {*ANSWER_COLUMNS, "Answer"}
+    if {"Question", "Answer"} <= fields or is_object or beside:
         return "triviaqa"
     if {"subj", "prop"} <= fields or "s_pop" in fields:
         return "popqa"
     if "answers" in fields or "answer" not in fields:
         return "table"
-    is_list = isinstance(row["answer"], list) or str(row["answer"]).lstrip().startswith("[")
-    if is_list:
+    if isinstance(answer, list) or str(answer).lstrip().startswith("["):
         return "nq_open" if fields <= {"id", "question", "answer", *ADDED} else "table"
     return "hotpotqa" if {"type", "level", "supporting_facts"} & fields else "table"
 
@@ -369,7 +371,8 @@ def _table(row: dict[str, object], where: str) -> dict[str, object]:
 
 def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
     question, relation, subject = (row.get(name) for name in ("question", "prop", "subj"))
-    _require(row, where, "popqa", *(("prop",) if "subj" in row else ()))
+    if "subj" in row and "prop" not in row:
+        raise InputError(f"{where}: the field prop is missing. {columns_found(row, 'prop')}")
     for name in ("prop", "subj"):
         if not isinstance(row.get(name), str | None):
             raise InputError(f"{where}: {name} is not a text: {row[name]!r}.")
@@ -390,8 +393,6 @@ def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
 def _triviaqa(row: dict[str, Any], where: str) -> dict[str, Any]:
     # The original files have capitals, tables small letters; some have value and aliases beside the question.
     fields = {name.replace("_", "").casefold(): value for name, value in row.items()}
-    if "question" not in fields:
-        _require(row, where, "triviaqa", "Question")
     answer = fields.get("answer", fields)
     if isinstance(answer, str) and answer.lstrip().startswith("{"):
         answer = _parsed(answer, where, "answer")
@@ -406,28 +407,17 @@ def _triviaqa(row: dict[str, Any], where: str) -> dict[str, Any]:
     if not texts:
         raise InputError(f"{where}: Answer has neither a Value nor Aliases.")
     identity = {"id": fields.get("questionid", fields.get("id"))}
-    return identity | {"question": fields["question"], "answers": list(dict.fromkeys(texts))}
-
-
-def _has_value_and_aliases(row: Mapping[str, object]) -> bool:
-    """Return whether the answer is an object, such as {value, aliases}, or these fields are next to the question."""
-    answer = row.get("answer")
-    is_object = isinstance(answer, Mapping) or (isinstance(answer, str) and answer.lstrip().startswith("{"))
-    return is_object or (
-        {"question", "value", "aliases"} <= row.keys() and not row.keys() & {*ANSWER_COLUMNS, "Answer"}
-    )
+    return identity | {"question": fields.get("question"), "answers": list(dict.fromkeys(texts))}
 
 
 def _hotpotqa(row: dict[str, object], where: str) -> dict[str, object]:
-    _require(row, where, "hotpotqa", "question", "answer")
-    kept = {name: row[name] for name in ("type", "level") if name in row}
-    return kept | {"id": row.get("_id", row.get("id")), "question": row["question"], "answers": [row["answer"]]}
+    kept = {name: row[name] for name in ("question", "type", "level") if name in row}
+    return kept | {"id": row.get("_id", row.get("id")), "answers": [row.get("answer")]}
 
 
 def _nq_open(row: dict[str, object], where: str) -> dict[str, object]:
-    _require(row, where, "nq_open", "question", "answer")
-    answers = _answers(row["answer"], where, "answer")
-    return {"id": row.get("id"), "question": row["question"], "answers": answers}
+    answers = _answers(row.get("answer"), where, "answer")
+    return {"id": row.get("id"), "question": row.get("question"), "answers": answers}
 
 
 FORMATS: Mapping[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
@@ -461,12 +451,3 @@ def number_of(value: Any, where: str, name: str) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{where}: {name} is not a number: {value!r}.") from None
-
-
-def _require(row: Mapping[str, object], where: str, format_name: str, *names: str) -> None:
-    for name in names:
-        if name not in row:
-            raise InputError(
-                f"{where}: the field {name} is missing; every row of format {format_name!r} has it. "
-                f"{columns_found(row, name)}"
-            )
