@@ -91,12 +91,12 @@ def test_states_of_the_test_half_do_not_reach_what_is_fitted(model, answered):
     assert not torch.equal(before["scores"], after["scores"])
 
 
-def test_the_mixture_is_the_gates_mean_of_two_experts(detection, answered):
+def test_the_mixture_is_the_gates_mean_of_two_experts(model, detection, answered):
     detector = detection.detector("natural")
     rng = chance.rng()
     states = torch.from_numpy(rng.normal(size=(20, WIDTH)).astype(np.float32))
     table = answered.table.iloc[:20]
-    scores = detector.from_states(states, table)
+    scores = detector.scores(model, dataclasses.replace(answered, table=table), states, ("mop",), 64)
     gate, q, a, one, other = (
         expit(states.double().numpy() @ detector.probe(name).weight.numpy() + detector.probe(name).bias)
         for name in CLASSIFIERS[1:6]

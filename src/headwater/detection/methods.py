@@ -130,46 +130,46 @@ class Detector:
         names = check_methods([m for m in self.methods if m != "p_true"] if methods is None else methods, self.methods)
         read = {"site": self.site, "token": self.token, "batch_size": batch_size, "progress": progress}
         states = probe_states(model, answered, **read)[self.layer]  # type: ignore[arg-type]
-        scores = self.from_states(states, answered.table)
+        scores = self.scores(model, answered, states, names, batch_size)
         if "p_true" in names:
             scores["p_true"] = 1 - p_true(model, answered, batch_size)
-        if "pr" in names:
-            scores["pr"] = self.reweighted_scores(model, answered, states, batch_size)
         named = {"dataset": answered.table["dataset"].to_numpy(), "example": np.arange(len(answered.table))}
         return pd.DataFrame(named | {method: scores[method] for method in names})
 
-    def from_states(self, states: Float[Tensor, "example d_model"], table: pd.DataFrame) -> dict[str, NDArray[Any]]:
-        """Return the scores computed from the states at l* and the table of answers."""
+    def scores(
+        self,
+        model: HookedModel,
+        answered: AnsweredQuestions,
+        states: Float[Tensor, "example d_model"],
+        methods: Sequence[str],
+        batch_size: int,
+    ) -> dict[str, NDArray[Any]]:
+        """Return the scores of answers from their states at l*: of all methods but `p_true`, and `pr` if requested."""
         read = zip(CLASSIFIERS, self.weight, self.bias, strict=True)
         p = {name: torch.sigmoid(linear_logits(states, weight, bias)) for name, weight, bias in read}
         gate = p["gate"]
         # Seeded here, so that the scores of a detector do not depend on earlier draws.
         random = torch.from_numpy(np.random.default_rng(0).random(len(gate)))
+        features = torch.from_numpy(question_features(answered.table, self.relations))
         scores = {
+            "question": torch.sigmoid(linear_logits(features, self.question_weight[:-1], self.question_weight[-1])),
             "probe": p["probe"],
             "mop": gate * p["question_expert"] + (1 - gate) * p["answer_expert"],
             "vanilla_experts": gate * p["first_half"] + (1 - gate) * p["second_half"],
             "random_gate": random * p["question_expert"] + (1 - random) * p["answer_expert"],
         }
-        log_probs = table["log_probs"]
-        features = torch.from_numpy(question_features(table, self.relations))
-        scores["question"] = torch.sigmoid(linear_logits(features, self.question_weight[:-1], self.question_weight[-1]))
+        if "pr" in methods:
+            # A second run, with edges reweighted by the gate.
+            reads = self.probe("pr")
+            inputs = Reweighted.of(model, answered, reads, torch.sigmoid(self.probe("gate").logits(states))).begin()
+            scores["pr"] = torch.empty(len(states), dtype=torch.float64)
+            for rows in inputs.batches(range(len(states)), batch_size):
+                scores["pr"][rows] = torch.sigmoid(reads.logits(inputs.states(rows, self.alpha).cpu()))
+        log_probs = answered.table["log_probs"]
         return {name: score.numpy() for name, score in scores.items()} | {
             "logit_mean": np.array([-float(np.mean(row)) for row in log_probs]),
             "logit_min": np.array([-float(np.min(row)) for row in log_probs]),
         }
-
-    def reweighted_scores(
-        self, model: HookedModel, answered: AnsweredQuestions, states: Float[Tensor, "example d_model"], batch_size: int
-    ) -> NDArray[np.float64]:
-        """Return the scores of `pr`, from a second run with edges reweighted by the gate."""
-        reads = self.probe("pr")
-        gate = torch.sigmoid(self.probe("gate").logits(states))
-        inputs = Reweighted.of(model, answered, reads, gate).begin()
-        scores = torch.empty(len(states), dtype=torch.float64)
-        for rows in inputs.batches(range(len(states)), batch_size):
-            scores[rows] = torch.sigmoid(reads.logits(inputs.states(rows, self.alpha).cpu()))
-        return scores.numpy()
 
 
 def question_features(table: pd.DataFrame, relations: Sequence[str]) -> NDArray[np.float64]:
@@ -390,15 +390,12 @@ class AnswerSet:
 
     def _scores(self, detector: Detector, test: NDArray[np.int64]) -> Float[Tensor, "method example"]:
         part = replace(self.answered, table=self.answered.table.iloc[test])
-        states = self.states[detector.layer][torch.from_numpy(test)]
-        scores, unusable = detector.from_states(states, part.table), self.notes()
-        if "p_true" in self.recipe.methods and "p_true" not in unusable:
+        states, methods = self.states[detector.layer][torch.from_numpy(test)], self.recipe.methods
+        unusable, nothing = self.notes(), np.full(len(test), np.nan)
+        scores = detector.scores(self.model, part, states, methods, self.recipe.batch_size)
+        if "p_true" in methods and "p_true" not in unusable:
             scores["p_true"] = 1 - self.p_true[test]
-        if "pr" in self.recipe.methods:
-            scores["pr"] = detector.reweighted_scores(self.model, part, states, self.recipe.batch_size)
-        nothing = np.full(len(test), np.nan)
-        listed = [nothing if method in unusable else scores[method] for method in self.recipe.methods]
-        return torch.from_numpy(np.stack(listed))
+        return torch.from_numpy(np.stack([nothing if name in unusable else scores[name] for name in methods]))
 
 
 def relations_of(table: pd.DataFrame) -> tuple[str, ...]:
