@@ -38,7 +38,7 @@ from headwater.options import checked_count, checked_kind, checked_name
 from headwater.questions.asking import SLOT, Example, Frame, WrittenAnswer, answer_ends, answering_frame, ask, limit_of
 from headwater.questions.endpoint import FailureLimit, asked_at_once
 from headwater.questions.extract import Extractor, call_extractor_on, extractor_of
-from headwater.questions.labels import CONTAINS, NO_VERDICT, Label, Verdict, check_label, is_refusal, match, verdicts_of
+from headwater.questions.labels import CONTAINS, Label, Verdict, check_label, is_refusal, match, verdicts_of
 from headwater.questions.sources import SPAN_COLUMNS, HasDatasets, Questions, columns_found
 from headwater.questions.words import Span, continuation_offsets, normalised_words, shifted, tokens_of
 from headwater.runs.analysis import Run, run_or_resume
@@ -225,8 +225,6 @@ def answer(
 
     def work(run: Run) -> AnsweredQuestions:
         prompts = _prompts(model, questions, frame, must_have_words=extractor is None)
-        not_asked = Dropped(TOO_LONG), Dropped(NO_WORDS)
-        outcomes: list[dict[str, Any] | Dropped] = [not_asked[n not in prompts] for n in range(len(questions))]
         tokens = {place: prompt.tokens for place, prompt in prompts.items()}
         fitting = {place: prompt for place, prompt in prompts.items() if len(prompt.tokens) <= model.shape.n_ctx}
         acting = hooks_over(model, listed, _whole(model, len(questions), fitting)) if listed and fitting else listed
@@ -235,21 +233,27 @@ def answer(
             for batch in ask(run, model, tokens, max_new_tokens, "line", batch_size, acting)
             for place, output in batch
         }
-        # Neither an empty nor a cut answer is judged.
         keys = [
-            (
-                one.prompt.row["question"],
-                tuple(one.prompt.row["answers"]),
-                one.text if one.text and one.finished else None,
-            )
+            # Neither an empty nor a cut answer is judged.
+            (one.row["question"], tuple(one.row["answers"]), one.text if one.text and one.finished else None)
             for one in given.values()
         ]
-        verdicts = verdicts_of(run, label, keys)
-        answers = [replace(one, verdict=found) for one, found in zip(given.values(), verdicts, strict=True)]
-        extracted = _extracted(answers, extractor, run)
-        for place, answered, words in zip(given, answers, extracted, strict=True):
-            outcomes[place] = outcome_of(answered, words, whole_answer=extractor is None)
-        return _result(questions, outcomes, run.record)
+        verdicts = dict(zip(given, verdicts_of(run, label, keys), strict=True))
+        causes = {place: cause_of(one, verdicts[place]) for place, one in given.items()}
+        usable = [place for place, cause in causes.items() if cause is None]
+        words = dict(zip(usable, _extracted([given[place] for place in usable], extractor, run), strict=True))
+        used: dict[int, dict[str, Any]] = {}
+        dropped: dict[int, tuple[str, str]] = {}
+        for place in range(len(questions)):
+            if place not in given:
+                dropped[place] = TOO_LONG if place in prompts else NO_WORDS, ""
+                continue
+            outcome = causes[place] or outcome_of(given[place], verdicts[place], words[place], extractor is None)
+            if isinstance(outcome, str):
+                dropped[place] = outcome, given[place].text
+            else:
+                used[place] = outcome
+        return _result(questions, used, dropped, run.record)
 
     return run_or_resume(AnsweredQuestions, "answer", model, options, work, out=out, progress=progress)
 
@@ -301,16 +305,17 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
 def _extracted(
     answers: Sequence[GivenAnswer], extractor: Extractor | None, run: Run
 ) -> list[dict[str, tuple[Span, ...]] | None]:
-    """Call the extractor on the usable answers; empty for other answers, None without a reply.
+    """Call the extractor on answers, and return its spans; None without a reply.
 
     Its replies are saved after each round of requests, because every request may cost money.
     """
-    found: list[dict[str, tuple[Span, ...]] | None] = [{} for _ in answers]
     if extractor is None:
-        return found
-    usable = [place for place, answer in enumerate(answers) if cause_of(answer) is None]
-    pairs = [(answers[place].prompt.row["question"], answers[place].text) for place in usable]
-    failures, size = FailureLimit(), asked_at_once(extractor)
+        return [{} for _ in answers]
+    pairs, failures, size = (
+        [(one.row["question"], one.text) for one in answers],
+        FailureLimit(),
+        asked_at_once(extractor),
+    )
 
     def compute(part: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
         replies = call_extractor_on(extractor, part, failures)
@@ -318,12 +323,11 @@ def _extracted(
         return {"json": torch.tensor(list(json.dumps(replies).encode()), dtype=torch.uint8)}
 
     pieces = run.pieces("extracted", [pairs[at : at + size] for at in range(0, len(pairs), size)], compute)
-    replies = (reply for piece in pieces for reply in json.loads(bytes(piece["json"].tolist())))
-    for place, reply in zip(usable, replies, strict=True):
-        if reply is not None:
-            reply = {part: tuple((start, end) for start, end in spans) for part, spans in reply.items()}
-        found[place] = reply
-    return found
+    replies = [reply for piece in pieces for reply in json.loads(bytes(piece["json"].tolist()))]
+    return [
+        None if reply is None else {part: tuple(map(tuple, spans)) for part, spans in reply.items()}
+        for reply in replies
+    ]
 
 
 def _whole(model: HookedModel, count: int, prompts: Mapping[int, AskedQuestion]) -> Batch:
@@ -338,18 +342,18 @@ def _whole(model: HookedModel, count: int, prompts: Mapping[int, AskedQuestion])
     return replace(batch, offsets=offsets, texts=texts)
 
 
-def _result(questions: Questions, rows: Sequence[dict[str, Any] | Dropped], run: RunRecord) -> AnsweredQuestions:
-    """Return the outcomes as tables, in the order of the questions."""
-    used = [row for row in rows if isinstance(row, dict)]
-    lost = [place for place, row in enumerate(rows) if isinstance(row, Dropped)]
-    fields = pd.DataFrame([rows[place] for place in lost], columns=list(Dropped._fields), dtype="str")
-    dropped = questions.table.loc[lost, ["dataset", "id", "question"]].reset_index(drop=True)
-    dropped = dropped.assign(answer=fields["answer"], cause=fields["cause"])
+def _result(
+    questions: Questions, used: dict[int, dict[str, Any]], dropped: dict[int, tuple[str, str]], run: RunRecord
+) -> AnsweredQuestions:
+    """Return the outcomes as tables; of a dropped question, the cause and the model's answer."""
+    lost = questions.table.loc[list(dropped), ["dataset", "id", "question"]].reset_index(drop=True)
+    for column, number in (("answer", 1), ("cause", 0)):
+        lost[column] = pd.Series([outcome[number] for outcome in dropped.values()], dtype="str")
     if not used:
-        listed = ", ".join(f"{count:,} {cause}" for cause, count in dropped["cause"].value_counts().items())
-        hint = " Give a higher max_new_tokens." if CUT in dropped["cause"].tolist() else ""
+        listed = ", ".join(f"{count:,} {cause}" for cause, count in lost["cause"].value_counts().items())
+        hint = " Give a higher max_new_tokens." if CUT in lost["cause"].tolist() else ""
         raise InputError(f"None of the {len(questions):,} questions is left: {listed}.{hint}")
-    return AnsweredQuestions(pd.DataFrame(used), dropped, run)
+    return AnsweredQuestions(pd.DataFrame(list(used.values())), lost, run)
 
 
 # The steps that need no model: the cut to the first line, and the spans of exact words as characters and tokens.
@@ -371,16 +375,7 @@ NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS, NO_REPL
 )
 
 
-class Dropped(NamedTuple):
-    """A dropped question."""
-
-    cause: str
-    answer: str = ""
-    """The model's answer (if it was asked)."""
-
-
-@dataclass(frozen=True)
-class AskedQuestion:
+class AskedQuestion(NamedTuple):
     """A question as the model reads it."""
 
     row: dict[str, Any]
@@ -390,8 +385,7 @@ class AskedQuestion:
     offsets: Offsets
 
 
-@dataclass(frozen=True)
-class GivenAnswer:
+class GivenAnswer(NamedTuple):
     """The model's answer to a prompt, cut to its first line."""
 
     prompt: AskedQuestion
@@ -403,7 +397,11 @@ class GivenAnswer:
     log_probs: tuple[float, ...]
     finished: bool
     """Whether the answer ended by itself: its line break or end token came within the token limit."""
-    verdict: Verdict = NO_VERDICT
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row of the question."""
+        return self.prompt.row
 
     @property
     def text(self) -> str:
@@ -422,56 +420,53 @@ def first_line(tokenizer: Tokenizer, prompt: AskedQuestion, output: WrittenAnswe
     )
 
 
-def cause_of(answered: GivenAnswer) -> str | None:
+def cause_of(answer: GivenAnswer, verdict: Verdict) -> str | None:
     """Return why an answer is unusable, regardless of its exact words; None if it is usable."""
-    if not answered.text or not (answered.verdict.is_right or any(map(str.isalnum, answered.text))):
+    if not answer.text or not (verdict.is_right or any(map(str.isalnum, answer.text))):
         return EMPTY
     # Only if the answer is not right: "I don't know" is a right answer if it is the accepted answer.
-    if not answered.verdict.is_right and is_refusal(answered.text):
+    if not verdict.is_right and is_refusal(answer.text):
         return REFUSAL
-    if not answered.finished:
+    if not answer.finished:
         return CUT
-    return UNJUDGED if answered.verdict.is_right is None else None
+    return UNJUDGED if verdict.is_right is None else None
 
 
 def outcome_of(
-    answered: GivenAnswer, extracted: dict[str, tuple[Span, ...]] | None, whole_answer: bool
-) -> dict[str, Any] | Dropped:
-    """Return the row of an answered question, or why it is dropped; `extracted` is None without a reply."""
-    prompt, row = answered.prompt, answered.prompt.row
-    cause = cause_of(answered)
-    if cause is not None:
-        return Dropped(cause, answered.text)
+    answer: GivenAnswer, verdict: Verdict, extracted: dict[str, tuple[Span, ...]] | None, whole_answer: bool
+) -> dict[str, Any] | str:
+    """Return the row of a usable answer, or why it is dropped; `extracted` is None without a reply."""
     if extracted is None:
-        return Dropped(NO_REPLY, answered.text)
+        return NO_REPLY
+    prompt, row = answer.prompt, answer.row
     # All or nothing: if the table has only subject or only property, the extractor does not fill in the other.
     is_given = bool(row["subject"] or row["property"])
     words = {part: row[part] if is_given else extracted.get(part, ()) for part in ("subject", "property")}
     if not any(words.values()):
-        return Dropped(NO_WORDS, answered.text)
-    exact: tuple[Span, ...] = ((0, len(answered.text)),) if whole_answer else extracted.get("answer", ())
+        return NO_WORDS
+    exact: tuple[Span, ...] = ((0, len(answer.text)),) if whole_answer else extracted.get("answer", ())
     if not exact:
-        return Dropped(NO_ANSWER, answered.text)
+        return NO_ANSWER
     # Extractors see the answer without the space that joins it to the prompt; spans refer to the whole text.
-    answer_begins = len(prompt.text) + len(answered.line) - len(answered.line.lstrip())
+    answer_begins = len(prompt.text) + len(answer.line) - len(answer.line.lstrip())
     spans = {part: shifted(places, prompt.question_start) for part, places in words.items()}
     spans["exact_answer"] = shifted(exact, answer_begins)
-    offsets = (*prompt.offsets, *shifted(answered.offsets, len(prompt.text)))
+    offsets = (*prompt.offsets, *shifted(answer.offsets, len(prompt.text)))
     try:
         positions = {f"{part}_tokens": tokens_of(offsets, places) for part, places in spans.items()}
     except InputError:
-        return Dropped(NO_TOKENS, answered.text)
+        return NO_TOKENS
     return {
         **row,
-        "answer": answered.text,
-        "z": int(not answered.verdict.is_right),
-        "matched": answered.verdict.alias,
-        "text": prompt.text + answered.written,
+        "answer": answer.text,
+        "z": int(not verdict.is_right),
+        "matched": verdict.alias,
+        "text": prompt.text + answer.written,
         **spans,
         **positions,
         "answer_start": len(prompt.tokens),
-        "tokens": (*prompt.tokens, *answered.tokens),
-        "log_probs": answered.log_probs,
+        "tokens": (*prompt.tokens, *answer.tokens),
+        "log_probs": answer.log_probs,
     }
 
 
