@@ -9,7 +9,7 @@ import pytest
 from tools.world.measure import is_right as world_label
 
 from headwater.errors import InputError
-from headwater.questions.labels import check_label, is_refusal, label_score, match, verdict
+from headwater.questions.labels import is_refusal, label_score, match, verdict
 from headwater.questions.words import find_words, normalised_words
 from tests import chance
 
@@ -225,8 +225,6 @@ def test_answers_memorization_and_the_world_have_one_label(answer):
 
 
 def test_a_rule_that_there_is_not_and_a_judge_that_fails_are_one_readable_line():
-    with pytest.raises(InputError, match=r"label=3 is neither one of contains, exact, starts nor a function"):
-        check_label(3)
     with pytest.raises(
         InputError, match=r"rule='contain' is not one of contains, exact, starts. Did you mean 'contains'"
     ):

@@ -38,7 +38,7 @@ from headwater.options import checked_count, checked_kind, checked_name
 from headwater.questions.asking import SLOT, Example, Frame, WrittenAnswer, answer_ends, answering_frame, ask, limit_of
 from headwater.questions.endpoint import FailureLimit, asked_at_once
 from headwater.questions.extract import Extractor, call_extractor_on, extractor_of
-from headwater.questions.labels import CONTAINS, Label, Verdict, check_label, is_refusal, match, verdicts_of
+from headwater.questions.labels import CONTAINS, RULES, Label, Verdict, is_refusal, match, verdicts_of
 from headwater.questions.sources import SPAN_COLUMNS, HasDatasets, Questions, columns_found
 from headwater.questions.words import Span, continuation_offsets, normalised_words, shifted, tokens_of
 from headwater.runs.analysis import Run, run_or_resume
@@ -207,7 +207,8 @@ def answer(
             f"{model.name} needs a tokenizer that returns character offsets (a fast one) to answer questions."
         )
     checked_count("batch_size", batch_size)
-    check_label(label)
+    if not callable(label):
+        checked_name("label", label, RULES)  # else a judge: a function
     extractor = extractor_of(extractor, model)
     frame, listed = answering_frame(model, prompt, examples), listed_hooks(hooks)
     max_new_tokens = limit_of(model, frame, max_new_tokens)

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.kernels.devices import failures_named
-from headwater.options import checked_name, shown
+from headwater.options import checked_name
 from headwater.questions.endpoint import ChatEndpoint, FailureLimit, asked_at_once, json_object, workers_of
 from headwater.questions.words import MARKS, Span, Word, normalised_words
 from headwater.runs.analysis import Run
@@ -137,16 +137,6 @@ def verdicts_of(run: Run, label: Label, keys: Sequence[Key]) -> list[Verdict]:
     return [Verdict(None if math.isnan(value) else bool(value)) for value in found]
 
 
-def check_label(label: object) -> None:
-    """Refuse a label that is neither a rule nor a judge."""
-    if callable(label) or (isinstance(label, str) and label in RULES):
-        return
-    raise InputError(
-        f"label={shown(label)} is neither one of {', '.join(RULES)} nor a function of question, accepted answers and "
-        f"answer.{did_you_mean(label, RULES)}"
-    )
-
-
 def is_refusal(answer: str) -> bool:
     """Return whether an answer declines to answer."""
     return bool(_REFUSALS.search(answer))
@@ -159,20 +149,19 @@ def _run(words: Sequence[Word], alias: Sequence[Word], rule: str) -> Sequence[Wo
     # A cheap test before trying runs from every word, because a question may have dozens of aliases.
     if not sought or not any(word.text.startswith(sought[0].text) for word in words):
         return ()
-    runs = (_run_from(words[start:], sought, rule) for start in range(len(words) if rule == CONTAINS else 1))
-    return next(filter(None, runs), ())
-
-
-def _run_from(words: Sequence[Word], sought: Sequence[Word], rule: str) -> Sequence[Word]:
-    run: list[Word] = []
-    for word in words:
-        if len(run) < len(sought) and _is_same(word, sought, len(run), rule):
-            run.append(word)
-        elif len(run) == len(sought) and rule != EXACT:
-            break
-        elif not word.may_be_article:
-            return ()
-    return run if len(run) == len(sought) else ()
+    for start in range(len(words) if rule == CONTAINS else 1):
+        run: list[Word] = []
+        for word in words[start:]:
+            if len(run) < len(sought) and _is_same(word, sought, len(run), rule):
+                run.append(word)
+            elif len(run) == len(sought) and rule != EXACT:
+                break
+            elif not word.may_be_article:
+                run = []
+                break
+        if len(run) == len(sought):
+            return run
+    return ()
 
 
 def _is_same(word: Word, sought: Sequence[Word], place: int, rule: str) -> bool:
