@@ -39,16 +39,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import by_length, chat_text, encode
 from headwater.options import checked_name, one_or_several
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens, untouched
-from headwater.probes.linear import (
-    C,
-    Probe,
-    States,
-    fit_linear,
-    fit_probes,
-    grouped_folds,
-    linear_logits,
-    read_linear,
-)
+from headwater.probes.linear import C, Probe, States, fit_linear, fit_probes, grouped_folds, linear_logits, read_linear
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import probe_states
 from headwater.stats.discrimination import auc

@@ -18,7 +18,7 @@ The prefix that all rows share, such as a prompt's examples, does not depend on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,7 +106,13 @@ class Reweighted:
         scale = gate * alpha[0] - (1 - gate) * alpha[1]  # example layer head
         outs: list[Tensor] = []
         reads = (SITES[self.site].hook_name(self.layer), read_hook(lambda activation, hook: outs.append(activation)))
-        hooks: list[Hook] = [*_hooks(scale.to(device), queries, keys), reads]
+        hooks: list[Hook] = [reads]
+        for layer, here in enumerate(rearrange(scale.to(device), "example layer head -> layer example head")):
+
+            def reweigh(pattern: Tensor, hook: object, here: Tensor = here) -> Tensor:
+                return reweighted(pattern, queries, keys, here.to(pattern.dtype))
+
+            hooks.append((hook_name("pattern", layer), replace_hook(reweigh)))
         self.model.run(batch, hooks, stop_at=self.layer + 1, grad=grad, **options)
         last = torch.tensor([len(row) - 1 for row in rest], device=outs[0].device)
         return outs[0][torch.arange(len(rest), device=last.device), last]
@@ -171,19 +177,6 @@ def train_reweighting(
                 alpha.clamp_(0, 1)
     trained = Probe(probe.site, probe.token, probe.layer, (weight / spread).detach(), bias.item())
     return alpha.detach(), trained
-
-
-def _hooks(
-    scale: Float[Tensor, "example layer head"],
-    queries: Bool[Tensor, "example query"],
-    keys: Bool[Tensor, "example key"],
-) -> Iterator[Hook]:
-    for layer, here in enumerate(rearrange(scale, "example layer head -> layer example head")):
-
-        def reweigh(pattern: Tensor, hook: object, here: Tensor = here) -> Tensor:
-            return reweighted(pattern, queries, keys, here.to(pattern.dtype))
-
-        yield hook_name("pattern", layer), replace_hook(reweigh)
 
 
 def _marked(positions: Sequence[Sequence[int]], width: int) -> Bool[Tensor, "example position"]:

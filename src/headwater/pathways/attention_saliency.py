@@ -200,12 +200,9 @@ def saliency(
     fold = _folds(answered, probe)
     options = {
         "answered": answered,
-        "probe": {
-            "site": probe.site,
-            "token": probe.token,
-            "layer": probe.layer,
+        "probe": vars(probe)
+        | {
             "weight": probe.weight.double(),
-            "bias": probe.bias,
             "fitted_on": len(probe.fitted_on),
             "folds": [[one.weight.double(), one.bias] for one in probe.folds],
             "fold_of_each": fold,

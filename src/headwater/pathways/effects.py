@@ -21,19 +21,8 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length
-from headwater.pathways.interventions import (
-    Intervention,
-    Setup,
-    after_states,
-    after_windows,
-    answer_only,
-    block_exact_tokens,
-    block_random_tokens,
-    other_question_tokens,
-    swap_random_tokens,
-    swap_subjects,
-    untouched,
-)
+from headwater.pathways import interventions
+from headwater.pathways.interventions import Intervention, Setup, after_states, after_windows
 from headwater.pathways.modes import Logits
 from headwater.probes.linear import FOLDS, Probes, States, fit_probes, grouped_folds
 from headwater.progress import Bar
@@ -154,20 +143,21 @@ def measure(
 ) -> Effects:
     """Measure one question set."""
     name = answered.datasets[0]
-    whole, exact = untouched(answered, setup), block_exact_tokens(answered, setup)
+    whole = interventions.untouched(answered, setup)
+    exact = interventions.block_exact_tokens(answered, setup)
     if len(exact.examples) < len(answered.table):
         raise InputError(
             f"{len(answered.table) - len(exact.examples):,} answers of {name} have no exact question token before the "
             "token that the probe reads. Choose another token=."
         )
-    interventions = [exact]
+    listed = []
     if controls:
-        others = other_question_tokens(model, answered)
-        listed = [block_random_tokens(answered, setup, others)]
-        listed += [swap_subjects(model, answered, setup, seed) for seed in range(SWAPS)]
-        listed += [swap_random_tokens(answered, setup, others, seed) for seed in range(SWAPS)]
-        listed.append(answer_only(model, answered, setup))
-        interventions += [control for control in listed if len(control.examples)]
+        others = interventions.other_question_tokens(model, answered)
+        listed.append(interventions.block_random_tokens(answered, setup, others))
+        listed += [interventions.swap_subjects(model, answered, setup, seed) for seed in range(SWAPS)]
+        listed += [interventions.swap_random_tokens(answered, setup, others, seed) for seed in range(SWAPS)]
+        listed.append(interventions.answer_only(model, answered, setup))
+    listed = [exact, *(control for control in listed if len(control.examples))]
 
     def everywhere(part: Intervention) -> Tensor:
         return torch.from_numpy(fits.logits(after_states(model, part, setup), part.examples))
@@ -178,7 +168,7 @@ def measure(
         after = after_windows(model, part, setup, int(window or 0), layers)
         return torch.from_numpy(fits.logits_at_best(after, layers, part.examples))
 
-    stages = [(f"run-{number:03d}", intervention, everywhere) for number, intervention in enumerate(interventions)]
+    stages = [(f"run-{number:03d}", intervention, everywhere) for number, intervention in enumerate(listed)]
     stages += [("windows", exact, in_windows)] if window else []
     results: list[Logits] = []
     total = sum(len(intervention.examples) for intervention in (whole, *(part for _, part, _ in stages)))
@@ -194,7 +184,7 @@ def measure(
                 results[-1][:, :, intervention.examples[rows]] = found.numpy()
     windowed = results.pop() if window else None
     by_name: dict[str, list[Logits]] = {}
-    for intervention, logits in zip(interventions[1:], results[1:], strict=True):
+    for intervention, logits in zip(listed[1:], results[1:], strict=True):
         by_name.setdefault(intervention.name, []).append(logits)
     after_others = {control: np.concatenate(draws) for control, draws in by_name.items()}
     return Effects(answered, fits, states, fits.logits(states, whole.examples), results[0], windowed, after_others)

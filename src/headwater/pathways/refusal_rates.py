@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +151,9 @@ def rates(modes: pd.DataFrame, replies: pd.DataFrame) -> pd.DataFrame:
     ended = replies[replies["ended"]][["dataset", "example", "refused"]]
     joined = modes.merge(ended, on=["dataset", "example"])
     rows = []
-    for dataset in replies["dataset"].unique():
+    for dataset, (split_by, column) in product(replies["dataset"].unique(), COLUMNS.items()):
         subset = joined[joined["dataset"] == dataset]
-        for split_by, column in COLUMNS.items():
-            if subset.empty or subset[column].isna().all():
-                continue
+        if not subset[column].isna().all():
             named = {"dataset": dataset, "split_by": split_by}
             rows += [named | {"control": control} | _row(subset, column, control) for control in CONTROLS]
     numbers = [f"{name}{end}" for name in RATES for end in ("", "_low", "_high")]

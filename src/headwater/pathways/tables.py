@@ -11,20 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 from scipy.special import logit as log_odds
 
+from headwater.pathways import modes
 from headwater.pathways.effects import Effects, Halves, each_half
 from headwater.pathways.interventions import EXACT, EXACT_ON_RANDOM_ROWS, RANDOM
-from headwater.pathways.modes import (
-    MODES,
-    WITHIN,
-    ModeEffects,
-    at_layer,
-    components,
-    crossed,
-    decided,
-    effects,
-    mean_effects_of,
-    within_relations,
-)
+from headwater.pathways.modes import MODES, ModeEffects, at_layer, effects
 from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.words import span_shapes
 from headwater.stats.discrimination import auc
@@ -58,7 +48,7 @@ def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[st
         "table": _table(measured, exact, windowed, random),
         "modes": _modes(measured, exact, aware),
         "auc": _aucs(measured),
-        "mean_effects": mean_effects_of(before, after, windowed, best, draws),
+        "mean_effects": modes.mean_effects_of(before, after, windowed, best, draws),
         "baselines": _baselines(measured, draws, flips, aware),
         "components": _components(measured, exact, random),
     }
@@ -123,7 +113,7 @@ def _modes(measured: Effects, exact: ModeEffects, aware: PerExample) -> pd.DataF
         "delta_p": at_layer(exact.delta_p, best),
         "delta_logit": at_layer(exact.delta_logit, best),
         "mode": np.where(flips, *MODES),
-        "crossed_mode": np.where(crossed(flips), *MODES) if len(flips) > 1 else np.full(flips.shape, None),
+        "crossed_mode": np.where(modes.crossed(flips), *MODES) if len(flips) > 1 else np.full(flips.shape, None),
         "aware_logit": aware,
         "correct": measured.answered.z == 0,
     }
@@ -206,10 +196,10 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
     for name, effect in {EXACT: exact, RANDOM: random}.items():
         if effect is not None:
             changes = _by_question((at_layer(effect.delta_logit, best) / spread).mean(0), question)
-            tested = within_relations(changes, relations, predicted_wrong)
-            rows.append({"intervention": name, "population": WITHIN, **tested})
+            tested = modes.within_relations(changes, relations, predicted_wrong)
+            rows.append({"intervention": name, "population": modes.WITHIN, **tested})
             for population, member in populations.items():
-                rows.append({"intervention": name, "population": population, **components(changes[member])})
+                rows.append({"intervention": name, "population": population, **modes.components(changes[member])})
     return pd.DataFrame(rows)
 
 
@@ -221,7 +211,7 @@ def _by_question(values: NDArray[np.float64], questions: NDArray[np.object_]) ->
 def stacked(parts: Sequence[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
     """Concatenate the tables of all question sets, and decide over all sets which have two modes."""
     found = {name: pd.concat([part[name] for part in parts], ignore_index=True) for name in parts[0]}
-    return found | {"components": decided(found["components"])}
+    return found | {"components": modes.decided(found["components"])}
 
 
 # Baselines for the probe and for the modes, which the published analysis lacks. A probe no better than

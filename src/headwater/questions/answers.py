@@ -247,7 +247,7 @@ def answer(
         dropped: dict[int, tuple[str, str]] = {}
         for place in range(len(questions)):
             if place not in given:
-                dropped[place] = TOO_LONG if place in prompts else NO_WORDS, ""
+                dropped[place] = "prompt too long" if place in prompts else NO_WORDS, ""
                 continue
             outcome = causes[place] or outcome_of(given[place], verdicts[place], words[place], extractor is None)
             if isinstance(outcome, str):
@@ -363,17 +363,7 @@ def _result(
 # otherwise, its length and position would reveal the label.
 
 
-NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS, NO_REPLY = (
-    "no exact words of the question",
-    "prompt too long",
-    "empty answer",
-    "refusal",
-    "cut at max_new_tokens",
-    "not judged",
-    "no exact words of the answer",
-    "exact words without tokens",
-    "no reply of the extractor",
-)
+NO_WORDS, CUT = "no exact words of the question", "cut at max_new_tokens"
 
 
 class AskedQuestion(NamedTuple):
@@ -424,13 +414,13 @@ def first_line(tokenizer: Tokenizer, prompt: AskedQuestion, output: WrittenAnswe
 def cause_of(answer: GivenAnswer, verdict: Verdict) -> str | None:
     """Return why an answer is unusable, regardless of its exact words; None if it is usable."""
     if not answer.text or not (verdict.is_right or any(map(str.isalnum, answer.text))):
-        return EMPTY
+        return "empty answer"
     # Only if the answer is not right: "I don't know" is a right answer if it is the accepted answer.
     if not verdict.is_right and is_refusal(answer.text):
-        return REFUSAL
+        return "refusal"
     if not answer.finished:
         return CUT
-    return UNJUDGED if verdict.is_right is None else None
+    return "not judged" if verdict.is_right is None else None
 
 
 def outcome_of(
@@ -438,7 +428,7 @@ def outcome_of(
 ) -> dict[str, Any] | str:
     """Return the row of a usable answer, or why it is dropped; `extracted` is None without a reply."""
     if extracted is None:
-        return NO_REPLY
+        return "no reply of the extractor"
     prompt, row = answer.prompt, answer.row
     # All or nothing: if the table has only subject or only property, the extractor does not fill in the other.
     is_given = bool(row["subject"] or row["property"])
@@ -447,7 +437,7 @@ def outcome_of(
         return NO_WORDS
     exact: tuple[Span, ...] = ((0, len(answer.text)),) if whole_answer else extracted.get("answer", ())
     if not exact:
-        return NO_ANSWER
+        return "no exact words of the answer"
     # Extractors see the answer without the space that joins it to the prompt; spans refer to the whole text.
     answer_begins = len(prompt.text) + len(answer.line) - len(answer.line.lstrip())
     spans = {part: shifted(places, prompt.question_start) for part, places in words.items()}
@@ -456,7 +446,7 @@ def outcome_of(
     try:
         positions = {f"{part}_tokens": tokens_of(offsets, places) for part, places in spans.items()}
     except InputError:
-        return NO_TOKENS
+        return "exact words without tokens"
     return {
         **row,
         "answer": answer.text,

@@ -135,16 +135,14 @@ def _checked(examples: Sequence[Example]) -> list[Example]:
     return [(question.strip(), answer.strip()) for question, answer in examples]
 
 
-def _chat(model: HookedModel, messages: str | Messages | None) -> Frame:
-    if isinstance(messages, str):
-        raise InputError(
-            "A text as prompt= belongs to context='raw'; with context='chat' the tokenizer writes the prompt: give "
-            "messages, a list of {'role': ..., 'content': ...}."
-        )
+def _chat(model: HookedModel, messages: Any) -> Frame:
     listed = messages if isinstance(messages, list | tuple) else []
     texts = [isinstance(one, Mapping) and isinstance(one.get(k), str) for one in listed for k in ("role", "content")]
     if messages is not None and not (texts and all(texts)):
-        raise InputError(f"prompt={shown(messages)} must be messages, a list of {{'role': ..., 'content': ...}}.")
+        raise InputError(
+            f"prompt={shown(messages)} must be messages, a list of {{'role': ..., 'content': ...}}; a text belongs to "
+            "context='raw'."
+        )
     written = _written_chat(model.tokenizer, messages) if model.tokenizer is not None else None
     if written is None:
         raise InputError(f"The tokenizer of {model.name} has no chat template.")
