@@ -88,12 +88,12 @@ def test_every_wording_is_found_again_whatever_the_subject(relation, subject):
     wording = WORDINGS[relation]
     question = wording.replace("[", "").replace("]", "").replace("{s}", subject)
     match = match_wording(question, relation)
-    assert question[slice(*match.subject)] == subject
-    assert [question[slice(*span)] for span in match.property] == [
+    assert question[slice(*match["subject"][0])] == subject
+    assert [question[slice(*span)] for span in match["property"]] == [
         part.split("]")[0] for part in wording.split("[")[1:]
     ]
     if "?" not in subject:
-        assert match_wording(question).relation == relation
+        assert match_wording(question)["relation"] == relation
 
 
 @pytest.mark.parametrize("domain", ["unfiltered", "Wikipedia"])

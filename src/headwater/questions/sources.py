@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -298,21 +298,13 @@ WORDINGS = {
 }
 
 
-class QuestionWording(NamedTuple):
-    """A question in a known wording."""
-
-    relation: str
-    subject: Span
-    property: tuple[Span, ...]
-
-
-def match_wording(question: str, relation: str | None = None) -> QuestionWording | None:
-    """Return the PopQA wording that a question matches (of one relation, or the first match) with its spans."""
+def match_wording(question: str, relation: str | None = None) -> dict[str, Any] | None:
+    """Return the first PopQA wording that a question matches, if any: its `relation`, spans of `subject`, `property`."""
     for name, pattern in _PATTERNS.items():
         if relation in (None, name) and (found := pattern.fullmatch(question.strip())):
             shift = len(question) - len(question.lstrip())
-            spans = {key: (start + shift, end + shift) for key in found.groupdict() for start, end in [found.span(key)]}
-            return QuestionWording(name, spans.pop("subject"), tuple(spans.values()))
+            spans = {part: (found.start(part) + shift, found.end(part) + shift) for part in found.groupdict()}
+            return {"relation": name, "subject": [spans.pop("subject")], "property": list(spans.values())}
     return None
 
 
@@ -382,11 +374,11 @@ def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
     if "s_pop" in fields:
         fields["popularity"] = fields["s_pop"]
     match = match_wording(question, relation) if isinstance(question, str) else None
-    if match and subject in (None, question[slice(*match.subject)]):  # type: ignore[index]
-        fields |= {"subject": [list(match.subject)], "property": [list(span) for span in match.property]}
+    if match and subject in (None, question[slice(*match["subject"][0])]):  # type: ignore[index]
+        fields |= match
     elif isinstance(question, str) and isinstance(subject, str) and find_words(question, subject):
         fields |= {"subject": subject}
-    fields["relation"] = relation or (match.relation if match else None)
+    fields["relation"] = relation or (match["relation"] if match else None)
     return fields | {"question": question, "answers": _answers(row.get(accepted), where, accepted)}
 
 
