@@ -120,9 +120,37 @@ class Saliency(HasDatasets, Result):
                 "with the cross-entropy may only mean that it has memorized them."
             )
         summary, lines = whole_summary(self), [seen]
-        for name, edges in product(self.datasets, EDGES):
-            lines += sentences(self, summary, name, edges)
+        for dataset, edges in product(self.datasets, EDGES):
+            of_edges = summary[(summary["dataset"] == dataset) & (summary["edges"] == edges)]
+            lines += [f"{dataset}: {sentence}" for sentence in self._sentences(dataset, edges, of_edges)]
         return lines
+
+    def _sentences(self, dataset: str, edges: str, summary: pd.DataFrame) -> Iterator[str]:
+        """Yield the sentences on one kind of edge in one set, from the rows of its summary."""
+        name = {"exact_answer": "S(E_Q→E_A)", "all": "S(E_Q→*)"}[edges]
+        rows, flow = self.values_of(dataset, edges, "logit")
+        if flow.empty:
+            yield f"{name} was not measured: it was not requested, or the probe cannot depend on these edges."
+            return
+        wrong, right = (flow[rows["z"] == z].to_numpy() for z in (1, 0))
+        if (times := _times(wrong, right)) is not None:
+            ratio, low, high = times
+            chance = f", {CHANCE}" if low <= 1 <= high else ""
+            yield (
+                f"the median {name} of the logit is {ratio:.2f} ({low:.2f} to {high:.2f}) times as large for "
+                f"{len(wrong):,} wrong answers as for {len(right):,} right ones{chance}."
+            )
+        near, near_flow = near_zero(self.values_of(dataset, edges, "cross_entropy")[1]), near_zero(flow)
+        # Near zero with the cross-entropy alone: the probe is confident and right there, which says nothing about flow.
+        saturated, why = float((~near_flow[near]).mean()) if near.any() else 0.0, ""
+        if saturated:
+            why = f" (in {saturated:.0%} of these only because the probe is confident and right: with the logit not)"
+        yield (
+            f"of {len(flow):,} examples, {_percent(near)} have {name} near zero with the cross-entropy{why} and "
+            f"{_percent(near_flow)} with the logit."
+        )
+        entropy, logit = ("more than one peak" if several else "one peak" for several in summary["several_peaks"])
+        yield f"by the dip test, {name} has {entropy} with the cross-entropy and {logit} with the logit."
 
 
 OVER_HEADS, OVER_PAIRS = get_args(Heads), get_args(Pairs)
@@ -431,39 +459,6 @@ def _times(wrong: NDArray[np.float64], right: NDArray[np.float64]) -> list[float
     return [float(np.median(wrong) / np.median(right)), *map(float, ends)]
 
 
-def sentences(found: Saliency, summary: pd.DataFrame, dataset: str, edges: str) -> Iterator[str]:
-    """Yield the sentences on one kind of edge in one set."""
-    name = {"exact_answer": "S(E_Q→E_A)", "all": "S(E_Q→*)"}[edges]
-    rows, flow = found.values_of(dataset, edges, "logit")
-    n = len(flow)
-    if not n:
-        yield f"{dataset}: {name} was not measured: it was not requested, or the probe cannot depend on these edges."
-        return
-    wrong, right = (flow[rows["z"] == z].to_numpy() for z in (1, 0))
-    if (times := _times(wrong, right)) is not None:
-        ratio, low, high = times
-        chance = f", {CHANCE}" if low <= 1 <= high else ""
-        yield (
-            f"{dataset}: the median {name} of the logit is {ratio:.2f} ({low:.2f} to {high:.2f}) times as large for "
-            f"{len(wrong):,} wrong answers as for {len(right):,} right ones{chance}."
-        )
-    near, near_flow = near_zero(found.values_of(dataset, edges, "cross_entropy")[1]), near_zero(flow)
-    # Near zero with the cross-entropy alone: the probe is confident and right there, which says nothing about flow.
-    saturated = float((~near_flow[near]).mean()) if near.any() else 0.0
-    why = (
-        f" (in {saturated:.0%} of these only because the probe is confident and right: with the logit they are not)"
-        if saturated
-        else ""
-    )
-    yield (
-        f"{dataset}: of {n:,} examples, {_percent(near.mean(), n)} have {name} near zero with the cross-entropy{why} "
-        f"and {_percent(near_flow.mean(), n)} with the logit."
-    )
-    several = summary[(summary["dataset"] == dataset) & (summary["edges"] == edges)]["several_peaks"]
-    entropy, logit = ("more than one peak" if one else "one peak" for one in several)
-    yield f"{dataset}: by the dip test, {name} has {entropy} with the cross-entropy and {logit} with the logit."
-
-
-def _percent(share: float, n: int) -> str:
-    low, high = (100 * float(end) for end in wilson_interval(share * n, n))
-    return f"{share:.1%} ({low:.0f} to {high:.0f})"
+def _percent(near: pd.Series) -> str:
+    low, high = (100 * float(end) for end in wilson_interval(near.sum(), len(near)))
+    return f"{near.mean():.1%} ({low:.0f} to {high:.0f})"

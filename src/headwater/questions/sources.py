@@ -299,7 +299,7 @@ WORDINGS = {
 
 
 def match_wording(question: str, relation: str | None = None) -> dict[str, Any] | None:
-    """Return the first PopQA wording that a question matches, if any: its `relation`, spans of `subject`, `property`."""
+    """Return the first PopQA wording that a question matches (if any): `relation`, spans of `subject`, `property`."""
     for name, pattern in _PATTERNS.items():
         if relation in (None, name) and (found := pattern.fullmatch(question.strip())):
             shift = len(question) - len(question.lstrip())
