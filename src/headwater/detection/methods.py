@@ -320,6 +320,11 @@ class AnswerSet:
             reading = fit_linear(states[train[fitted]], z[fitted])
             anchored[predicted] = _flipped(reading, states[train[predicted]], severed[train[predicted]])
         linear = _fit_readings(states[train], z, anchored, seed)
+        alpha = torch.full((2, layer + 1, self.model.shape.n_heads), torch.nan, dtype=torch.float64)
+        if "pr" in recipe.methods:
+            probe = Probe(recipe.site, recipe.token, layer, torch.from_numpy(linear["pr"][0]), linear["pr"][1])
+            strength, trained = self._reweighting(probe, train, states[train], anchored, folds, seed)
+            alpha, linear["pr"] = strength.expand_as(alpha), (trained.weight.numpy(), trained.bias)
         features = question_features(self.answered.table, self.relations)
         detector = Detector(
             dataset=self.dataset,
@@ -327,16 +332,14 @@ class AnswerSet:
             site=recipe.site,
             token=recipe.token,
             layer=layer,
-            weight=torch.from_numpy(np.stack([weight for weight, _ in linear])),
-            bias=torch.tensor([bias for _, bias in linear], dtype=torch.float64),
-            alpha=torch.full((2, layer + 1, self.model.shape.n_heads), torch.nan, dtype=torch.float64),
+            weight=torch.from_numpy(np.stack([weight for weight, _ in linear.values()])),
+            bias=torch.tensor([bias for _, bias in linear.values()], dtype=torch.float64),
+            alpha=alpha,
             question_weight=torch.from_numpy(np.append(*fit_linear(features[train], z))),
             relations=self.relations,
         )
-        if "pr" in recipe.methods:
-            detector = self._with_reweighting(detector, train, states[train], anchored, folds, seed)
-        flipped = _flipped(linear[0], states[test], severed[test]).astype(np.int64)
-        gate = read_linear(states[test], *linear[1])
+        flipped = _flipped(linear["probe"], states[test], severed[test]).astype(np.int64)
+        gate = read_linear(states[test], *linear["gate"])
         counts = [int((mode & (z == label)).sum()) for mode in (anchored, ~anchored) for label in (0, 1)]
         draws = Bootstrap.of([self.groups[row] for row in test])
         gate_auc = interval(draws.apply(lambda counts: auc(gate, flipped, counts=counts)))
@@ -349,25 +352,26 @@ class AnswerSet:
             "gate_auc": torch.tensor(gate_auc, dtype=torch.float64),
         }
 
-    def _with_reweighting(
+    def _reweighting(
         self,
-        detector: Detector,
+        probe: Probe,
         train: NDArray[np.int64],
         states: NDArray[np.float64],
         anchored: NDArray[np.bool_],
         folds: Folds,
         seed: int,
-    ) -> Detector:
+    ) -> tuple[Strength, Probe]:
+        """Train α and the probe of reweighted states on the training half."""
         part = replace(self.answered, table=self.answered.table.iloc[train])
         # Cross-fitted, so that the gate is as confident on each answer as on answers that it has not seen.
         gate = np.empty(len(train))
         for fitted, predicted in folds:
             gate[predicted] = read_linear(states[predicted], *fit_linear(states[fitted], anchored[fitted]))
         spread = states.std(0)
-        alpha, reads = train_reweighting(
-            Reweighted.of(self.model, part, detector.probe(), torch.from_numpy(expit(gate))),
+        return train_reweighting(
+            Reweighted.of(self.model, part, probe, torch.from_numpy(expit(gate))),
             torch.tensor(part.z, dtype=torch.float64),
-            detector.probe(),
+            probe,
             torch.from_numpy(np.where(spread > 0, spread, 1.0)),
             self.recipe.reweighting,
             # scikit-learn minimises |w|²/2 + C · Σ losses; divided by C · rows this is the mean loss plus this penalty.
@@ -375,9 +379,6 @@ class AnswerSet:
             seed=seed,
             batch_size=self.recipe.batch_size,
         )
-        weight, bias, place = detector.weight.clone(), detector.bias.clone(), CLASSIFIERS.index("pr")
-        weight[place], bias[place] = reads.weight, reads.bias
-        return replace(detector, weight=weight, bias=bias, alpha=alpha.expand(-1, -1, self.model.shape.n_heads))
 
     def _scores(self, detector: Detector, test: NDArray[np.int64]) -> Float[Tensor, "method example"]:
         part = replace(self.answered, table=self.answered.table.iloc[test])
@@ -396,13 +397,13 @@ def relations_of(table: pd.DataFrame) -> tuple[str, ...]:
 
 def _fit_readings(
     states: NDArray[np.float64], z: NDArray[np.int64], anchored: NDArray[np.bool_], seed: int
-) -> list[Reading]:
-    """Fit the linear classifiers, in the order of `CLASSIFIERS`; `pr` starts as the single probe."""
+) -> dict[str, Reading]:
+    """Fit the linear classifiers; `pr` starts as the single probe."""
     first = np.zeros(len(z), dtype=bool)
     first[np.random.default_rng(seed).permutation(len(z))[: len(z) // 2]] = True
     probe = fit_linear(states, z)
     experts = [fit_linear(states[part], z[part]) for part in (anchored, ~anchored, first, ~first)]
-    return [probe, fit_linear(states, anchored), *experts, probe]
+    return dict(zip(CLASSIFIERS, [probe, fit_linear(states, anchored), *experts, probe], strict=True))
 
 
 def _flipped(reading: Reading, before: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.bool_]:
