@@ -198,28 +198,26 @@ def _fits(run: Run, states: States, answered: AnsweredQuestions, half: Halves, s
         rows = np.flatnonzero(half[seed] != side)
         there, z, asked = states[:, torch.from_numpy(rows)], answered.z[rows], [groups[row] for row in rows]
         fitted = fit_probes(there, z, site=setup.site, token=setup.token, groups=asked, seed=seed, cross_fit=False)
-        return probes_as_tensors(fitted)
+        return probes_as_tensors([fitted])
 
     sides = [(seed, side) for seed in range(len(half)) for side in (0, 1)]
-    found = [probes_from_tensors(piece, setup) for piece in run.pieces("probes", sides, compute)]
+    found = [probes_from_tensors(piece, setup)[0] for piece in run.pieces("probes", sides, compute)]
     return Fits([found[i : i + 2] for i in range(0, len(found), 2)], half)
 
 
-def probes_as_tensors(probes: Probes) -> dict[str, Tensor]:
-    """Split probes into tensors."""
-    assert probes.validation_auc is not None
-    return {
-        "weight": probes.weight,
-        "bias": probes.bias,
-        "best": torch.tensor(probes.best),
-        "validation_auc": probes.validation_auc,
-    }
+def probes_as_tensors(each: Sequence[Probes]) -> dict[str, Tensor]:
+    """Split probes of one best layer into tensors."""
+    assert each[0].validation_auc is not None
+    weight, bias = torch.stack([probes.weight for probes in each]), torch.stack([probes.bias for probes in each])
+    best, validation_auc = torch.tensor(each[0].best), each[0].validation_auc
+    return {"weight": weight, "bias": bias, "best": best, "validation_auc": validation_auc}
 
 
-def probes_from_tensors(tensors: Mapping[str, Tensor], setup: Setup) -> Probes:
+def probes_from_tensors(found: Mapping[str, Tensor], setup: Setup) -> list[Probes]:
     """Rebuild probes from `probes_as_tensors`."""
-    best = int(tensors["best"])
-    return Probes(setup.site, setup.token, tensors["weight"], tensors["bias"], best, tensors["validation_auc"])
+    best, validation_auc = int(found["best"]), found["validation_auc"]
+    each = zip(found["weight"], found["bias"], strict=True)
+    return [Probes(setup.site, setup.token, weight, bias, best, validation_auc) for weight, bias in each]
 
 
 def _in_pieces(

@@ -248,9 +248,9 @@ def mean_effects_of(
         measured = {}
         for name, logits in after.items():
             repeats = len(logits) // len(before)
-            pair = np.tile(before, (repeats, 1, 1)), logits
+            pair = [np.tile(before, (repeats, 1, 1)), logits]
             if is_at_best:
-                pair = tuple(at_layer(each, np.tile(best, (repeats, 1)))[:, None] for each in pair)
+                pair = [at_layer(each, np.tile(best, (repeats, 1)))[:, None] for each in pair]
             measured[name] = effects(*pair)
         splits = splits_of(measured[EXACT], np.zeros_like(best) if is_at_best else best, windowed is not None)
         for_controls = _split_for_controls(splits)

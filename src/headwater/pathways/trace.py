@@ -318,10 +318,7 @@ def _pooled(run: Run, samples: list[_Sample], setup: Setup) -> list[Probes]:
         states = torch.cat(list(parts), 1)
         fitted = fit_probes(states, z, site=setup.site, token=setup.token, groups=groups, cross_fit=False)
         probes = with_halves(fitted, states, z, groups, half)
-        together = [probes, *probes.folds]
-        weight, bias = (torch.stack([getattr(one, name) for one in together]) for name in ("weight", "bias"))
-        return probes_as_tensors(probes) | {"weight": weight, "bias": bias}
+        return probes_as_tensors([probes, *probes.folds])
 
     (found,) = run.pieces("probes", [each_states], compute)
-    each = zip(found["weight"], found["bias"], strict=True)
-    return [probes_from_tensors(found | {"weight": weight, "bias": bias}, setup) for weight, bias in each]
+    return probes_from_tensors(found, setup)
