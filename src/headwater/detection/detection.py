@@ -17,7 +17,7 @@ The methods are described in `methods`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -193,63 +193,49 @@ def detect(
 
     def work(run: Run) -> Detection:
         usable, dropped = usable_sets(answered, seeds)
-        sets = [AnswerSet.of(model, answered, name, recipe) for name in usable]
-        with run.bar("Detecting", "fit", len(sets) * seeds) as bar:
-            fitted = list(run.pieces("fit", _one_after_another(sets, seeds), lambda one: one[0].fit(one[1]), bar))
-        by_set = [fitted[start : start + seeds] for start in range(0, len(fitted), seeds)]
-        dropped = dropped.rename(columns={"examples": "answers"})
-        return _result(answered, list(zip(sets, by_set, strict=True)), dropped, run.record)
+        parts = []
+        with run.bar("Detecting", "fit", len(usable) * seeds) as bar:
+            for number, name in enumerate(usable):
+                # A set's states, which take gigabytes for a large model, are dropped with it before the next set.
+                one = AnswerSet.of(model, answered, name, recipe)
+                pieces = list(run.part(f"{number:02d}").pieces("fit", range(seeds), one.fit, bar))
+                parts.append((*_tables(one, pieces, list(recipe.methods)), pieces[0]))
+        tables, scores, fits, first = zip(*parts, strict=True)
+        # l* differs between sets; beyond it α is NaN.
+        pad, n_layers = torch.nn.functional.pad, model.shape.n_layers
+        alphas = [pad(p["alpha"], (0, 0, 0, n_layers - p["alpha"].shape[1]), value=torch.nan) for p in first]
+        return Detection(
+            table=pd.concat(tables, ignore_index=True),
+            scores=pd.concat(scores, ignore_index=True),
+            fits=pd.concat(fits, ignore_index=True),
+            **{name: torch.stack([piece[name] for piece in first]) for name in ("weight", "bias", "question_weight")},
+            alpha=torch.stack(alphas),
+            relations=list(relations_of(answered.table)),
+            dropped=dropped.rename(columns={"examples": "answers"}),
+            run=run.record,
+        )
 
     return run_or_resume(Detection, "detect", model, options, work, out=out, progress=progress)
 
 
-def _one_after_another(sets: Sequence[AnswerSet], seeds: int) -> Iterator[tuple[AnswerSet, int]]:
-    """Yield each question set with each seed, and drop the states of a set after its last seed."""
-    for one in sets:
-        yield from ((one, seed) for seed in range(seeds))
-        one.forget()
-
-
-def _result(
-    answered: AnsweredQuestions,
-    fitted: Sequence[tuple[AnswerSet, Sequence[Mapping[str, Tensor]]]],
-    dropped: pd.DataFrame,
-    run: RunRecord,
-) -> Detection:
-    """Combine the results of `AnswerSet.fit` of every question set and seed."""
-    methods = list(run.options["methods"])
-    tables, scores, fits = [], [], []
-    for answer_set, by_seed in fitted:
-        parts = []
-        for seed, piece in enumerate(by_seed):
-            rows = piece["test"].numpy()
-            named = {"dataset": answer_set.dataset, "seed": seed, "example": rows, "z": answered.z[rows]}
-            parts.append(pd.DataFrame(named | dict(zip(methods, piece["scores"].numpy(), strict=True))))
-            counts = dict(zip(COUNTS, piece["counts"].tolist(), strict=True))
-            gate = dict(zip(("gate_auc", "gate_low", "gate_high"), piece["gate_auc"].tolist(), strict=True))
-            fits.append({"dataset": answer_set.dataset, "seed": seed, "layer": int(piece["layer"]), **counts, **gate})
-        scores += parts
-        scored, questions = pd.concat(parts), answered.table["question"].iloc[answer_set.rows]
-        one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in by_seed)
-        notes = {"mop": ONE_KIND, "random_gate": ONE_KIND} if one_kind else {}
-        notes |= answer_set.notes() | _span_note(answer_set, scored, questions)
-        tables.append(evaluate(scored, questions, methods, notes))
-    first = [by_seed[0] for _, by_seed in fitted]
-    n_layers = fitted[0][0].model.shape.n_layers
-    # l* differs between sets; beyond it α is NaN.
-    pad = torch.nn.functional.pad
-    alphas = [pad(p["alpha"], (0, 0, 0, n_layers - p["alpha"].shape[1]), value=torch.nan) for p in first]
-    stacked = {name: torch.stack([piece[name] for piece in first]) for name in ("weight", "bias", "question_weight")}
-    return Detection(
-        table=pd.concat(tables, ignore_index=True),
-        scores=pd.concat(scores, ignore_index=True),
-        fits=pd.DataFrame(fits),
-        **stacked,
-        alpha=torch.stack(alphas),
-        relations=list(relations_of(answered.table)),
-        dropped=dropped,
-        run=run,
-    )
+def _tables(
+    answer_set: AnswerSet, pieces: Sequence[Mapping[str, Tensor]], methods: Sequence[str]
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Return the rows of `table`, `scores` and `fits` of a question set, from the results of `fit` for each seed."""
+    z, table = answer_set.answered.z, answer_set.answered.table
+    scores, fits = [], []
+    for seed, piece in enumerate(pieces):
+        named, rows = {"dataset": answer_set.dataset, "seed": seed}, piece["test"].numpy()
+        of_test = {"example": rows, "z": z[np.searchsorted(answer_set.rows, rows)]}
+        scores.append(pd.DataFrame(named | of_test | dict(zip(methods, piece["scores"].numpy(), strict=True))))
+        counts = dict(zip(COUNTS, piece["counts"].tolist(), strict=True))
+        gate = dict(zip(("gate_auc", "gate_low", "gate_high"), piece["gate_auc"].tolist(), strict=True))
+        fits.append({**named, "layer": int(piece["layer"]), **counts, **gate})
+    scored, questions = pd.concat(scores), pd.Series(table["question"].to_numpy(), index=answer_set.rows)
+    one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in pieces)
+    notes = {"mop": ONE_KIND, "random_gate": ONE_KIND} if one_kind else {}
+    notes |= answer_set.notes() | _span_note(answer_set, scored, questions)
+    return evaluate(scored, questions, methods, notes), scored, pd.DataFrame(fits)
 
 
 def _span_note(answer_set: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> dict[str, str]:

@@ -272,11 +272,6 @@ class AnswerSet:
         """P(True) of every answer, according to the model."""
         return p_true(self.model, self.answered, self.recipe.batch_size)
 
-    def forget(self) -> None:
-        """Drop the states, which take gigabytes per set for a large model; they are recomputed if needed again."""
-        for name in ("states", "severed"):
-            self.__dict__.pop(name, None)
-
     @cached_property
     def groups(self) -> list[str]:
         """Question of each answer; all answers to one question stay on one side of every split."""
