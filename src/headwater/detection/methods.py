@@ -321,25 +321,20 @@ class AnswerSet:
             strength, trained = self._reweighting(probe, train, states[train], anchored, folds, seed)
             alpha, linear["pr"] = strength.expand_as(alpha), (trained.weight.numpy(), trained.bias)
         features = question_features(self.answered.table, self.relations)
-        detector = Detector(
-            dataset=self.dataset,
-            fingerprint=self.model.fingerprint,
-            site=recipe.site,
-            token=recipe.token,
-            layer=layer,
-            weight=torch.from_numpy(np.stack([weight for weight, _ in linear.values()])),
-            bias=torch.tensor([bias for _, bias in linear.values()], dtype=torch.float64),
-            alpha=alpha,
-            question_weight=torch.from_numpy(np.append(*fit_linear(features[train], z))),
-            relations=self.relations,
-        )
+        tensors = {
+            "weight": torch.from_numpy(np.stack([weight for weight, _ in linear.values()])),
+            "bias": torch.tensor([bias for _, bias in linear.values()], dtype=torch.float64),
+            "alpha": alpha,
+            "question_weight": torch.from_numpy(np.append(*fit_linear(features[train], z))),
+        }
+        known = self.dataset, self.model.fingerprint, recipe.site, recipe.token, layer
+        detector = Detector(*known, **tensors, relations=self.relations)
         flipped = _flipped(linear["probe"], states[test], severed[test]).astype(np.int64)
         gate = read_linear(states[test], *linear["gate"])
         counts = [int((mode & (z == label)).sum()) for mode in (anchored, ~anchored) for label in (0, 1)]
         draws = Bootstrap.of([self.groups[row] for row in test])
         gate_auc = interval(draws.apply(lambda counts: auc(gate, flipped, counts=counts)))
-        kept = {name: getattr(detector, name) for name in ("weight", "bias", "alpha", "question_weight")}
-        return kept | {
+        return tensors | {
             "layer": torch.tensor(layer),
             "test": torch.from_numpy(self.rows[test]),
             "scores": self._scores(detector, test),

@@ -235,9 +235,11 @@ class SetAtBest:
     """One question set's numbers at l*, each with its interval; NaN where there is none."""
 
     def __init__(self, pathways: Traced, dataset: str):
-        def own(table: pd.DataFrame, *keys: str) -> pd.DataFrame:
-            rows = table[table["dataset"] == dataset]
-            return rows.set_index(list(keys)) if keys else rows
+        def own(table: pd.DataFrame) -> pd.DataFrame:
+            return table[table["dataset"] == dataset]
+
+        def by(table: pd.DataFrame, *keys: str) -> dict[Any, dict[str, Any]]:
+            return own(table).set_index(list(keys)).to_dict("index")  # type: ignore[return-value]
 
         auc = own(pathways.auc)
         chosen = auc.loc[auc["best"], "layer"]
@@ -247,10 +249,10 @@ class SetAtBest:
         at = int((chosen == self.layer).sum())
         self.layers = f"layer {self.layer}" + (f" in {at} of {len(chosen)} fits" if at < len(chosen) else "")
         self.n_examples = self.modes["example"].nunique()
-        self._controls = own(pathways.controls_at_best, "intervention", "group")
-        self._curves = own(pathways.curves_at_best, "split_by", "mode")
-        self._baselines = own(pathways.baselines, "question", "score")
-        self._components = own(pathways.components, "intervention", "population")
+        self._controls = by(pathways.controls_at_best, "intervention", "group")
+        self._curves = by(pathways.curves_at_best, "split_by", "mode")
+        self._baselines = by(pathways.baselines, "question", "score")
+        self._components = by(pathways.components, "intervention", "population")
 
     def control(self, intervention: str, group: str = ALL, column: str = "flip_rate") -> Interval:
         """Return the effect of an intervention at l*."""
@@ -262,7 +264,7 @@ class SetAtBest:
 
     def members(self, mode: str) -> int:
         """Return the number of examples in a mode at l*."""
-        return int(self._curves["examples"].get((BEST_LAYER, mode), 0))
+        return int(self._curves.get((BEST_LAYER, mode), {"examples": 0})["examples"])
 
     def baseline(self, question: str, score: str) -> Interval:
         """Return an AUC, or a difference of two AUCs."""
@@ -271,12 +273,11 @@ class SetAtBest:
     @property
     def controlled(self) -> int:
         """Number of examples that have as many other question tokens as exact ones."""
-        return int(self._controls["examples"].get((RANDOM, ALL), 0))
+        return int(self._controls.get((RANDOM, ALL), {"examples": 0})["examples"])
 
     def component(self, population: str) -> Mapping[str, Any]:
         """Return the test of one population after the knockout of E_Q."""
-        key = EXACT, population
-        return self._components.loc[key].to_dict() if key in self._components.index else {"verdict": modes.TOO_FEW}
+        return self._components.get((EXACT, population), {"verdict": modes.TOO_FEW})
 
     @property
     def explained_by_spans(self) -> bool:
@@ -304,10 +305,10 @@ class SetAtBest:
         return self.component(WITHIN)["verdict"] == modes.TWO and exact.low > random.high
 
 
-def _interval_in(table: pd.DataFrame, key: tuple[str, str], column: str, ends: str) -> Interval:
-    if key not in table.index:
+def _interval_in(rows: Mapping[Any, Mapping[str, Any]], key: tuple[str, str], column: str, ends: str) -> Interval:
+    if key not in rows:
         return NOTHING
-    return Interval(*(float(table.at[key, name]) for name in (column, f"{ends}low", f"{ends}high")))
+    return Interval(*(float(rows[key][name]) for name in (column, f"{ends}low", f"{ends}high")))
 
 
 def summary_of(pathways: Traced) -> pd.DataFrame:

@@ -155,10 +155,9 @@ class Pathways(Result):
         """
         checked_name("dataset", dataset, tuple(self.fits["dataset"].unique()))
         seed, split = checked_count("seed", seed, least=0), checked_count("split", split, least=0, most=1)
-        if dataset == POOLED:
-            whole, *folds = (self._probes(dataset, 0, side) for side in (-1, 0, 1))
-            return replace(whole, folds=tuple(folds))
-        return replace(self._probes(dataset, seed, split), folds=(self._probes(dataset, seed, 1 - split),))
+        parts = [(0, -1), (0, 0), (0, 1)] if dataset == POOLED else [(seed, split), (seed, 1 - split)]
+        whole, *folds = (self._probes(dataset, *part) for part in parts)
+        return replace(whole, folds=tuple(folds))
 
     def _probes(self, dataset: str, seed: int, split: int) -> Probes:
         """Return the probes of one row of `fits`, with the questions that they were fitted on."""
