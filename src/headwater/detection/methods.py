@@ -328,7 +328,7 @@ class AnswerSet:
             "question_weight": torch.from_numpy(np.append(*fit_linear(features[train], z))),
         }
         known = self.dataset, self.model.fingerprint, recipe.site, recipe.token, layer
-        detector = Detector(*known, **tensors, relations=self.relations)
+        detector = Detector(*known, **tensors, relations=self.relations)  # type: ignore[arg-type]
         flipped = _flipped(linear["probe"], states[test], severed[test]).astype(np.int64)
         gate = read_linear(states[test], *linear["gate"])
         counts = [int((mode & (z == label)).sum()) for mode in (anchored, ~anchored) for label in (0, 1)]

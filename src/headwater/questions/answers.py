@@ -312,11 +312,8 @@ def _extracted(
     """
     if extractor is None:
         return [{} for _ in answers]
-    pairs, failures, size = (
-        [(one.row["question"], one.text) for one in answers],
-        FailureLimit(),
-        asked_at_once(extractor),
-    )
+    pairs = [(one.row["question"], one.text) for one in answers]
+    failures, size = FailureLimit(), asked_at_once(extractor)
 
     def compute(part: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
         replies = call_extractor_on(extractor, part, failures)
