@@ -317,12 +317,20 @@ def compare(
 def _mean_auc(
     draws: Bootstrap, truth: NDArray[np.int64], half: Halves, scores: PerExample
 ) -> Float[np.ndarray, " draw"]:
-    """Average the AUCs of each half of each seed, where all scores come from one probe, ignoring undefined ones."""
+    """Average the AUCs of all halves, ignoring undefined ones."""
+    aucs = half_aucs(draws, truth, half, scores)
+    # 0 / 0 if no half of a draw has both kinds: NaN, as intended.
+    with np.errstate(invalid="ignore"):
+        return np.nansum(aucs, axis=0) / np.isfinite(aucs).sum(0)
+
+
+def half_aucs(
+    draws: Bootstrap, truth: Int[np.ndarray, "*seed example"], half: Halves, scores: PerExample
+) -> Float[np.ndarray, "_ draw"]:
+    """Return the AUC of each half of each seed, whose scores come from one probe, in every draw; NaN with one kind."""
     aucs, expected = [], np.broadcast_to(truth, half.shape)
     for seed, _, test in each_half(half):
         finite = test[np.isfinite(scores[seed, test])]
         # Resamples are counts of examples, so one sort of the scores serves all draws.
         aucs.append(auc(scores[seed, finite], expected[seed, finite], counts=draws.per_example(finite)))
-    # 0 / 0 if no half of a draw has both kinds: NaN, as intended.
-    with np.errstate(invalid="ignore"):
-        return np.nansum(aucs, axis=0) / np.isfinite(aucs).sum(0)
+    return np.stack(aucs)

@@ -29,7 +29,7 @@ from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, checked_several
 from headwater.pathways.effects import Halves, each_half, halves
-from headwater.pathways.tables import span_logits
+from headwater.pathways.tables import half_aucs, span_logits
 from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.sources import HasDatasets
@@ -38,7 +38,6 @@ from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, with_interval
-from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
 
 BOUNDS = ("auc", "low", "high")
@@ -146,14 +145,14 @@ def probe_map(
         for name, subset in sets.items():
             draws, half = Bootstrap.of(subset.table["question"]), split[name]
             alone = span_logits(span_shapes(subset.table), subset.z, half)
-            spans.append({"dataset": name} | _named(_mean_auc(draws, subset.z, half, alone)))
+            spans.append({"dataset": name} | _named(half_aucs(draws, subset.z, half, alone).mean(0)))
             permuted = _permuted(subset.z, half)
             for token, layer in product(names, range(model.shape.n_layers)):
                 at_layer = {kind: logits[:, layer].numpy() for kind, logits in pieces[name, token].items()}
                 row = {"dataset": name, "token": token, "layer": layer}
-                row |= _named(_mean_auc(draws, subset.z, half, at_layer["logit"])) | {"control_auc": np.nan}
+                row |= _named(half_aucs(draws, subset.z, half, at_layer["logit"]).mean(0)) | {"control_auc": np.nan}
                 if controls:
-                    row["control_auc"] = float(_mean_auc(draws, permuted, half, at_layer["control"])[0])
+                    row["control_auc"] = float(half_aucs(draws, permuted, half, at_layer["control"]).mean(0)[0])
                 rows.append(row | {"answers": half.shape[1]})
         return ProbeMap(pd.DataFrame(rows), pd.DataFrame(spans), run.record)
 
@@ -180,15 +179,3 @@ def _permuted(z: Int[ndarray, " example"], half: Halves) -> Int[ndarray, "seed e
     for seed, _, here in each_half(half):
         drawn[seed, here] = z[generators[seed].permutation(here)]
     return drawn
-
-
-def _mean_auc(
-    draws: Bootstrap,
-    z: Int[ndarray, "*seed example"],
-    half: Halves,
-    logits: Float[ndarray, "seed example"],
-) -> Float[ndarray, " draw"]:
-    """Average the AUCs of each half of each seed in every draw: NaN, outside the interval, if a half has one kind."""
-    z = np.broadcast_to(z, half.shape)
-    aucs = [auc(logits[seed, here], z[seed, here], counts=draws.per_example(here)) for seed, _, here in each_half(half)]
-    return np.asarray(np.mean(aucs, axis=0))
