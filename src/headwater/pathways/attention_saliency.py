@@ -144,7 +144,10 @@ class Saliency(HasDatasets, Result):
         # Near zero with the cross-entropy alone: the probe is confident and right there, which says nothing about flow.
         saturated, why = float((~near_flow[near]).mean()) if near.any() else 0.0, ""
         if saturated:
-            why = f" (in {saturated:.0%} of these only because the probe is confident and right: with the logit not)"
+            why = (
+                f" (in {saturated:.0%} of these only because the probe is confident and right: with the logit they "
+                "are not)"
+            )
         yield (
             f"of {len(flow):,} examples, {_percent(near)} have {name} near zero with the cross-entropy{why} and "
             f"{_percent(near_flow)} with the logit."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pandas as pd
@@ -52,14 +53,9 @@ class Fits:
     def logits(self, states: States, examples: Int[np.ndarray, " row"]) -> Logits:
         """Return the logit of z = 1 of each state, by the probes that have not seen its example."""
         logits = np.empty((len(self.probes), len(states), len(examples)))
-        for seed, probes, here in self._measured(examples):
+        for (seed, _, here), probes in zip(each_half(self.half[:, examples]), chain(*self.probes), strict=True):
             logits[seed][:, here] = probes.logits(states[:, torch.from_numpy(here)]).numpy()
         return logits
-
-    def _measured(self, examples: Int[np.ndarray, " row"]) -> Iterator[tuple[int, Probes, NDArray[np.int64]]]:
-        """Yield each seed and half's probes, and the indices of the examples that they measure."""
-        for seed, side in np.ndindex(len(self.probes), 2):
-            yield seed, self.probes[seed][side], np.flatnonzero(self.half[seed, examples] == side)
 
     def logits_at_best(
         self,
@@ -69,7 +65,7 @@ class Fits:
     ) -> Float[np.ndarray, "seed window row"]:
         """Return the logits of the probes at l* alone; `states` are of `layers`, after each window's knockout."""
         result = np.empty((len(self.probes), len(states), len(examples)))
-        for seed, probes, here in self._measured(examples):
+        for (seed, _, here), probes in zip(each_half(self.half[:, examples]), chain(*self.probes), strict=True):
             read = states[:, layers.index(probes.best)][:, torch.from_numpy(here)]
             result[seed][:, here] = probes[probes.best].logits(read.flatten(0, 1)).view(read.shape[:2]).numpy()
         return result
