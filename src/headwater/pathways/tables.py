@@ -325,7 +325,7 @@ def _mean_auc(
 
 
 def half_aucs(
-    draws: Bootstrap, truth: Int[np.ndarray, "*seed example"], half: Halves, scores: PerExample
+    draws: Bootstrap, truth: Int[np.ndarray, "... example"], half: Halves, scores: PerExample
 ) -> Float[np.ndarray, "_ draw"]:
     """Return the AUC of each half of each seed, whose scores come from one probe, in every draw; NaN with one kind."""
     aucs, expected = [], np.broadcast_to(truth, half.shape)
