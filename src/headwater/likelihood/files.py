@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -57,11 +57,9 @@ from headwater.progress import progress_bar
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest, digest_of_file
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, whole_summary
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from headwater.models.hooked import HookedModel
 
 
@@ -113,10 +111,6 @@ class ScoredTexts(Result):
             "not_scored": {n: int(c) for n, c in self.table["note"].value_counts().items() if n},
             "tokens": int(self.table["scored"].sum()),
         }
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Plot the distribution of Min-K% over the texts."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 @checked_call

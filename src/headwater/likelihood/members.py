@@ -20,7 +20,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -49,12 +49,12 @@ from headwater.options import (
     shown,
 )
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, each_row, whole_summary, with_interval
+from headwater.runs.result import Result, each_row, whole_summary, with_interval
 from headwater.stats.discrimination import BELOW, CHANCE, auc, true_positives
 from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 BASELINE = "bag of words"
 FOLDS = 5
@@ -99,10 +99,6 @@ class Membership(Result):
                 few = None if self.run.options.get("strata") else (int(row["members"]), int(row["nonmembers"]))
                 sentences.append(f"{column(row['score'], row['k'])}: AUC {_auc(row)}{_verdict(row, baseline, few)}.")
         return sentences
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Plot the AUC of each score and of the baseline with intervals."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 def _auc(row: Mapping[str, Any]) -> str:

@@ -53,13 +53,10 @@ from headwater.questions.asking import RAW, Messages, answer_ends
 from headwater.questions.labels import Judge
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, each_row, rounded
+from headwater.runs.result import Result, each_row, rounded
 from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from headwater.models.hooked import HookedModel
 
 AGGREGATES = ("group", "node")
@@ -145,10 +142,6 @@ class DepthProfile(Result):
     def report(self) -> list[str]:
         """Report in sentences, built from the numbers, which published findings hold for this model."""
         return report(self)
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Plot Min-K% by depth and the density of the score gap; if `ax` is passed, only the boxes."""
-        return self._drawn(ax, title, figsize)
 
 
 @checked_call

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -23,10 +23,9 @@ from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.options import checked_kind, checked_number, checked_several, one_or_several, shown
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, each_row, whole_summary
+from headwater.runs.result import Result, each_row, whole_summary
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from pandas.core.groupby import SeriesGroupBy
 
     from headwater.models.hooked import HookedModel
@@ -74,10 +73,6 @@ class MemorizationScores(Result):
         """Report the medians of the scores, and what these cannot show alone."""
         counted, scored = self.texts["text"].nunique(), self.table.dropna(subset=["value"])["text"].nunique()
         return [f"{scored:,} of {counted:,} texts have scores.", *score_sentences(whole_summary(self))]
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Plot the scores that take a K, such as Min-K%, by K: the median over texts, and the quartiles."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 def at_one_share(table: pd.DataFrame) -> pd.DataFrame:

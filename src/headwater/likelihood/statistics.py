@@ -23,7 +23,7 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
@@ -55,11 +55,9 @@ from headwater.progress import Bar
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, whole_summary
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from headwater.models.hooked import HookedModel
 
 Spans: TypeAlias = tuple[int, int] | Sequence[tuple[int, int]] | None
@@ -119,10 +117,6 @@ class TextStatistics(Result):
                 f"{row['greedy']:.0%} are the model's most likely token."
             )
         return sentences
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Plot the distribution of the log-probabilities; with several layers, their quartiles by layer."""
-        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 class _Window(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -26,12 +26,9 @@ from headwater.options import checked_name
 from headwater.progress import say, spelled_time
 from headwater.runs.analysis import Run
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, whole_summary
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from headwater.models.families import ModelShape
 
 KINDS = ("maps", "pathways", "memorization", "membership")
@@ -142,10 +139,6 @@ class Reproduction(Result):
             "notes": self.notes,
             "source": self.source,
         }
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Figure:
-        """Draw measured against published, a panel per quantity."""
-        return cast("Figure", self._drawn(ax, title, figsize))
 
 
 def published_numbers(kind: str) -> Published:

@@ -593,10 +593,6 @@ class Claim(Result):
         """Return what was measured, and whether the claim holds."""
         return list(self.sentences)
 
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the effect with its interval above everything it is compared with, and the margin."""
-        return self._drawn(ax, title, figsize)
-
     def __repr__(self) -> str:
         row = self.table.iloc[0]
         return f"Claim({self.what}: effect {row['effect']:.3g}, p = {row['p_value']:.2g}; {self.verdict})"
