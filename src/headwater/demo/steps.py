@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from headwater.models.hooked import HookedModel
-    from headwater.patching.metrics import Metric
     from headwater.runs.result import View
 
 APART = 0.05
@@ -231,35 +230,20 @@ EDGES = 400
 REPEATED = "The quiet engineer painted seven green boats. The quiet engineer painted seven green boats."
 
 
-def _gift_prompts(templates: tuple[str, ...], shift: int) -> tuple[list[str], list[str], Metric]:
-    """Return pairs of prompts that differ in the giver: the other person receives."""
+def _gifts(templates: tuple[str, ...], shift: int) -> dict[str, Any]:
+    """Return pairs of prompts that differ in the giver, and their metric: the other person receives."""
     pairs = [(name, PEOPLE[(i + shift) % len(PEOPLE)]) for i, name in enumerate(PEOPLE)]
     clean, corrupted = (
         [templates[i % len(templates)].format(a=a, b=b, c=(a, b)[giver]) for i, (a, b) in enumerate(pairs)]
         for giver in (1, 0)
     )
-    return clean, corrupted, hw.logit_difference([f" {a}" for a, _ in pairs], [f" {b}" for _, b in pairs])
-
-
-def _edges(demo: Demo, options: dict[str, Any]) -> Result:
-    clean, corrupted, metric = _gift_prompts(GIFTS, shift=3)
-    return hw.edges(demo.first, clean, corrupted, metric=metric, method="eap-ig", **options)
-
-
-def _circuit(demo: Demo, options: dict[str, Any]) -> Result:
-    clean, corrupted, metric = _gift_prompts((HELD_OUT,), shift=5)
-    circuits = {f"the {EDGES} strongest edges": demo.found["indirect_object"].circuit(EDGES)}
-    return hw.run_circuits(demo.first, clean, corrupted, circuits, metric=metric, placebos=8, **options)
+    metric = hw.logit_difference([f" {a}" for a, _ in pairs], [f" {b}" for _, b in pairs])
+    return {"clean": clean, "corrupted": corrupted, "metric": metric}
 
 
 def _shown_circuit(demo: Demo, _: CircuitRuns) -> View:
     edges: EdgeEffects = demo.found["indirect_object"]
     return edges.circuit(EDGES).view(n=100, edges=edges)
-
-
-def _repeated(demo: Demo) -> View:
-    """Return the attention on a repeated sentence."""
-    return demo.first.cache([REPEATED], sites=["pattern"], progress=False).view(values=demo.first)
 
 
 def _capitals(demo: Demo, options: dict[str, Any]) -> Result:
@@ -308,7 +292,7 @@ STEPS = {
         "“When Mary and John went to the store, John gave a drink to”: estimates of every edge's effect by EAP-IG "
         "(Hanna et al., 2024), twelve pairs in two wordings.",
         "The strongest edges by layer of sender and receiver.",
-        _edges,
+        lambda demo, options: hw.edges(demo.first, **_gifts(GIFTS, shift=3), method="eap-ig", **options),
         strongest_edge,
         model="real",
     ),
@@ -317,7 +301,13 @@ STEPS = {
         f"The {EDGES} strongest edges alone, on twelve held-out pairs in another wording; all other edges carry "
         "the other prompt. Random circuits have as many edges between the same layers.",
         "Faithfulness: the share of the logit difference that the circuit keeps.",
-        _circuit,
+        lambda demo, options: hw.run_circuits(
+            demo.first,
+            circuits={f"the {EDGES} strongest edges": demo.found["indirect_object"].circuit(EDGES)},
+            placebos=8,
+            **_gifts((HELD_OUT,), shift=5),
+            **options,
+        ),
         circuit,
         model="real",
         needs=("indirect_object",),
@@ -331,7 +321,10 @@ STEPS = {
         lambda demo, options: hw.attention_behaviour(demo.first, copying=False, **options),
         induction,
         model="real",
-        beside=("A repeated sentence, head by head", _repeated),
+        beside=(
+            "A repeated sentence, head by head",
+            lambda demo: demo.first.cache([REPEATED], sites=["pattern"], progress=False).view(values=demo.first),
+        ),
     ),
     "changed": Step(
         "Where an answer can be changed",

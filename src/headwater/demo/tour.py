@@ -113,7 +113,10 @@ class Tour(Demo):
             line = _line(step.number(self.found[name])) if name in self.found else ""
             failed = " (failed)" if name in self.failed else ""
             lines += f'<li><a href="#{escape(name)}">{escape(step.title)}</a>{failed}{line}</li>'
-            shown = self._failure(name) if failed else line + self._shown(name, step)
+            if failed:
+                shown = f'<p class="failed">This analysis failed; the others were kept: {escape(self.failed[name])}</p>'
+            else:
+                shown = line + self._shown(name, step)
             asks = _folded("Question and method", f'<p class="asks">{escape(step.asks)}</p>')
             body += f'<section id="{escape(name)}"><h2>{escape(step.title)}</h2>{shown}{asks}</section>\n'
         models = "" if self.real is None else f'<p class="asks">{escape(MODELS)}</p>'
@@ -123,10 +126,6 @@ class Tour(Demo):
         page = page_of(title, whole, next(iter(self.found.values())).run if self.found else None)
         write_atomically(self.out / INDEX, lambda file: file.write_text(page, encoding="utf-8"))
         return self.out / INDEX
-
-    def _failure(self, name: str) -> str:
-        why = escape(self.failed[name])
-        return f'<p class="failed">This analysis failed; the others were kept: {why}</p>'
 
     def _shown(self, name: str, step: Step) -> str:
         """Return a result as HTML: its views and figures, its report and summary, and links to its files."""
