@@ -107,7 +107,6 @@ class Board:
     clicks: list[Patched] = field(init=False, default_factory=list)
     """The clicks that were not undone, the latest last."""
     _benches: dict[str, RecordedPair] = field(init=False, default_factory=dict)
-    _known: dict[tuple[str, tuple[ActivationNode, ...]], Patched] = field(init=False, default_factory=dict)
 
     def bench(self, how: str) -> RecordedPair:
         """Return the recorded runs for one kind of change; they are computed once."""
@@ -117,8 +116,11 @@ class Board:
             pair = PromptPair(self._sides.clean, self._sides.corrupted, direction)
             look: dict[str, Any] = {"values": values, "dataset": self.mean_of if values == "mean" else None}
             self._benches[how] = RecordedPair(self.model, pair, self.metric, **look, sites=[*self.sites, HEADS, EDGES])
-        self._benches[how].refuse_other_weights()
-        return self._benches[how]
+        bench = self._benches[how]
+        # Activations recorded with old weights would silently be combined with new ones after a change of the model.
+        if self.model.fingerprint != bench.fingerprint:
+            raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")
+        return bench
 
     @property
     def mean_of(self) -> Prompts:
@@ -171,11 +173,7 @@ class Board:
         if absent := [node.site for node in read if node.site not in (*self.sites, HEADS, EDGES)]:
             raise InputError(f"This board has no {absent[0]}; it has {', '.join((*self.sites, HEADS, EDGES))}.")
         self.how = how
-        key = (how, read)
-        # Results are cached, so that repeating an undone click costs nothing.
-        if key not in self._known:
-            self._known[key] = self._look(bench, read, how)
-        self.clicks.append(self._known[key])
+        self.clicks.append(self._look(bench, read, how))
         return self.clicks[-1]
 
     def undo(self) -> Patched | None:

@@ -13,7 +13,7 @@ fast:
 
 1. Both prompts are run once. The activations of every layer at the requested sites are kept, as in a sweep.
 2. For the clicked nodes, and for each of several additional sets of nodes, one variant of the edited run goes through
-   the layers from its first change on (`headwater.patching.walk`); the numbers are those of `hw.patch`.
+   the layers from its first change on (`headwater.patching.walk`).
 3. The residual stream after every layer is read at the positions of the metric. The final norm and the unembedding turn
    it into the metric by layer (logit lens), and, after the last layer, into the answers with their probabilities.
 """
@@ -21,7 +21,7 @@ fast:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -153,8 +153,7 @@ class RecordedPair:
         states = tuple((STATE, layer) for layer in range(model.shape.n_layers))
         self.plan = Plan(model, pair, cells, (metric,), self.replacement, states=states, states_at=metric.at)
         self.normalise, self.head = unembedding_head(model)
-        # Activations recorded with old weights would silently be combined with new ones after a change of the model.
-        self._fingerprint = model.fingerprint
+        self.fingerprint = model.fingerprint
         self._runner: WalkRunner | WholeRuns
         with torch.inference_mode(), model.lock:
             try:
@@ -172,11 +171,6 @@ class RecordedPair:
         """The metric of the edited run before the change, and of the other run."""
         found = self._runner.readout.unedited(range(1))
         return float(found.unedited[0, 0]), float(found.other[0, 0])
-
-    def refuse_other_weights(self) -> None:
-        """Refuse a model that was changed since the runs were recorded."""
-        if self.model.fingerprint != self._fingerprint:
-            raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")
 
     def look(
         self, nodes: Sequence[ActivationNode], parts: Sequence[Sequence[ActivationNode]]
@@ -201,13 +195,7 @@ class RecordedPair:
                 states[reading] = read[indices.tolist().index(0)]
 
         with torch.inference_mode(), self.model.lock:
-            variants = runner.group.variants(cells)
-            distinct = (
-                # Only the first set's states are shown by layer; the other sets need only the logits.
-                variant if number == variants.which[0] else replace(variant, readings=(end,))
-                for number, variant in enumerate(variants.distinct)
-            )
-            runner.run(replace(variants, distinct=tuple(distinct)), deliver)
+            runner.run(runner.group.variants(cells), deliver)
             return values[0], values[1:], self._at_metric([states[reading] for reading in self.plan.states])
 
     @cached_property

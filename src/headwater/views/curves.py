@@ -6,7 +6,7 @@ Memorization by question depth: boxes with dots to hover over, scores by layer, 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -125,25 +125,20 @@ def view_likelihood(stats: TextStatistics, *, texts: Sequence[int] | int | None 
     rows = table[table["text"].isin(chosen)].sort_values(["text", "layer", "position"], kind="stable")
     first = rows[rows["layer"] == layers[0]]
     records = dict(zip(stats.texts["text"].tolist(), stats.texts.to_dict("records"), strict=True))
-    parts = dict(list(first.groupby("text", sort=False)))
+    parts, texts_shown = dict(list(first.groupby("text", sort=False))), []
+    for number in chosen:
+        part, record = parts.get(number, first.head(0)), records[number]
+        about = {"number": number, "begins": short_of(str(record["content"])), "note": str(record["note"])}
+        tokens = {"tokens": part["token"].astype(str).tolist(), "positions": part["position"].tolist()}
+        texts_shown.append(about | tokens)
     omitted = len(stats.texts) - len(chosen)
     spec = {
         "title": plain_title(stats.run.model, SEEN),
         "note": f"{len(chosen):,} of {len(stats.texts):,} texts" if omitted else "",
         "layers": ["final"] if "layer" not in stats.table else layers,
-        "texts": [_text(text, parts.get(text, first.head(0)), records[text]) for text in chosen],
+        "texts": texts_shown,
     } | {name: packed(rows[name].to_numpy(dtype=float), "f4") for name in STATISTICS}
     return interactive(stats, ("strip.js", "likelihood.js"), spec, height=420)
-
-
-def _text(number: int, rows: pd.DataFrame, record: Mapping[Hashable, Any]) -> dict[str, object]:
-    return {
-        "number": number,
-        "begins": short_of(str(record["content"])),
-        "tokens": rows["token"].astype(str).tolist(),
-        "positions": rows["position"].tolist(),
-        "note": str(record["note"]),
-    }
 
 
 def _chosen(stats: TextStatistics, texts: Sequence[int] | int | None) -> list[int]:

@@ -163,6 +163,10 @@ def view_evidence(evidence: Evidence) -> View:
     named = evidence.way(NAMED)
     ways = evidence.ways.dropna(subset=["share"])
     rows = zip(ways["layer"], ways["head"], ways["heads"], strict=True)
+    lines = [
+        line_of(rows, ("layer", "share", "low", "high"), name=f"at the {role} token", look=ROLE_LOOKS[str(role)])
+        for role, rows in evidence.when.groupby("role", sort=False)
+    ]
     heads_of = [f"{n} heads" if pd.isna(layer) else f"{layer}.{head}" for layer, head, n in rows]
     spec = {
         "title": evidence_title(evidence),
@@ -172,7 +176,12 @@ def view_evidence(evidence: Evidence) -> View:
         "values": packed(by_head[columns].to_numpy(dtype=float).T.reshape(-1, layers, heads), "f4"),
         "maps": [{"column": column, "name": name} for column, name in MAPS.items()],
         "named": [int(named["layer"]), int(named["head"])],
-        "when": _when(evidence.when),
+        "when": {
+            "said": {"title": "Residual stream patched", "x": "before layer", "count": ""},
+            "x": {"label": "Before layer", "whole": True},
+            "choices": [],
+            "charts": [{"y": "Share of gap", "lines": lines}],
+        },
         "tables": [
             _rows("named by", ways.assign(heads=heads_of), ["way", "heads", "share", "low", "high"]),
             _rows("ablated", evidence.cost, ["what", "heads", "cost", "low", "high"]),
@@ -186,19 +195,6 @@ def _rows(title: str, table: pd.DataFrame, columns: list[str]) -> dict[str, Any]
     cells = zip(*(rounded(table[name]) if table[name].dtype == float else table[name] for name in columns), strict=True)
     about = [re.findall(r"\d+\.\d+", heads) for heads in table["heads"]]
     return {"columns": [title, *columns[1:]], "rows": list(map(list, cells)), "about": about}
-
-
-def _when(when: pd.DataFrame) -> dict[str, object]:
-    lines = [
-        line_of(rows, ("layer", "share", "low", "high"), name=f"at the {role} token", look=ROLE_LOOKS[str(role)])
-        for role, rows in when.groupby("role", sort=False)
-    ]
-    return {
-        "said": {"title": "Residual stream patched", "x": "before layer", "count": ""},
-        "x": {"label": "Before layer", "whole": True},
-        "choices": [],
-        "charts": [{"y": "Share of gap", "lines": lines}],
-    }
 
 
 # The view of a sweep: a heat map of two axes, with site, metric, role, example and scale to choose, and cells to pick.
