@@ -26,11 +26,9 @@ from headwater.figures.style import (
     color_bar,
     label,
     model_title,
-    new_figure,
-    panel_grid,
-    refuse_panels,
-    set_figure_title,
-    style,
+    one_panel,
+    plot_of,
+    several_panels,
     whole_numbers,
 )
 from headwater.figures.sweep import shown as written
@@ -52,10 +50,10 @@ def plot_cache(
     """Draw the size of each activation by layer, or patterns, as described in `Cache.plot`."""
     chosen = None if heads is None else _chosen(cache, heads)
     example = checked_count("example", example, least=0, most=len(cache.texts) - 1)
-    with style(ax):
-        if chosen is not None or list(cache.kept) == ["pattern"]:
-            return _plot_patterns(cache, ax, chosen, example)
-        ax, sizes = ax or new_figure(3.4, 2.3).add_subplot(), whole_summary(cache)
+    if chosen is not None or list(cache.kept) == ["pattern"]:
+        return _plot_patterns(cache, ax, chosen, example)
+    sizes = whole_summary(cache)
+    with one_panel(ax, 3.4, 2.3) as ax:
         for number, (site, rows) in enumerate(sizes.groupby("site", sort=False)):
             colour, mark = COLOURS[number % len(COLOURS)], MARKS[number // len(COLOURS) % len(MARKS)]
             if rows["layer"].isna().all():
@@ -76,13 +74,10 @@ def plot_cache(
 
 def _chosen(cache: Cache, heads: Any) -> list[tuple[int, int]]:
     """Return heads as pairs (layer, head); raise if the cache does not contain one."""
-    wanted = "pairs (layer, head), such as heads=[(0, 3)], or names, such as heads=['0.3']"
-    heads = [heads] if isinstance(heads, str) else checked_several("heads", heads, wanted)
-    named = [read_part(one) if isinstance(one, str) else None for one in heads]
-    chosen = [
-        (part.layer, part.head) if part is not None else tuple(checked_several("heads", one, wanted))
-        for one, part in zip(heads, named, strict=True)
-    ]
+    wanted, chosen = "pairs (layer, head), such as heads=[(0, 3)], or names, such as heads=['0.3']", []
+    for one in [heads] if isinstance(heads, str) else checked_several("heads", heads, wanted):
+        part = read_part(one) if isinstance(one, str) else None
+        chosen.append(tuple(checked_several("heads", one, wanted)) if part is None else (part.layer, part.head))
     kept = {*product(cache.kept["pattern"].layers if "pattern" in cache.kept else (), cache.heads)}
     if missing := [one for one in chosen if one not in kept]:
         raise InputError(
@@ -111,24 +106,18 @@ def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] 
         named = [(f"layer {layer}", each.mean(0)) for layer, each in maps.items()]
         if ax is not None:
             named = [(f"{len(layers)} layers", torch.stack([each for _, each in named]).mean(0))]
-    refuse_panels(ax, len(named), "choose one head")
     columns = min(columns, len(named))
     rows = -(-len(named) // columns)
-    if ax is None:
-        figure = new_figure(1.4 + 1.3 * max(columns, 2), 0.9 + 1.3 * max(rows, 2 - columns // 2))
-        panels = panel_grid(figure, len(named), columns)
-    else:
-        panels = [ax]
+    size = 1.4 + 1.3 * max(columns, 2), 0.9 + 1.3 * max(rows, 2 - columns // 2)
     tokens = cache.tokens.loc[cache.tokens["example"] == example, "token"].astype(str).tolist()
-    for number, (panel, (name, weights)) in enumerate(zip(panels, named, strict=True)):
-        image = _panel(panel, weights, tokens, number % columns == 0, number + columns >= len(named))
-        panel.set_title(name, fontsize=7)
-    color_bar(image, panels, "Attention", aspect=30)
-    if len(named) == 1:
-        panels[0].set_title(f"{title}, {'head ' if chosen else ''}{named[0][0]}")
-        return panels[0]
-    set_figure_title(figure, title)
-    return figure
+    with several_panels(ax, size, len(named), columns, title, instead="choose one head") as panels:
+        for number, (panel, (name, weights)) in enumerate(zip(panels, named, strict=True)):
+            image = _panel(panel, weights, tokens, number % columns == 0, number + columns >= len(named))
+            panel.set_title(name, fontsize=7)
+        color_bar(image, panels, "Attention", aspect=30)
+        if len(named) == 1:
+            panels[0].set_title(f"{title}, {'head ' if chosen else ''}{named[0][0]}")
+    return plot_of(panels)
 
 
 def _panel(ax: Axes, weights: Tensor, tokens: list[str], left: bool, below: bool) -> AxesImage:

@@ -42,6 +42,7 @@ from headwater.figures.style import (
     largest,
     legend_above,
     model_title,
+    name_rows,
     one_panel,
     plain_title,
     ticks,
@@ -104,7 +105,12 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
         top = float(sizes.max(initial=0.0)) or 1.0
         order = sorted(lines, key=lambda line: sizes[line.edge])
         for rank, line in enumerate(order):
-            _draw(ax, curves[line], line, float(circuit.effects[line.edge]), top, rank / max(1, len(order)))
+            effect = float(circuit.effects[line.edge])
+            share = 0.0 if np.isnan(effect) else float(np.sqrt(abs(effect) / top))
+            color = FAINT if np.isnan(effect) else ABOVE if effect > 0 else BELOW
+            look: dict[str, Any] = {"linestyle": LINES[line.kind], "linewidth": WIDTHS[0] + share * np.ptp(WIDTHS)}
+            look |= {"alpha": 0.35 + 0.55 * share, "zorder": 1 + rank / max(1, len(order)), "capstyle": "butt"}
+            ax.add_patch(PathPatch(curves[line], facecolor="none", edgecolor=color, **look))
         senders = circuit.graph.senders
         for node, (x, y) in places.items():
             box = BOX | {"edgecolor": INK if y == 0 else FAINT}
@@ -168,14 +174,6 @@ def _curve(places: Mapping[int, Place], line: Drawn) -> Path:
     return Path([(x0, y0), *middle, (x1, y1)], [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4])
 
 
-def _draw(ax: Axes, curve: Path, line: Drawn, effect: float, top: float, rank: float) -> None:
-    share = 0.0 if np.isnan(effect) else float(np.sqrt(abs(effect) / top))
-    color = FAINT if np.isnan(effect) else ABOVE if effect > 0 else BELOW
-    width = WIDTHS[0] + share * (WIDTHS[1] - WIDTHS[0])
-    look: dict[str, Any] = {"linestyle": LINES[line.kind], "alpha": 0.35 + 0.55 * share, "zorder": 1 + rank}
-    ax.add_patch(PathPatch(curve, facecolor="none", edgecolor=color, linewidth=width, capstyle="butt", **look))
-
-
 def _write_effects(
     ax: Axes, circuit: Circuit, lines: list[Drawn], curves: Mapping[Drawn, Path], places: Mapping[int, Place]
 ) -> None:
@@ -188,14 +186,11 @@ def _write_effects(
             continue
         text = f"{line.kind} {effect:+.2g}" if line.kind in "qkv" else f"{effect:+.2g}"
         spots = [_point(curves[line], t) for t in (0.5, 0.42, 0.58, 0.34, 0.66, 0.26, 0.74, 0.18, 0.82)]
-        free = [
-            (x, y)
-            for x, y in spots
-            if not any(abs(x - a) < wide + 0.4 and abs(y - b) < high + 0.05 for a, b, wide, high in occupied)
-        ]
-        if not free:
+        for x, y in spots:
+            if not any(abs(x - a) < wide + 0.4 and abs(y - b) < high + 0.05 for a, b, wide, high in occupied):
+                break
+        else:
             continue
-        x, y = free[0]
         written.add(line.edge)
         occupied.append((x, y, 0.4, 0.28))
         color = ABOVE if effect > 0 else BELOW
@@ -249,8 +244,7 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
                 ax.plot([row["low"], row["high"]], [place, place], color=CIRCUIT, linewidth=1.2)
             ax.plot(row["faithfulness"], place, "o", color=CIRCUIT, markersize=5)
         names = zip(ticks(summary["circuit"].map(str)), summary["edges"], strict=True)
-        ax.set_yticks(range(len(summary)), [f"{name} ({edges:,})" for name, edges in names])
-        ax.invert_yaxis()
+        name_rows(ax, [f"{name} ({edges:,})" for name, edges in names])
         ax.set_xlabel(label(f"Faithfulness on {name.replace('_', ' ')}"))
         bars = " (bars: random circuits)" * bool(table["placebo"].notna().any())
         ax.set_title(model_title(runs.run, f"circuits alone{bars}"))
@@ -346,8 +340,8 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
             if ends is not None:
                 ax.hlines(place, *ends, colors=color, linewidths=1.4)
             ax.plot(value, place, mark, color=color, markersize=5)
-        ax.set_yticks(range(len(rows)), [name for name, *_ in rows])
-        ax.set(ylim=(len(rows) - 0.5, -0.5), xlabel="Effect")
+        name_rows(ax, [name for name, *_ in rows])
+        ax.set_xlabel("Effect")
         what = claim.what[:1].lower() + claim.what[1:]
         seen = f"the claim about {what} {claim.verdict}"
         ax.set_title("\n".join(textwrap.wrap(label(model_title(claim.run, seen)), 52)))

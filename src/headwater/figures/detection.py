@@ -22,6 +22,7 @@ from headwater.figures.style import (
     label,
     legend_above,
     model_title,
+    name_rows,
     new_figure,
     one_panel,
     panel_grid,
@@ -92,8 +93,8 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
             fitting = [f"{share:.0%}" if share >= 0.06 else "" for share in shares]
             ax.bar_label(bars, fitting, label_type="center", color=ink, fontsize=7)
             starts += shares
-        ax.set_yticks(range(len(names)), names)
-        ax.set(xlim=(0, 1), ylim=(len(names) - 0.5, -0.5), xlabel="Share of the questions")
+        name_rows(ax, names)
+        ax.set(xlim=(0, 1), xlabel="Share of the questions")
         legend_above(ax, 4, model_title(answered.run, "right and wrong answers"))
     return ax
 

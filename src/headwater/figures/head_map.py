@@ -30,6 +30,7 @@ from headwater.figures.style import (
     legend_below,
     legend_beside,
     new_figure,
+    one_panel,
     panel_grid,
     set_figure_title,
     whole_numbers,
@@ -74,19 +75,13 @@ SEEN = "heads by category"
 @DRAWINGS.add(HeadMap)
 def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     """Draw one head map on a new figure of fitting size, with its legend at the right; or on `ax`, with it below."""
-    with shared_look(ax):
-        lines, is_alone = _lines([head_map]), ax is None
-        if ax is None:
-            n_layers, n_heads = extent(head_map.categories)
-            cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
-            width, height = max(n_layers * cell, 2 * CELL), max(n_heads * cell, (len(lines) + 3) * LINE)
-            ax = new_figure(LEFT + width + LEGEND, BOTTOM + height + TOP).add_subplot()
+    legend, is_alone, (n_layers, n_heads) = _legend([head_map]), ax is None, extent(head_map.categories)
+    cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
+    width, height = max(n_layers * cell, 2 * CELL), max(n_heads * cell, (len(legend["labels"]) + 3) * LINE)
+    with one_panel(ax, LEFT + width + LEGEND, BOTTOM + height + TOP) as ax:
         _draw(head_map, ax)
         ax.set_title(drawn_label(title_of([head_map])))
-        handles, names = [mark for _, mark, _ in lines], [f"{name} ({count:,})" for name, _, (count,) in lines]
-        rule = head_map.run.options.get("rule")
-        explained = [f"{rule} rule"] * bool(rule) + [SIZES_ARE] * _has_excess(head_map)
-        legend_beside(ax, is_alone, handles=handles, labels=names, title="\n".join(explained) or None)
+        legend_beside(ax, is_alone, **legend)
     return ax
 
 
@@ -127,20 +122,7 @@ def head_maps(
         for head_map, name, panel in zip(maps, names, axes, strict=True):
             _draw(head_map, panel, sized=not as_published)
             panel.set_title(drawn_label(name))
-        look: dict[str, Any] = {"columnspacing": 1.2, "handletextpad": 0.3}
-        if as_published:
-            # The published words, including categories that no head has.
-            shown = [label for label in labels() if label in _shown(maps) or label in PUBLISHED_SEVERAL]
-            look |= {"handles": [_mark(label) for label in shown], "labels": [label.capitalize() for label in shown]}
-            look |= {"title": rule_note(maps) or None, "title_fontsize": 6.5}
-        else:
-            called, marks, counts = zip(*_lines(maps), strict=True)
-            written = [" / ".join("–" if one is None else f"{one:,}" for one in of_maps) for of_maps in counts]
-            texts = [f"{name} ({count})" for name, count in zip(called, written, strict=True)]
-            explained = "in brackets: heads, map by map"
-            if any(map(_has_excess, maps)):
-                explained += f"; {SIZES_ARE}"
-            look |= {"handles": marks, "labels": texts, "title": explained}
+        look = _legend(maps, as_published) | {"columnspacing": 1.2, "handletextpad": 0.3}
         if ax is not None:
             legend_beside(ax, False, **look)
             return apply_title_and_size(ax, title, None)
@@ -157,7 +139,7 @@ def _panels(maps: Sequence[HeadMap], names: Sequence[str], columns: int, as_publ
     widths = [PANEL_HEIGHT * min(max(n_layers / n_heads, 0.4), 2.5) for n_layers, n_heads in sizes]
     widths = [max(width, LETTER * len(name)) for width, name in zip(widths, names, strict=True)]
     widths = [max(widths) if as_published else max(widths[column::columns]) for column in range(columns)]
-    rows, legend = -(-len(maps) // columns), (2 + len(_lines(maps)) // 4) * LINE
+    rows, legend = -(-len(maps) // columns), (2 + len(_legend(maps)["labels"]) // 4) * LINE
     width = max(sum(widths) + columns * (LEFT + GAP), LEGEND_WIDTH)
     figure = new_figure(width, rows * (BOTTOM + PANEL_HEIGHT + TOP) + legend + HEADING)
     return panel_grid(figure, len(maps), columns, width_ratios=widths)
@@ -187,12 +169,6 @@ def frame(ax: Axes, heads: pd.DataFrame) -> None:
     n_layers, n_heads = extent(heads)
     ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
     whole_numbers(ax.xaxis, ax.yaxis)
-
-
-def _shown(maps: Sequence[HeadMap]) -> list[str]:
-    """Return the labels in the legend: always the single categories, several categories only if such a head exists."""
-    present = {label for head_map in maps for label in head_map.categories["label"]}
-    return [label for label in labels() if label in present or label == UNCLASSIFIED or label in CATEGORIES]
 
 
 def mark_of(label: str) -> tuple[str, str]:
@@ -266,10 +242,6 @@ def _used(head_map: HeadMap) -> pd.DataFrame:
     return rows[["layer", "head"]].drop_duplicates()
 
 
-def _has_excess(head_map: HeadMap) -> bool:
-    return bool(head_map.table["excess"].notna().any())
-
-
 def _area(label: str) -> float:
     return UNCLASSIFIED_AREA if label == UNCLASSIFIED else AREAS.get(mark_of(label)[1], 1.0)
 
@@ -280,21 +252,27 @@ def legend_mark(color: str, shape: str, area: float, name: str = "") -> Line2D:
     return Line2D([], [], marker=shape, color=color, label=name, **look)
 
 
-def _mark(label: str) -> Line2D:
-    return legend_mark(*mark_of(label), _area(label))
-
-
-def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]]:
-    """Return the lines of a legend: a name, its marker, and its number of heads per map; None if not validated."""
+def _legend(maps: Sequence[HeadMap], as_published: bool = False) -> dict[str, Any]:
+    """Return the legend's handles, labels and title; with the number of heads per map unless it is as published."""
+    present = {label for head_map in maps for label in head_map.categories["label"]}
+    # Always the single categories; several only if such a head exists, or as published.
+    also = {UNCLASSIFIED, *CATEGORIES, *(PUBLISHED_SEVERAL if as_published else ())}
+    shown = [label for label in labels() if label in present or label in also]
+    handles = [legend_mark(*mark_of(label), _area(label)) for label in shown]
+    if as_published:
+        named = [label.capitalize() for label in shown]
+        return {"handles": handles, "labels": named, "title": rule_note(maps) or None, "title_fontsize": 6.5}
     counts = [label_counts(head_map.categories) for head_map in maps]
-    lines: list[tuple[str, Line2D, list[int | None]]] = [
-        (label, _mark(label), [of_map[label] for of_map in counts]) for label in _shown(maps)
-    ]
+    texts = [f"{label} ({' / '.join(f'{of_map[label]:,}' for of_map in counts)})" for label in shown]
     if any(head_map.is_validated for head_map in maps):
         look: dict[str, Any] = {"marker": "o", "markersize": 8.0, "markerfacecolor": "none", "markeredgecolor": INK}
-        ring = Line2D([], [], linestyle="none", markeredgewidth=RING_LINE, **look)
-        lines.append((USED, ring, [len(_used(one)) if one.is_validated else None for one in maps]))
-    return lines
+        handles.append(Line2D([], [], linestyle="none", markeredgewidth=RING_LINE, **look))
+        used = " / ".join(f"{len(_used(one)):,}" if one.is_validated else "–" for one in maps)
+        texts.append(f"{USED} ({used})")
+    rule = maps[0].run.options.get("rule")
+    title = ["in brackets: heads, map by map"] if len(maps) > 1 else [f"{rule} rule"] * bool(rule)
+    title += [SIZES_ARE] * any(one.table["excess"].notna().any() for one in maps)
+    return {"handles": handles, "labels": texts, "title": ("; " if len(maps) > 1 else "\n").join(title) or None}
 
 
 def rule_note(maps: Sequence[HeadMap]) -> str:

@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from headwater.causes.naming import BASELINES, NAMED, WAYS
+from headwater.causes.naming import BASELINES, NAMED
 from headwater.causes.results import Evidence, EvidenceSuite
-from headwater.colors import BLUE, DIVERGING, FAINT, GREEN, INK, ORANGE, PINK, PURPLE, UNSEEN
+from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE, PINK
 from headwater.errors import InputError
 from headwater.figures.head_map import AREAS, CELL, LARGEST, NONE, extent, frame, legend_mark, mark_area, mark_heads
 from headwater.figures.style import (
@@ -31,20 +31,22 @@ from headwater.figures.style import (
     draw_line,
     draw_points,
     figure_of,
+    heat_map,
     inches,
     label,
-    largest,
     legend_above,
     legend_below,
     legend_beside,
     model_title,
+    name_rows,
     new_figure,
     one_panel,
     others,
-    panel_grid,
     plain_title,
+    plot_of,
     refuse_panels,
     set_figure_title,
+    several_panels,
     style,
     ticks,
     whole_numbers,
@@ -87,9 +89,8 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
     run_on = list(result.table["on"].unique())
     present = [*run_on, *(name for name in SHADES if result.heads[name].notna().any())]
     shown = present if on is None else [checked_name("on", on, present)]
-    refuse_panels(ax, len(shown), "choose one with on=")
-    with style(ax):
-        axes, labelled = [ax] if ax is not None else _axes(result, shown), dict[str, pd.DataFrame]()
+    title, labelled = model_title(result.run, "what heads attend to"), dict[str, pd.DataFrame]()
+    with several_panels(ax, *_layout(result, shown), title, instead="choose one with on=") as axes:
         for name, place in zip(shown, axes, strict=True):
             frame(place, result.heads)
             title = SEEN.get(name, name)
@@ -101,9 +102,7 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
                 labelled[name] = _mark_heads(result.table[result.table["on"] == name], place)
         if labelled:
             _legend(labelled, axes, ax is None)
-        if len(shown) > 1:
-            set_figure_title(figure_of(axes[0]), model_title(result.run, "what heads attend to"))
-    return axes[0] if len(shown) == 1 else figure_of(axes[0])
+    return plot_of(axes)
 
 
 def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: bool) -> None:
@@ -119,15 +118,15 @@ def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: b
         legend_below(figure_of(axes[0]), len(handles), **look)
 
 
-def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
-    """Make a figure of fitting size with axes for each map, maps with markers first, and room for the legend."""
+def _layout(result: AttentionBehaviour, shown: Sequence[str]) -> tuple[tuple[float, float], int, int]:
+    """Return a fitting size with room for the legend, and the number of maps and of columns; markers come first."""
     (n_layers, n_heads), maps = extent(result.heads), len(shown)
     columns = max(sum(name in kinds for name in shown) for kinds in (SEEN, SHADES))
     rows = -(-maps // columns)
     cell = min(CELL, LARGEST[0] / n_layers / maps**0.5, LARGEST[1] / n_heads)
     width, height = max(n_layers * cell, 1.3), max(n_heads * cell, LINES)
-    figure = new_figure(columns * (LEFT + width) + LEGEND * (maps == 1), rows * (BOTTOM + height) + TITLE * (maps > 1))
-    return panel_grid(figure, maps, columns)
+    size = columns * (LEFT + width) + LEGEND * (maps == 1), rows * (BOTTOM + height) + TITLE * (maps > 1)
+    return size, maps, columns
 
 
 def _mark_heads(table: pd.DataFrame, ax: Axes) -> pd.DataFrame:
@@ -144,11 +143,7 @@ def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
     """Colour each head by a quantity, with a labelled colour bar."""
     bar, colors, ticks = SHADES[name]
     values = heads.pivot_table(index="head", columns="layer", values=name, dropna=False)
-    ax.set_facecolor(UNSEEN)
-    grid = np.ma.masked_invalid(values.reindex(columns=range(int(heads["layer"].max()) + 1)).to_numpy())
-    edges = [np.arange(n + 1) - 0.5 for n in grid.shape]
-    mesh = ax.pcolormesh(*edges[::-1], grid, cmap=colors, vmin=ticks[0], vmax=1.0, rasterized=True)
-    ax.set(xlim=(edges[1][0], edges[1][-1]), ylim=(edges[0][0], edges[0][-1]))
+    mesh = heat_map(ax, values.reindex(columns=range(int(heads["layer"].max()) + 1)), colors, ticks[0], 1.0)
     if name == "copying":
         beyond = heads[(heads[name] > heads[f"{name}_high"]) | (heads[name] < heads[f"{name}_low"])]
         mark_heads(ax, beyond, np.full(len(beyond), 0.35**2), c="white", edgecolors=INK, linewidths=0.5)
@@ -175,12 +170,10 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
     """Draw the scores, as described in `Composition.plot`."""
     present = list(result.table["kind"].unique())
     kinds = present if kind is None else [checked_name("kind", kind, present)]
-    refuse_panels(ax, len(kinds), "choose one with kind=")
     above = (result.table["score"] - result.table["expected"]).clip(lower=0)
     limit = float(above.max()) or 1.0
-    with style(ax):
-        n = len(kinds)
-        axes = [ax] if ax is not None else panel_grid(new_figure(0.6 + 2.5 * n, 2.8), n, n)
+    n, title = len(kinds), model_title(result.run, "composition of heads, by parameters")
+    with several_panels(ax, (0.6 + 2.5 * n, 2.8), n, n, title, instead="choose one with kind=") as axes:
         for panel, name in zip(axes, kinds, strict=True):
             part = result.table[result.table["kind"] == name]
             mesh = _map(panel, part, above[part.index], limit)
@@ -188,9 +181,7 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
             panel.set_title(by if n > 1 else model_title(result.run, f"composition of heads by {by}"))
         axes[0].set_ylabel("Earlier head, by layer")
         color_bar(mesh, axes, f"Score above chance ({result.table['expected'].iloc[0]:.2f})", fraction=0.04)
-        if n > 1:
-            set_figure_title(figure_of(axes[0]), model_title(result.run, "composition of heads, by parameters"))
-    return axes[0] if n == 1 else figure_of(axes[0])
+    return plot_of(axes)
 
 
 def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
@@ -200,16 +191,13 @@ def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
     rows = part["writer_layer"].to_numpy() * heads + part["writer_head"].to_numpy()
     columns = (part["reader_layer"].to_numpy() - 1) * heads + part["reader_head"].to_numpy()
     grid[rows, columns] = above
-    ax.set_facecolor(UNSEEN)
-    mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap="Blues", vmin=0, vmax=limit, rasterized=True)
+    mesh = heat_map(ax, grid, "Blues", 0.0, limit)
     for edge in range(1, layers - 1):
-        ax.axhline(edge * heads, color="white", linewidth=0.6)
-        ax.axvline(edge * heads, color="white", linewidth=0.6)
+        ax.axhline(edge * heads - 0.5, color="white", linewidth=0.6)
+        ax.axvline(edge * heads - 0.5, color="white", linewidth=0.6)
     places = np.arange(0, layers - 1, -(-layers // 12))
-    ax.set_yticks((places + 0.5) * heads, [str(one) for one in places])
-    ax.set_xticks((places + 0.5) * heads, [str(one + 1) for one in places])
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
+    ax.set_yticks((places + 0.5) * heads - 0.5, [str(one) for one in places])
+    ax.set_xticks((places + 0.5) * heads - 0.5, [str(one + 1) for one in places])
     ax.set_xlabel("Later head, by layer")
     return mesh
 
@@ -276,70 +264,58 @@ APART = 0.24
 
 @DRAWINGS.add(HeadComparison)
 def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes | Figure:
-    """Draw the changes of heads, or for more than two models the curves over models.
-
-    With `ax`, only two models can be compared.
-    """
-    of_two = len(comparison.models) == 2
-    refuse_panels(ax, 1 if of_two else 2, "compare two models")
-    with style(ax):
-        return _draw_changes(comparison, ax) if of_two else _draw_curves(comparison)
-
-
-def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:
-    table = comparison.table
+    """Draw the changes of heads, or for more than two models the curves over models, not on `ax`."""
+    if len(comparison.models) > 2:
+        return _draw_curves(comparison, ax)
+    table, is_alone, (first, other) = comparison.table, ax is None, comparison.models
     n_layers, n_heads = extent(table)
-    is_alone = ax is None
-    if ax is None:
-        cell = min(APART, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
-        size = (max(n_layers * cell, 1.4) + 2.6, max(n_heads * cell, 1.6) + 0.9)
-        ax = new_figure(*size).add_subplot()
-    first, other = comparison.models
-    frame(ax, table)
-    ax.set_title(label(f"{first} → {other}: heads that changed"))
-    largest = comparison.changed.drop_duplicates(["layer", "head"])
-    classified = table[(table["model"] == first) & table["found"] & table["category"].notna()]
-    heads, drawn = (one[["layer", "head"]].drop_duplicates() for one in (classified, largest))
-    same = heads[~pd.MultiIndex.from_frame(heads).isin(pd.MultiIndex.from_frame(drawn))]
-    ax.scatter(same["layer"], same["head"], s=14, c=UNCHANGED, linewidths=0)
-    for (change, category), rows in largest.groupby(["change", largest["category"].fillna("")]):
-        color = CATEGORIES[str(category)].color if category else INK
-        ax.scatter(rows["layer"], rows["head"], s=30, c=color, marker=MARKS[str(change)], linewidths=1.2)
-    handles = [_named_mark("o", UNCHANGED, f"classified, unchanged ({len(same):,})")]
-    counts = largest["change"].value_counts()
-    handles += [_named_mark(mark, INK, f"{name} ({counts.get(name, 0):,})") for name, mark in MARKS.items()]
-    present = [name for name in CATEGORIES if name in set(largest["category"])]
-    handles += [_named_mark("s", CATEGORIES[name].color, name) for name in present]
-    legend_beside(ax, is_alone, handles=handles, title="mark: change, colour: category")
+    cell = min(APART, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
+    with one_panel(ax, max(n_layers * cell, 1.4) + 2.6, max(n_heads * cell, 1.6) + 0.9) as ax:
+        frame(ax, table)
+        ax.set_title(label(f"{first} → {other}: heads that changed"))
+        largest = comparison.changed.drop_duplicates(["layer", "head"])
+        classified = table[(table["model"] == first) & table["found"] & table["category"].notna()]
+        heads, drawn = (one[["layer", "head"]].drop_duplicates() for one in (classified, largest))
+        same = heads[~pd.MultiIndex.from_frame(heads).isin(pd.MultiIndex.from_frame(drawn))]
+        ax.scatter(same["layer"], same["head"], s=14, c=UNCHANGED, linewidths=0)
+        for (change, category), rows in largest.groupby(["change", largest["category"].fillna("")]):
+            color = CATEGORIES[str(category)].color if category else INK
+            ax.scatter(rows["layer"], rows["head"], s=30, c=color, marker=MARKS[str(change)], linewidths=1.2)
+        counts = largest["change"].value_counts()
+        entries = [("o", UNCHANGED, f"classified, unchanged ({len(same):,})")]
+        entries += [(mark, INK, f"{name} ({counts.get(name, 0):,})") for name, mark in MARKS.items()]
+        present = set(largest["category"])
+        entries += [("s", category.color, name) for name, category in CATEGORIES.items() if name in present]
+        handles = [
+            Line2D([], [], linestyle="none", marker=mark, color=color, markersize=5, label=name)
+            for mark, color, name in entries
+        ]
+        legend_beside(ax, is_alone, handles=handles, title="mark: change, colour: category")
     return ax
 
 
-def _draw_curves(comparison: HeadComparison) -> Figure:
+def _draw_curves(comparison: HeadComparison, ax: Axes | None) -> Axes | Figure:
     models, summary = comparison.models, whole_summary(comparison)
-    figure = new_figure(max(3.6, 0.5 * len(models) + 2.2), 4.0)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    at = range(len(models))
-    for name, category in CATEGORIES.items():
-        heads = summary[summary["category"] == name]["heads"]
-        upper.plot(at, heads, marker=category.mark, color=category.color, markersize=4, clip_on=False, label=name)
-    upper.set(ylabel="Heads", ylim=(0, None), title="Heads by category")
-    upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    every = summary[summary["category"] == "any"]
-    lower.bar(at, every["gained"], width=0.6, color=BLUE, label="gained")
-    lower.bar(at, -every["lost"], width=0.6, color=ORANGE, hatch="///", edgecolor="white", label="lost")
-    lower.axhline(0, color=FAINT, linewidth=0.6)
-    most = max(1, int(every[["gained", "lost"]].to_numpy().max()))
-    lower.set(ylabel="Heads", ylim=(-1.15 * most, 1.15 * most))
-    lower.set_title(label(f"Gained or lost a relation since {models[0]}"))
-    lower.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
-    lower.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    lower.set_xticks(at, ticks(models, 24), rotation=30 if len(models) > 4 else 0)
-    whole_numbers(upper.yaxis, lower.yaxis)
-    return figure
-
-
-def _named_mark(shape: str, color: str, name: str) -> Line2D:
-    return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=5, label=name)
+    size, shared = (max(3.6, 0.5 * len(models) + 2.2), 4.0), {"sharex": True, "height_ratios": (3, 2)}
+    with several_panels(ax, size, 2, 1, instead="compare two models", **shared) as (upper, lower):
+        at = range(len(models))
+        for name, category in CATEGORIES.items():
+            heads = summary[summary["category"] == name]["heads"]
+            upper.plot(at, heads, marker=category.mark, color=category.color, markersize=4, clip_on=False, label=name)
+        upper.set(ylabel="Heads", ylim=(0, None), title="Heads by category")
+        every = summary[summary["category"] == "any"]
+        lower.bar(at, every["gained"], width=0.6, color=BLUE, label="gained")
+        lower.bar(at, -every["lost"], width=0.6, color=ORANGE, hatch="///", edgecolor="white", label="lost")
+        lower.axhline(0, color=FAINT, linewidth=0.6)
+        most = max(1, int(every[["gained", "lost"]].to_numpy().max()))
+        lower.set(ylabel="Heads", ylim=(-1.15 * most, 1.15 * most))
+        lower.set_title(label(f"Gained or lost a relation since {models[0]}"))
+        lower.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+        lower.set_xticks(at, ticks(models, 24), rotation=30 if len(models) > 4 else 0)
+        for panel in (upper, lower):
+            panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        whole_numbers(upper.yaxis, lower.yaxis)
+    return plot_of([upper, lower])
 
 
 # Number of classified heads against the threshold: a line per category, a panel per rule.
@@ -359,21 +335,19 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
     """
     rules = list(dict.fromkeys(sensitivity.table["rule"]))
     n_settings = sensitivity.table["setting"].nunique()
-    n_panels = len(rules) + (n_settings > 1)
-    refuse_panels(ax, n_panels)
-    with style(ax):
-        if ax is not None:
-            _draw_rule(sensitivity, rules[0], ax)
-            ax.set_title(model_title(sensitivity.run, f"heads classified, {rules[0]} rule"))
-            ax.legend(loc="upper right")
-            return ax
-        figure = new_figure(max(n_panels * PANEL[0], 3.6), max(PANEL[1], 1.4 + 0.2 * n_settings))
-        panels = figure.subplots(1, n_panels, squeeze=False)[0]
+    n_panels, is_new = len(rules) + (n_settings > 1), ax is None
+    size = max(n_panels * PANEL[0], 3.6), max(PANEL[1], 1.4 + 0.2 * n_settings)
+    with several_panels(ax, size, n_panels, n_panels) as panels:
         for panel, rule in zip(panels, rules, strict=False):
             _draw_rule(sensitivity, rule, panel)
+        if not is_new:
+            panels[0].set_title(model_title(sensitivity.run, f"heads classified, {rules[0]} rule"))
+            panels[0].legend(loc="upper right")
+            return panels[0]
         for panel in panels[1 : len(rules)]:
             panel.sharey(panels[0])
             panel.set_ylabel("")
+        figure = figure_of(panels[0])
         handles, names = panels[0].get_legend_handles_labels()
         if n_panels > len(rules):
             rows, last = sensitivity.at_own_threshold, panels[-1]
@@ -415,18 +389,14 @@ def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
     """Draw the correlation of static and dynamic scores with its interval, a line per relation and context."""
     rows = scores.correlations[scores.correlations["sign"] == "score"]
     names = list(dict.fromkeys(rows["relation"]))
-    heads = f"{int(rows['heads'].max()):,}"
     with one_panel(ax, 4.5, 0.95 + 0.22 * len(names)) as ax:
         for shift, (context, (color, mark)) in zip((-0.15, 0.15), CONTEXT_LOOKS.items(), strict=True):
             found = rows[rows["context"] == context].set_index("relation").loc[names]
             y = [place + shift for place in range(len(names))]
             draw_points(ax, found["pearson"], y, found["low"], found["high"], color, mark, label=f"{context} context")
-        ax.set_yticks(range(len(names)), ticks(name.replace("_", " ") for name in names))
-        ax.set(
-            xlim=(min(0.0, rows["low"].min(skipna=True) or 0.0), 1.02),
-            xlabel=f"Pearson correlation over {heads} heads ({LINES_ARE})",
-        )
-        ax.set_ylim(len(names) - 0.4, -0.6)
+        name_rows(ax, ticks(name.replace("_", " ") for name in names), 0.6)
+        ax.set_xlim(min(0.0, rows["low"].min(skipna=True) or 0.0), 1.02)
+        ax.set_xlabel(f"Pearson correlation over {int(rows['heads'].max()):,} heads ({LINES_ARE})")
         legend_above(ax, 2, model_title(scores.run, "scores of heads, static and dynamic"), **MARKS_ONLY)
     return ax
 
@@ -462,17 +432,14 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
 
 # From weights to a cause: five panels for one relation, a line per relation for several.
 #
-# The maps of one relation share their layers and heads; a ring marks the head that weights and attention name. A share
-# of 1 is the largest effect of a head; lines are 95 % intervals over sources.
+# A ring marks the head that weights and attention name. A share of 1 is the largest effect of a head; lines are 95 %
+# intervals over sources.
 
 WAY_LOOKS: dict[str, tuple[str, str]] = {
     NAMED: (BLUE, "o"),
     "attention": (ORANGE, "s"),
     "other relations' weights": (GREEN, "^"),
     "other relations' effect": (PINK, "D"),
-    "effect": (INK, "|"),
-    "weights": (PURPLE, "v"),
-    "shuffled targets": (FAINT, "x"),
 }
 MAPS = {
     "margin": "margin of the weights (logits)",
@@ -495,7 +462,12 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
         place = {relation: number for number, relation in enumerate(order)}
         for way in (*BASELINES, NAMED):
             rows = suite.ways[(suite.ways["way"] == way) & suite.ways["share"].notna()]
-            _shares(ax, rows["relation"].map(place), rows, way, with_lines=way == NAMED)
+            y, (color, mark) = rows["relation"].map(place), WAY_LOOKS[way]
+            if way == NAMED:
+                ax.hlines(y, rows["low"], rows["high"], color=color, lw=1.0)
+            # Baselines are larger and hollow, so that they stay visible around a marker at the same place.
+            look = {"mfc": color, "ms": 4.0, "mew": 0} if way == NAMED else {"mfc": "none", "ms": 6.5, "mew": 1.1}
+            ax.plot(rows["share"], y, mark, color=color, label=way, ls="none", **look)
         families = suite.table.set_index("relation")["family"]
         cell_ticks(ax.yaxis, range(len(order)), [f"{relation}  ({families[relation]})" for relation in order])
         ax.set(ylim=(-0.7, len(order) - 0.3), xlim=(min(-0.05, ax.get_xlim()[0]), 1.05))
@@ -507,29 +479,22 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
 
 @DRAWINGS.add(Evidence)
 def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
-    """Draw five panels; on a given `ax`, only the last: the share of the head that each method names."""
+    """Draw five panels: three maps by layer and head, the residual stream patched, and the cost of ablation."""
     if not result.is_measured:
         raise InputError(result.verdict)
+    refuse_panels(ax, 5)
     with style(ax):
-        if ax is not None:
-            rows = result.ways.dropna(subset=["share"]).set_index("way")
-            names = [way for way in reversed(WAYS) if way in rows.index]
-            for number, way in enumerate(names):
-                _shares(ax, [number], rows.loc[[way]], way, with_lines=True)
-            ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4))
-            ax.set(
-                xlabel=f"Share of the largest effect ({LINES_ARE})",
-                title=model_title(result.run, label(result.relation)),
-            )
-            return ax
         figure = new_figure(10.0, 5.2)
         # Each row has its own layout, because the names of costs are long.
         above, below = figure.subfigures(2, 1)  # type: ignore[misc]
         axes = [*above.subplots(1, 3), *below.subplots(1, 2)]
         named = result.way(NAMED)
         for (column, title), place in zip(MAPS.items(), axes, strict=False):
-            _evidence_map(result.table, column, place)
-            place.set_title(title)
+            grid = result.table.pivot(index="head", columns="layer", values=column)
+            # Attention is never negative.
+            color_bar(heat_map(place, grid, "Blues" if column == "attention" else ""), place)
+            place.set(title=title, xlabel="Layer", ylabel="Head")
+            whole_numbers(place.xaxis, place.yaxis)
             for color, width in (("white", 2.6), (INK, 1.2)):  # visible on dark and on light cells
                 place.plot(named["layer"], named["head"], "o", ms=9, mfc="none", mec=color, mew=width)
         when, cost = axes[3:]
@@ -540,7 +505,7 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
         when.set(xlabel="Before layer", ylabel="Share of gap", title="residual stream patched")
         whole_numbers(when.xaxis)
         when.legend()
-        rows, y = result.cost.iloc[::-1], range(len(result.cost))
+        rows, y = result.cost, range(len(result.cost))
         both = list(zip(rows["what"], rows["heads"], strict=True))
         # Heads that are ablated together are listed one by one in the rows above.
         both = [(IN_FULL.get(what, what), heads) for what, heads in both]
@@ -549,7 +514,7 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
         cost.hlines(y, rows["low"], rows["high"], color=colors, lw=1.2)
         cost.scatter(rows["cost"], y, c=colors, s=14)
         cost.axvline(0, color=FAINT, lw=0.6)
-        cell_ticks(cost.yaxis, y, ticks(names, 60))
+        name_rows(cost, ticks(names, 60))
         cost.set(xlabel="Logits lost", title="cost of ablation")
         set_figure_title(figure, label(evidence_title(result)))
     return figure
@@ -558,28 +523,3 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
 def evidence_title(found: Evidence) -> str:
     """Return the title of the figure and of the view, as plain text."""
     return plain_title(found.run.model, f"{found.relation}, from weights to a cause")
-
-
-def _shares(ax: Axes, y: Any, rows: pd.DataFrame, way: str, *, with_lines: bool) -> None:
-    color, mark = WAY_LOOKS[way]
-    if with_lines:
-        ax.hlines(y, rows["low"], rows["high"], color=color, lw=1.0)
-    # Baselines are larger and hollow, so that they stay visible around a marker at the same place.
-    size, edge = (6.5, 1.1) if way in BASELINES else (4.0, 1.2 if mark in "|x" else 0)
-    face = "none" if way in BASELINES else color
-    ax.plot(rows["share"], y, mark, color=color, mfc=face, ms=size, mew=edge, label=way, ls="none")
-
-
-def _evidence_map(table: pd.DataFrame, column: str, ax: Axes) -> None:
-    grid = table.pivot(index="head", columns="layer", values=column).to_numpy(dtype=float)
-    limit = largest(grid)
-    edges = [np.arange(n + 1) - 0.5 for n in grid.shape]
-    ax.set_facecolor(UNSEEN)
-    # Attention is never negative.
-    scale: dict[str, Any] = (
-        {"cmap": "Blues", "vmin": 0} if column == "attention" else {"cmap": DIVERGING, "vmin": -limit}
-    )
-    mesh = ax.pcolormesh(*edges[::-1], np.ma.masked_invalid(grid), vmax=limit, rasterized=True, **scale)
-    ax.set(xlabel="Layer", ylabel="Head")
-    whole_numbers(ax.xaxis, ax.yaxis)
-    color_bar(mesh, ax)

@@ -15,14 +15,14 @@ from headwater.figures.style import (
     cell_ticks,
     color_bar,
     columns,
+    heat_map,
     inches,
     largest,
     model_title,
-    new_figure,
     one_panel,
     others,
-    refuse_panels,
-    style,
+    plot_of,
+    several_panels,
     whole_numbers,
 )
 from headwater.figures.sweep import shown
@@ -71,15 +71,12 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
     tokens = drawn.pivot(index="layer", columns="position", values="top_token").to_numpy(dtype=object)
     under = drawn.drop_duplicates("position").sort_values("position")["token"].tolist()
     with one_panel(ax, AROUND[0] + WIDTH * len(positions), AROUND[1] + HEIGHT * len(layers)) as ax:
-        mesh = ax.pcolormesh(
-            probability, cmap="Blues", vmin=0, vmax=1, rasterized=True, edgecolor="white", linewidth=0.4
-        )
+        mesh = heat_map(ax, probability, "Blues", 0.0, 1.0)
+        mesh.set(edgecolor="white", linewidth=0.4)
         _write(ax, tokens, probability)
-        ax.spines[:].set_visible(False)
-        cell_ticks(ax.yaxis, np.arange(len(layers)) + 0.5, [str(layer) for layer in layers])
+        cell_ticks(ax.yaxis, range(len(layers)), [str(layer) for layer in layers])
         names = [shown(token) for token in under]
-        cell_ticks(ax.xaxis, np.arange(len(names)) + 0.5, names, rotation=45, ha="right", rotation_mode="anchor")
-        ax.tick_params(length=0)
+        cell_ticks(ax.xaxis, range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
         ax.set(xlabel=f"The last {len(positions)} positions" if left_out else "", ylabel="Layer")
         color_bar(mesh, ax, "Probability", fraction=0.04, pad=0.01)
         texts = result.table["example"].nunique()
@@ -98,7 +95,7 @@ def _write(ax: Axes, tokens: np.ndarray, probability: np.ndarray) -> None:
         text = text if columns(text) <= LETTERS else text[: LETTERS - 1].rstrip("\\") + "…"
         dark = probability[row, column] > 0.55
         ax.text(
-            column + 0.5, row + 0.5, text, ha="center", va="center", size=size, family=["sans-serif", *others()],
+            column, row, text, ha="center", va="center", size=size, family=["sans-serif", *others()],
             color="white" if dark else INK,
         )  # fmt: skip
 
@@ -117,21 +114,15 @@ COLOURS = {"embed": PURPLE, "head": BLUE, "mixer": GREEN, "mlp": ORANGE, "bias":
 def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -> Axes | Figure:
     """Draw the contribution of each component, averaged over prompts."""
     roles = result.totals["role"].unique().tolist() if "role" in result.table.columns else [None]
-    refuse_panels(ax, len(roles))
-    with style(ax):
-        if ax is None:
-            # A panel's inches: of its cells, within limits, plus the labels around them.
-            across, down = (result.table[name].fillna(0).max() + 1 for name in ("head", "layer"))
-            width, height = float(np.clip(1.7 + 0.14 * across, 3.6, 7)), float(np.clip(1.0 + 0.11 * down, 2.6, 6))
-            figure = new_figure(width * len(roles), height)
-            panels = figure.subplots(1, len(roles), squeeze=False)[0].tolist()
-        else:
-            panels = [ax]
+    # A panel's inches: of its cells, within limits, plus the labels around them.
+    across, down = (result.table[name].fillna(0).max() + 1 for name in ("head", "layer"))
+    width, height = float(np.clip(1.7 + 0.14 * across, 3.6, 7)), float(np.clip(1.0 + 0.11 * down, 2.6, 6))
+    with several_panels(ax, (width * len(roles), height), len(roles), len(roles)) as panels:
         for one, role in zip(panels, roles, strict=True):
             both = (result.table, result.totals)
             table, totals = (rows if role is None else rows[rows["role"] == role] for rows in both)
             _panel(one, result, table, totals, "" if role is None else f"{role}, ")
-    return panels[0] if len(panels) == 1 else panels[0].figure
+    return plot_of(panels)
 
 
 def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.DataFrame, what: str) -> None:
@@ -144,10 +135,8 @@ def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.
     elif means["head"].notna().any():
         _map(ax, means)
         pad += 1.3 * mpl.rcParams["xtick.labelsize"]
-    elif means["layer"].notna().any():
-        _layers(ax, means)
     else:
-        _components(ax, means)
+        _bars(ax, means)
     total = f"{totals['logit_difference'].mean():+.2f}".replace("-", "−")
     ax.set_title(model_title(result.run, f"{what}parts of logit difference {total} (n = {n:,})"), pad=pad)
 
@@ -180,13 +169,8 @@ def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
     heads = table[table["component"] == "head"]
     sums = heads.groupby(["layer", "position"])["contribution"].sum()
     drawn = (sums / heads.groupby(["layer", "position"])["example"].nunique()).unstack()
-    grid = drawn.to_numpy(dtype=float)
-    limit = largest(grid)
-    edges = np.arange(drawn.shape[1] + 1) - 0.5, np.arange(drawn.shape[0] + 1) - 0.5
-    mesh = ax.pcolormesh(*edges, grid, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
-    ax.spines[:].set_visible(False)
+    mesh = heat_map(ax, drawn)
     whole_numbers(ax.xaxis, ax.yaxis)
-    ax.tick_params(length=0)
     others = _written(means[means["component"] != "head"])
     ax.set(xlabel=f"Position attended to{others}", ylabel="Layer (its heads together)")
     color_bar(mesh, ax, LABEL)
@@ -199,23 +183,22 @@ def _written(means: pd.DataFrame) -> str:
     return f" ({', '.join(words)})" if words else ""
 
 
-def _layers(ax: Axes, means: pd.DataFrame) -> None:
+def _bars(ax: Axes, means: pd.DataFrame) -> None:
+    """Draw bars for the components of each layer, or, without layers, one for each component."""
     layered = means[means["layer"].notna()]
-    present = [name for name in NAMES if (layered["component"] == name).any()]
-    width = 0.8 / len(present)
-    for place, name in enumerate(present):
-        part = layered[layered["component"] == name]
-        at = part["layer"].to_numpy(dtype=float) + (place - (len(present) - 1) / 2) * width
-        ax.bar(at, part["contribution"], width, color=COLOURS[name], label=NAMES[name])
-    ax.axhline(0, color=FAINT, linewidth=0.6)
-    whole_numbers(ax.xaxis)
-    ax.set(xlabel=f"Layer{_written(means[means['layer'].isna()])}", ylabel=LABEL)
-    ax.legend()
-
-
-def _components(ax: Axes, means: pd.DataFrame) -> None:
-    values = means.set_index("component")["contribution"]
-    present = [name for name in NAMES if name in values.index]
-    ax.bar([NAMES[name] for name in present], values[present], color=[COLOURS[name] for name in present])
+    found = set((means if layered.empty else layered)["component"])
+    present = [name for name in NAMES if name in found]
+    if layered.empty:
+        values = means.set_index("component")["contribution"]
+        ax.bar([NAMES[name] for name in present], values[present], color=[COLOURS[name] for name in present])
+    else:
+        width = 0.8 / len(present)
+        for place, name in enumerate(present):
+            part = layered[layered["component"] == name]
+            at = part["layer"].to_numpy(dtype=float) + (place - (len(present) - 1) / 2) * width
+            ax.bar(at, part["contribution"], width, color=COLOURS[name], label=NAMES[name])
+        whole_numbers(ax.xaxis)
+        ax.set_xlabel(f"Layer{_written(means[means['layer'].isna()])}")
+        ax.legend()
     ax.axhline(0, color=FAINT, linewidth=0.6)
     ax.set_ylabel(LABEL)

@@ -31,12 +31,12 @@ from headwater.figures.published import StyleName, is_published, model_name, wit
 from headwater.figures.style import (
     BANDS_ARE,
     DASHED,
-    cell_ticks,
     checked_place,
     draw_line,
     draw_points,
     legend_above,
     model_title,
+    name_rows,
     new_figure,
     one_panel,
     plain_title,
@@ -355,13 +355,11 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
             ends = table["auc_low"][where], table["auc_high"][where]
             draw_points(ax, table["auc"][where], y[where], *ends, color, mark)
         ax.axvline(0.5, color=FAINT, linewidth=0.7, linestyle="--")
-        cell_ticks(ax.yaxis, y, [f"{name}, no model" if name == BASELINE else name for name in names])
-        ax.set_ylim(len(names) - 0.4, -0.6)
+        name_rows(ax, [f"{name}, no model" if name == BASELINE else name for name in names], 0.6)
         most = table[["members", "nonmembers"]].max()
         level = membership.run.options["level"]
         ax.set_xlabel(f"AUC, {most['members']:,} members against {most['nonmembers']:,} others (lines: {level:.0%})")
         ax.set_title(model_title(membership.run, "membership in training data"))
-        ax.tick_params(axis="y", colors=INK, length=0)
     return ax
 
 
@@ -382,7 +380,7 @@ def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
 # A heat map of the tokens of texts, as HTML: hovering over a token shows its numbers. A token's colour is its
 # log-probability, from white (certain) to dark (unlikely); the lowest K %, which Min-K% averages, are framed.
 
-COLORS = "YlOrBr"
+SHADES = mpl.colormaps["YlOrBr"]
 UNLIKELY = -10.0
 """The log-probability, in nats, at and below which the colour is the darkest."""
 FRAME = "#2b6cb8"
@@ -407,8 +405,10 @@ def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str
         for token, value, lowest in zip(rows["token"], rows["log_probability"], rows["lowest"], strict=True):
             frame = f";outline:2px solid {FRAME};outline-offset:-2px" if lowest else ""
             tooltip = f"log p = {value:.2f}{', among the lowest' if lowest else ''}"
-            colors = f"background:{_color(value)};color:{_ink(value)}"
-            spans += f'<span title="{tooltip}" style="{colors}{frame}">{html.escape(_shown(str(token)))}</span>'
+            share = min(1.0, max(0.0, value / UNLIKELY))
+            colors = f"background:{to_hex(SHADES(share))};color:{'#ffffff' if share > 0.65 else INK}"
+            text = html.escape(str(token).replace("\n", "↵").replace("\t", "→") or "∅")
+            spans += f'<span title="{tooltip}" style="{colors}{frame}">{text}</span>'
         blocks.append(
             f'<p style="margin:0.4em 0"><small style="color:{FAINT}">{html.escape(name)}</small><br>'
             f'<span style="font-family:monospace;line-height:1.9;white-space:pre-wrap">{spans}</span></p>'
@@ -433,16 +433,3 @@ def _tokens_of(profile: DepthProfile, nodes: Sequence[str] | None) -> dict[str, 
             raise InputError(f"The node {name!r} has no scored tokens: {table.at[name, 'note']!s}.")
         tokens[name] = by_id[owner].sort_values("position")
     return tokens
-
-
-def _shown(token: str) -> str:
-    return token.replace("\n", "↵").replace("\t", "→") or "∅"
-
-
-def _color(log_probability: float) -> str:
-    share = min(1.0, max(0.0, log_probability / UNLIKELY))
-    return to_hex(mpl.colormaps[COLORS](share))
-
-
-def _ink(log_probability: float) -> str:
-    return "#ffffff" if log_probability < 0.65 * UNLIKELY else INK

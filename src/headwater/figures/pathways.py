@@ -25,7 +25,7 @@ from scipy.stats import gaussian_kde
 from headwater.calls import checked_call
 from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PURPLE, RED, SETS, places_of_sets
 from headwater.errors import InputError
-from headwater.figure_options import Size, apply_title_and_size
+from headwater.figure_options import Size, apply_title_and_size, size_requested
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_name, set_names
 from headwater.figures.style import (
     BANDS_ARE,
@@ -36,14 +36,17 @@ from headwater.figures.style import (
     checked_place,
     draw_line,
     draw_points,
+    figure_of,
     label,
     legend_above,
     model_title,
+    name_rows,
     new_figure,
     one_panel,
     panel_grid,
     plain_title,
     set_figure_title,
+    several_panels,
     short_name,
     ticks,
     whole_numbers,
@@ -110,20 +113,28 @@ def delta_p(
     if not shown:
         raise InputError("delta_p needs a list of results of trace_pathways; the list is empty.")
     checked_name("value", value, tuple(VALUES))
-    splits = [_split(result, split_by) for result in shown]
+    splits = [default_split(one) for one in shown]
+    if split_by is not None:
+        splits = [checked_name("split_by", split_by, list(dict.fromkeys(one.curves["split_by"]))) for one in shown]
     titles = [model_title(result.run, SPLIT_BY[split]) for result, split in zip(shown, splits, strict=True)]
     if as_published:
         titles = [model_name(short_name(result.run.model)) for result in shown]
     elif len(shown) == 1:
         titles = [label(title_of(shown[0], splits[0], value))]
+    names = list(dict.fromkeys(name for one in shown for name in one.datasets))
+    if len(names) > MOST_SETS:
+        raise InputError(f"A figure shows at most {MOST_SETS} question sets; these results have {len(names)}.")
+    names = in_order(names) if as_published else names
     columns = min(len(shown), 3)
     rows = -(-len(shown) // columns)
-    names = _names(shown)
-    names = in_order(names) if as_published else names
     axis_name = VALUES[value].partition(" (")[0] if as_published else VALUES[value]
     with shared_look(ax):
-        handles, labels = _published_legend(names) if as_published else _legend(shown, names, split_by)
-        look: dict[str, Any] = {"loc": "upper center", "ncols": 2, "title": None if as_published else _counted(shown)}
+        handles, labels = _legend(shown, names, split_by, as_published)
+        look: dict[str, Any] = {"loc": "upper center", "ncols": 2}
+        if not as_published:
+            marked = f"\n{DAGGER_IS}" if chance_note(shown) else ""
+            each = ", panel by panel" if len(shown) > 1 else ""
+            look["title"] = f"In brackets{each}: {COUNTED}\n{SPELLED}{marked}"
         if ax is not None:
             _draw(ax, shown[0], names, splits[0], value, as_published)
             ax.set(ylabel=axis_name, title=titles[0])
@@ -133,8 +144,7 @@ def delta_p(
         below = LINE * (len(names) + entries) + 0.1
         figure = new_figure(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below)
         height = (size or figure.get_size_inches())[1]
-        halves: Any = figure.subfigures(2, 1, height_ratios=(max(height - below, below), below))
-        above, legend = halves
+        above, legend = figure.subfigures(2, 1, height_ratios=(max(height - below, below), below))  # type: ignore[misc]
         axes = panel_grid(above, len(shown), columns)
         for panel, result, split, name in zip(axes, shown, splits, titles, strict=True):
             _draw(panel, result, names, split, value, as_published)
@@ -160,21 +170,6 @@ def plot_delta_p(
 def default_split(pathways: Pathways) -> str:
     """Return the default way to distinguish modes: as published if the trace has it, else at l*."""
     return PER_LAYER if (pathways.curves["split_by"] == PER_LAYER).any() else BEST_LAYER
-
-
-def _split(pathways: Pathways, split_by: str | None) -> str:
-    splits = list(dict.fromkeys(pathways.curves["split_by"]))
-    if split_by is None:
-        return default_split(pathways)
-    return checked_name("split_by", split_by, splits)
-
-
-def _names(shown: Sequence[Pathways]) -> list[str]:
-    """Return the question sets of all panels, in order; raise if there are more than `MOST_SETS`."""
-    names = list(dict.fromkeys(name for one in shown for name in one.datasets))
-    if len(names) > MOST_SETS:
-        raise InputError(f"A figure shows at most {MOST_SETS} question sets; these results have {len(names)}.")
-    return names
 
 
 def title_of(pathways: Pathways, split_by: str, value: str = "delta_p") -> str:
@@ -213,25 +208,23 @@ def look_of(name: str, mode: str, names: Sequence[str], as_published: bool = Fal
     return look | ({"color": PUBLISHED[place]} if as_published else {"markerfacecolor": "white", "markersize": 3.2})
 
 
-def _legend(shown: Sequence[Pathways], names: Sequence[str], split_by: str | None) -> tuple[list[Line2D], list[str]]:
-    """Return the entries of the legend, a column per mode: its name, then its question sets."""
-    handles, labels = [], []
+def _legend(
+    shown: Sequence[Pathways], names: Sequence[str], split_by: str | None, as_published: bool
+) -> tuple[list[Line2D], list[str]]:
+    """Return the entries of the legend, a column per mode: unless published its name, then its question sets."""
+    handles, labels, called = [], [], set_names(names)
     for mode in MODES:
-        handles.append(Line2D([], [], linestyle="none"))
-        labels.append(mode)
+        if not as_published:
+            handles.append(Line2D([], [], linestyle="none"))
+            labels.append(mode)
         for name in names:
-            counts = ", ".join(_count(one, name, mode, split_by) + DAGGER * _at_chance(one, name) for one in shown)
-            handles.append(Line2D([], [], **look_of(name, mode, names)))
-            labels.append(f"{label(name)} ({counts})")
+            handles.append(Line2D([], [], **look_of(name, mode, names, as_published)))
+            if as_published:
+                labels.append(f"{mode.replace('anchored', 'Anchored')} ({called[name]})")
+            else:
+                counts = ", ".join(_count(one, name, mode, split_by) + DAGGER * _at_chance(one, name) for one in shown)
+                labels.append(f"{label(name)} ({counts})")
     return handles, labels
-
-
-def _published_legend(names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
-    """Return the published legend, a column per mode."""
-    found = [(mode, name) for mode in MODES for name in names]
-    handles = [Line2D([], [], **look_of(name, mode, names, as_published=True)) for mode, name in found]
-    called = set_names(names)
-    return handles, [f"{mode.replace('anchored', 'Anchored')} ({called[name]})" for mode, name in found]
 
 
 def _counts_note(shown: Sequence[Pathways]) -> str:
@@ -255,11 +248,6 @@ def chance_note(shown: Sequence[Pathways]) -> str:
 def _at_chance(pathways: Pathways, name: str) -> bool:
     """Whether the probe of a question set is not above chance."""
     return name in pathways.datasets and not SetAtBest(pathways, name).baseline(WRONG, PROBE)[1] > 0.5
-
-
-def _counted(shown: Sequence[Pathways]) -> str:
-    marked = f"\n{DAGGER_IS}" if chance_note(shown) else ""
-    return f"In brackets{', panel by panel' if len(shown) > 1 else ''}: {COUNTED}\n{SPELLED}{marked}"
 
 
 def _count(pathways: Pathways, name: str, mode: str, split_by: str | None) -> str:
@@ -354,8 +342,8 @@ def controls(
             rows, y = own.reindex(shown), np.arange(len(shown)) + shift
             low, high = (rows[f"delta_p_{end}"] for end in ("low", "high"))
             draw_points(panel, rows["delta_p"], y, low, high, color, marker, label=mode)
-        panel.set(xlabel="ΔP at l* (percentage points)")
-        panel.set(yticks=range(len(shown)), yticklabels=shown, ylim=(len(shown) - 0.5, -0.5))
+        panel.set_xlabel("ΔP at l* (percentage points)")
+        name_rows(panel, shown)
         panel.xaxis.set_major_locator(MaxNLocator(4))
 
     note = f"{LINES_ARE}; l*: the probe's best layer\n{RANDOM_ARE}"
@@ -383,43 +371,29 @@ def _by_set(
     n = len(pathways.datasets)
     size, across = checked_place(ax, n, figsize), 2 if n == 4 else min(n, 4)
     heading = model_title(pathways.run, subject)
-    with shared_look(ax):
-        if ax is None:
-            usual = max(CONTROLS_PANEL[0] * across, 3.4) + names, CONTROLS_PANEL[1] * -(-n // across) + 0.4
-            figure = new_figure(*(size or usual))
-            axes = panel_grid(figure, n, across, sharey=sharey)
-        else:
-            figure, axes = None, [ax]
+    usual = max(CONTROLS_PANEL[0] * across, 3.4) + names, CONTROLS_PANEL[1] * -(-n // across) + 0.4
+    with size_requested(size), several_panels(ax, usual, n, across, heading, sharey=sharey) as axes:
         for panel, name in zip(axes, pathways.datasets, strict=True):
             draw(panel, name)
-            seen = _counted_title(pathways, name, " " if n == 1 else "\n") if note else label(name)
+            seen, at_best = label(name), SetAtBest(pathways, name)
+            if note:
+                # With the number of examples that have as many random tokens as exact ones.
+                beside = f"; random: {at_best.controlled:,}" if at_best.controlled else ""
+                seen += (" " if n == 1 else "\n") + f"(n = {at_best.n_examples:,}{beside})"
             panel.set_title(f"{heading}\n{seen}" if n == 1 else seen)
         for panel in axes[::across] if y else ():
             panel.set_ylabel(y)
         if note:
-            _legend_below(figure, axes, note)
-        if figure is not None and n > 1:
-            set_figure_title(figure, heading)
-        return apply_title_and_size(axes[0] if figure is None else figure, title, None)
-
-
-def _counted_title(pathways: Pathways, dataset: str, between: str) -> str:
-    """Return a question set with its number of examples, and the number with as many random tokens as E_Q."""
-    view = SetAtBest(pathways, dataset)
-    beside = f"; random: {view.controlled:,}" if view.controlled else ""
-    return f"{label(dataset)}{between}(n = {view.n_examples:,}{beside})"
-
-
-def _legend_below(figure: Figure | None, axes: list[Axes], title: str) -> None:
-    marks = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
-    across = 3 if len(marks) > 2 else 2
-    look: dict[str, Any] = {"handlelength": 2.6, "title": title, "title_fontsize": 7}
-    if figure is None:
-        look |= {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22)}
-        is_narrow = axes[0].get_window_extent().width / axes[0].figure.dpi < 2.4
-        axes[0].legend(list(marks.values()), list(marks), ncols=1 if is_narrow else min(across, 2), fontsize=6, **look)
-        return
-    figure.legend(list(marks.values()), list(marks), loc="outside lower center", ncols=across, **look)
+            marks = {text: mark for one in axes for mark, text in zip(*one.get_legend_handles_labels(), strict=True)}
+            columns = 3 if len(marks) > 2 else 2
+            look: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
+            if ax is not None:
+                look = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22), "fontsize": 6}
+                look["ncols"] = 1 if ax.get_window_extent().width / ax.figure.dpi < 2.4 else 2
+            look |= {"handlelength": 2.6, "title": note, "title_fontsize": 7}
+            (ax or figure_of(axes[0])).legend([*marks.values()], [*marks], **look)
+    with shared_look():  # the caller's title in the size of the figure's own
+        return apply_title_and_size(ax or figure_of(axes[0]), title, None)
 
 
 @DRAWINGS.add(Refusals)
@@ -432,8 +406,8 @@ def plot_refusals(refusals: Refusals, ax: Axes | None = None) -> Axes:
         for shift, (mode, look), column in columns:
             value, low, high = (100 * rows[f"{column}{end}"] for end in ("", "_low", "_high"))
             draw_points(ax, value, np.arange(len(rows)) + shift, low, high, *look, label=mode)
-        left = min(0.0, ax.get_xlim()[0])
-        ax.set(yticks=range(len(rows)), yticklabels=names, ylim=(max(len(rows), 1) - 0.5, -0.5), xlim=(left, None))
+        name_rows(ax, names)
+        ax.set_xlim(min(0.0, ax.get_xlim()[0]), None)
         ax.set_xlabel(f"Refusals when asked again (%)\n({LINES_ARE})")
         legend_above(ax, 2, model_title(refusals.run, "refusals by mode"))
     return ax

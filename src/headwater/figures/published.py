@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.colors import FAINT, INK, places_of_sets
 from headwater.errors import InputError
-from headwater.figures.style import label, model_title, new_figure, panel_grid, set_figure_title, style
+from headwater.figures.style import label, model_title, plot_of, several_panels
 from headwater.options import checked_name
 from headwater.reference.published import Reproduction
 from headwater.runs.result import DRAWINGS
@@ -86,30 +85,24 @@ COLUMNS = 3
 
 
 @DRAWINGS.add(Reproduction)
-def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Figure:
+def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Axes | Figure:
     """Draw every number that was both published and measured."""
     table = reproduction.table.dropna(subset=["difference"])
-    if ax is not None:
-        raise InputError("This figure has several panels and makes its own: call plot() without ax.")
     if table.empty:
         raise InputError(f"Nothing to draw: no number of {reproduction.run.model} was both published and measured.")
     panels = list(table.groupby("quantity", sort=False))
-    columns, rows = min(COLUMNS, len(panels)), -(-len(panels) // COLUMNS)
-    with style(ax):
-        figure = new_figure(2.3 * columns, 2.4 * rows)
-        for panel, (quantity, numbers) in zip(panel_grid(figure, len(panels), columns), panels, strict=True):
-            _panel(panel, quantity, numbers)
-        set_figure_title(figure, model_title(reproduction.run, "measured and published"))
-    return figure
-
-
-def _panel(ax: Any, quantity: object, rows: pd.DataFrame) -> None:
-    numbers = rows[["published", "measured"]].to_numpy()
-    low, high = float(np.min(numbers)), float(np.max(numbers))
-    room = 0.06 * (high - low or abs(high) or 1.0)
-    limits = (low - room, high + room)
-    ax.plot(limits, limits, color=FAINT, linewidth=0.8)
-    ax.plot(rows["published"], rows["measured"], "o", color=INK, markersize=3.5, markerfacecolor="none")
-    ax.set(xlim=limits, ylim=limits, xlabel="published", ylabel="measured", aspect="equal")
-    name = ",\n".join(label(part) for part in str(quantity).split(", "))
-    ax.set_title(f"{name} (n = {len(rows):,})", fontsize=8)
+    columns = min(COLUMNS, len(panels))
+    size = 2.3 * columns, 2.4 * -(-len(panels) // COLUMNS)
+    title = model_title(reproduction.run, "measured and published")
+    with several_panels(ax, size, len(panels), columns, title) as axes:
+        for panel, (quantity, rows) in zip(axes, panels, strict=True):
+            numbers = rows[["published", "measured"]].to_numpy()
+            low, high = float(np.min(numbers)), float(np.max(numbers))
+            room = 0.06 * (high - low or abs(high) or 1.0)
+            limits = (low - room, high + room)
+            panel.plot(limits, limits, color=FAINT, linewidth=0.8)
+            panel.plot(rows["published"], rows["measured"], "o", color=INK, markersize=3.5, markerfacecolor="none")
+            panel.set(xlim=limits, ylim=limits, xlabel="published", ylabel="measured", aspect="equal")
+            name = ",\n".join(label(part) for part in str(quantity).split(", "))
+            panel.set_title(f"{title}\n" * (len(panels) == 1) + f"{name} (n = {len(rows):,})", fontsize=8)
+    return plot_of(axes)

@@ -34,6 +34,7 @@ from headwater.figures.style import (
     DASHED,
     checked_place,
     label,
+    legend_below,
     new_figure,
     set_figure_title,
     short_name,
@@ -101,7 +102,7 @@ def saliency(
     names = in_order(names) if as_published else names
     groups = [names] if ax is not None else [names[i : i + 2] for i in range(0, len(names), 2)]
     size = checked_place(ax, len(tables), figsize)
-    axis = _axis(chosen, listed[0].run.options.get("pairs"))
+    axis = ", ".join(filter(None, (PAIRS.get(str(listed[0].run.options.get("pairs"))), TARGET_NAMES[chosen])))
     width = max(3.4, 2.7 * len(tables))
     with shared_look(ax):
         if ax is None:
@@ -131,10 +132,8 @@ def saliency(
         if ax is not None:
             ax.legend(handles, texts, title=marked[0] if marked else None, **look)
             return apply_title_and_size(ax, title, None)
-        longest = max(len(text.replace("$", "").replace("_", "")) for text in texts)
-        ncols = int(np.clip(width // (0.06 * longest + 0.35), 1, len(groups) * 2))
         spelled = None if as_published else "\n".join([SPELLED, *marked])
-        figure.legend(handles, texts, loc="outside lower center", ncols=ncols, title=spelled, **look)
+        legend_below(figure, len(groups) * 2, handles=handles, labels=texts, title=spelled, **look)
         if len(tables) > 1 and not as_published:
             set_figure_title(figure, SEEN.capitalize())
     return apply_title_and_size(figure, title, size)
@@ -225,11 +224,6 @@ def _looks(kind: str, name: str, names: list[str], as_published: bool) -> tuple[
     area = {"facecolor": fill, "alpha": alpha, "hatch": hatch, "edgecolor": color, "linewidth": 0}
     line = {"color": color, "linestyle": DASHES[kind], "linewidth": 1.1, "marker": mark, "markersize": 2.4}
     return area, line
-
-
-def _axis(target: str, pairs: object) -> str:
-    """Return the description of the saliency on an axis."""
-    return ", ".join(filter(None, (PAIRS.get(str(pairs)), TARGET_NAMES[target])))
 
 
 def _values(table: pd.DataFrame, dataset: str, kind: str) -> NDArray[np.float64]:

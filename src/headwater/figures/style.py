@@ -23,6 +23,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
 from matplotlib.legend import Legend
@@ -31,7 +32,7 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 
 from headwater.calls import checked_call
-from headwater.colors import INK
+from headwater.colors import DIVERGING, INK, UNSEEN
 from headwater.errors import InputError
 from headwater.figure_options import Size, checked_size, requested_size
 from headwater.options import checked_name, checked_path, one_or_several
@@ -225,6 +226,27 @@ def one_panel(ax: Axes | None, width: float, height: float) -> Iterator[Axes]:
         yield ax or new_figure(width, height).add_subplot()
 
 
+@contextmanager
+def several_panels(
+    ax: Axes | None, size: Size, n: int, columns: int, title: str = "", *, instead: str = "", **shared: Any
+) -> Iterator[list[Axes]]:
+    """Draw `n` panels as `one_panel` draws one, with a title above them if there are several.
+
+    The caller's axes can only be a single panel; `instead` is what else the caller can do.
+    """
+    refuse_panels(ax, n, instead)
+    with style(ax):
+        axes = [ax] if ax is not None else panel_grid(new_figure(*size), n, columns, **shared)
+        yield axes
+        if n > 1 and title:
+            set_figure_title(figure_of(axes[0]), title)
+
+
+def plot_of(axes: Sequence[Axes]) -> Axes | Figure:
+    """Return what a drawing function returns: the axes of a single panel, or the figure of several."""
+    return axes[0] if len(axes) == 1 else figure_of(axes[0])
+
+
 def inches(ax: Axes) -> tuple[float, float]:
     """Return the approximate width and height of axes in inches, before labels take their space."""
     box = ax.get_window_extent()
@@ -369,10 +391,30 @@ def draw_points(ax: Axes, values: Any, y: Any, low: Any, high: Any, color: str, 
     ax.plot(values, y, mark, color=color, markersize=3.6, linestyle="none", **look)
 
 
+def name_rows(ax: Axes, names: Sequence[str], margin: float = 0.5) -> None:
+    """Name the rows of a plot, the first at the top; at the height of its index."""
+    cell_ticks(ax.yaxis, range(len(names)), names)
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(max(len(names), 1) - 1 + margin, -margin)
+
+
 def largest(grid: Any) -> float:
     """Return the largest size in a grid, the end of a symmetric colour scale; 1 if there is none above 0."""
     values: Any = np.ma.filled(np.ma.asarray(grid, dtype=float), np.nan)
     return float(np.abs(values[np.isfinite(values)]).max(initial=0.0)) or 1.0
+
+
+def heat_map(ax: Axes, grid: Any, shades: str = "", low: float = 0.0, high: float | None = None) -> QuadMesh:
+    """Draw numbers as cells around their indices: symmetric around 0, or with `shades` from `low`; NaN stays grey."""
+    values = np.ma.masked_invalid(np.asarray(grid, dtype=float))
+    edges = [np.arange(n + 1) - 0.5 for n in values.shape]
+    top = largest(values) if high is None else high
+    scale: dict[str, Any] = {"cmap": shades or DIVERGING, "vmin": low if shades else -top, "vmax": top}
+    mesh = ax.pcolormesh(edges[1], edges[0], values, rasterized=True, **scale)
+    ax.set(facecolor=UNSEEN, xlim=edges[1][[0, -1]], ylim=edges[0][[0, -1]])
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    return mesh
 
 
 def color_bar(mesh: Any, beside: Any, text: str = "", **place: Any) -> None:

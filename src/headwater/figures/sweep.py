@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.calls import checked_call
-from headwater.colors import DIVERGING, FAINT, SETS, UNSEEN
+from headwater.colors import FAINT, SETS, UNSEEN
 from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.style import (
@@ -28,18 +28,15 @@ from headwater.figures.style import (
     color_bar,
     draw_line,
     drawable,
-    figure_of,
+    heat_map,
     inches,
-    largest,
     legend_above,
     model_title,
-    new_figure,
+    name_rows,
     one_panel,
-    panel_grid,
     plain_title,
-    refuse_panels,
-    set_figure_title,
-    style,
+    plot_of,
+    several_panels,
     ticks,
     whole_numbers,
 )
@@ -99,19 +96,19 @@ def plot_sweep(
     measure = measure_of(table, value, normalize)
     sweep.warn_of_averages(table, measure)
     panels = panels_of(table, fixed)
-    refuse_panels(ax, len(panels), "choose one with site= and metric=")
-    with style(ax):
-        axes = [ax] if ax is not None else _axes(panels, fixed)
+    title = drawn_label(title_of(sweep, panels, fixed))
+    with several_panels(ax, *_layout(panels, fixed), title, instead="choose one with site= and metric=") as axes:
         for one, (name, part) in zip(axes, panels, strict=True):
             _panel(one, part, name, measure, sweep, fixed)
-        title = drawn_label(title_of(sweep, panels, fixed))
         if len(panels) == 1:
             axes[0].set_title(title)
-            return axes[0]
-        _share_scales(axes, [name for name, _ in panels])
-        figure = figure_of(axes[0])
-        set_figure_title(figure, title)
-    return figure
+        for shared in {name[:2] for name, _ in panels if len(name) > 2 and len(panels) > 1}:
+            # One colour scale for the panels of one site and metric, one per role.
+            meshes = [one.collections[0] for one, (name, _) in zip(axes, panels, strict=True) if name[:2] == shared]
+            limit = max(mesh.get_clim()[1] or 0.0 for mesh in meshes)
+            for mesh in meshes:
+                mesh.set_clim(-limit, limit)
+    return plot_of(axes)
 
 
 def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.DataFrame]]:
@@ -149,17 +146,8 @@ def title_of(sweep: Sweep, panels: Sequence[tuple[Any, pd.DataFrame]], fixed: di
     return plain_title(sweep.run.model, seen)
 
 
-def _share_scales(axes: Sequence[Axes], names: Sequence[Any]) -> None:
-    """Give the panels of one site and metric, one per role, the same colour scale."""
-    for shared in {name[:2] for name in names if len(name) > 2}:
-        meshes = [ax.collections[0] for ax, name in zip(axes, names, strict=True) if name[:2] == shared]
-        limit = max(mesh.get_clim()[1] or 0.0 for mesh in meshes)
-        for mesh in meshes:
-            mesh.set_clim(-limit, limit)
-
-
-def _axes(panels: list[Any], fixed: dict[str, Any]) -> list[Axes]:
-    """Make a figure of fitting size with axes for each panel."""
+def _layout(panels: list[Any], fixed: dict[str, Any]) -> tuple[tuple[float, float], int, int]:
+    """Return a fitting size of the figure, and the number of panels and of columns."""
     n_metrics = len({name[1] for name, _ in panels})
     sizes = [_size(part, fixed) for _, part in panels]
     width, height = max(w for w, _ in sizes), max(h for _, h in sizes)
@@ -167,7 +155,7 @@ def _axes(panels: list[Any], fixed: dict[str, Any]) -> list[Axes]:
     rows = -(-len(panels) // (n_metrics if n_metrics > 1 else max(1, int(WIDEST // needed))))
     columns = -(-len(panels) // rows)
     width = min(width, max(WIDEST / columns, NARROWEST))
-    return panel_grid(new_figure(columns * width, rows * height), len(panels), columns)
+    return (columns * width, rows * height), len(panels), columns
 
 
 def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
@@ -221,25 +209,20 @@ def _seen(part: pd.DataFrame, name: Any, fixed: dict[str, object]) -> str:
     for column, before in (("values", ""), ("window", "window ")):
         settings += "".join(f", {before}{one}" for one in (part[column].unique() if column in part.columns else ()))
     band = "" if len(axes) != 1 else "; 95 %" if axes[0] in ("set", *UNORDERED) else "; band: 95 %"
-    counted = f" (n = {_counts(part, axes)}{band})" if part["example"].nunique() > 1 else ""
+    counted = ""
+    if part["example"].nunique() > 1:
+        # The examples per cell: a number, or the least and the most.
+        found = part.dropna(subset=["effect"]).groupby(axes or ["site"])["example"].nunique()
+        ends = dict.fromkeys((int(found.min()), int(found.max())) if len(found) else (0,))
+        counted = f" (n = {' to '.join(f'{n:,}' for n in ends)}{band})"
     return f"{TITLES.get(name[0], name[0])}{settings}{counted}"
-
-
-def _counts(part: pd.DataFrame, axes: list[str]) -> str:
-    """Return the number of examples per cell: a number, or the least and the most."""
-    found = part.dropna(subset=["effect"]).groupby(axes or ["site"])["example"].nunique()
-    least, most = (int(found.min()), int(found.max())) if len(found) else (0, 0)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label: str, sweep: Sweep) -> None:
     means = grid_of(part, axes[0], axes[1], measure)
-    grid = means.to_numpy(dtype=float)
-    limit = largest(grid)
-    ax.spines[:].set_visible(False)
-    if np.isnan(grid).any():
-        ax.patch.set(facecolor=UNSEEN, edgecolor=HATCH, hatch="//////", linewidth=0)
-    mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
+    mesh = heat_map(ax, means)
+    if means.isna().to_numpy().any():
+        ax.patch.set(edgecolor=HATCH, hatch="//////", linewidth=0)
     tokens = _shared_tokens(part, sweep)
     across, down = inches(ax)
     down_tokens = tokens if axes[0] == "position" and TOKEN * len(means) <= down else None
@@ -294,9 +277,7 @@ def _dots(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str) -> 
     if summary["low"].notna().any():
         ax.hlines(places, summary["low"], summary["high"], color=CURVE, alpha=0.4, linewidth=2)
     ax.plot(summary["mean"], places, color=CURVE, marker="o", markersize=3.5, linestyle="none")
-    cell_ticks(ax.yaxis, places, _names(summary[axis], axis, part))
-    ax.set_ylim(len(summary) - 0.5, -0.5)
-    ax.tick_params(axis="y", length=0)
+    name_rows(ax, _names(summary[axis], axis, part))
     ax.set_xlabel(label)
 
 
@@ -321,8 +302,7 @@ def _ticks(
         names = [shown(tokens[int(i)]) for i in places]
     else:
         names = _names(places, axis, part) if axis in NAMED else [str(i) for i in places]
-    cell_ticks(which, np.arange(len(places)) + 0.5, names, None if is_named else MOST_TICKS, **look)
-    which.set_tick_params(length=0)
+    cell_ticks(which, range(len(places)), names, None if is_named else MOST_TICKS, **look)
 
 
 def shown(token: str) -> str:
