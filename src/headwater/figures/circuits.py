@@ -101,7 +101,7 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
         wide, tall = np.divide(inches(ax), (far + 1.2, high - low + 0.7))
         is_crowded = 72 * wide < 3.2 * NAME
         points = min(NAME, 72 * wide / (2.4 if is_crowded else 3.2), 72 * tall / 1.8)
-        sizes = np.abs(np.nan_to_num(circuit.effects))
+        sizes, is_unknown = np.abs(np.nan_to_num(circuit.effects)), np.isnan(circuit.effects)
         top = float(sizes.max(initial=0.0)) or 1.0
         order = sorted(lines, key=lambda line: sizes[line.edge])
         for rank, line in enumerate(order):
@@ -125,7 +125,16 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
         inner = [node for node in places if 0 < node < len(senders)]
         at = pd.Series([places[node][0] for node in inner], dtype=float).groupby([int(senders.layer[i]) for i in inner])
         cell_ticks(ax.xaxis, at.mean().tolist(), [str(layer) for layer, _ in at])
-        _legend(ax, circuit, lines, top)
+        kinds, effects = {line.kind for line in lines}, circuit.effects
+        signs = {"above 0": (effects > 0, ABOVE), "below 0": (effects < 0, BELOW), "unknown": (is_unknown, FAINT)}
+        for name, (is_so, color) in signs.items():
+            if is_so.any():
+                ax.plot([], [], label=f"effect {name}", color=color, linewidth=2)
+        if not is_unknown.all():
+            ax.plot([], [], label=f"thickest: {top:.2g}", color=INK, linewidth=WIDTHS[1])
+        for kind in (kind for kind in FED if kind in kinds):
+            ax.plot([], [], label=f"into {kind} ({FED[kind]})", color=INK, linestyle=LINES[kind])
+        legend_above(ax, 7, label(title_of(circuit)))
     return ax
 
 
@@ -203,23 +212,6 @@ def _point(curve: Path, t: float) -> Place:
     a, b, c, d = np.asarray(curve.vertices)
     x, y = (1 - t) ** 3 * a + 3 * t * (1 - t) ** 2 * b + 3 * t**2 * (1 - t) * c + t**3 * d
     return float(x), float(y)
-
-
-def _legend(ax: Axes, circuit: Circuit, lines: list[Drawn], top: float) -> None:
-    """Draw the legend of the lines above the axes."""
-    effects: Any = circuit.effects
-    signs = {"above 0": (effects > 0, ABOVE), "below 0": (effects < 0, BELOW), "unknown": (np.isnan(effects), FAINT)}
-    entries: list[tuple[str, dict[str, Any]]] = [
-        (f"effect {name}", {"color": color, "linewidth": 2}) for name, (is_so, color) in signs.items() if is_so.any()
-    ]
-    if not np.isnan(effects).all():
-        entries.append((f"thickest: {top:.2g}", {"color": INK, "linewidth": WIDTHS[1]}))
-    kinds = {line.kind for line in lines}
-    for kind in (kind for kind in FED if kind in kinds):
-        entries.append((f"into {kind} ({FED[kind]})", {"color": INK, "linestyle": LINES[kind]}))
-    for text, look in entries:
-        ax.plot([], [], label=text, **look)
-    legend_above(ax, min(7, len(entries)) or 1, label(title_of(circuit)))
 
 
 # Circuits run alone: the faithfulness of each with its placebos, and the curve over sizes with the placebos as a band.

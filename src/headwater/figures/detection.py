@@ -16,6 +16,7 @@ from headwater.figures.style import (
     DASHED,
     LINES_ARE,
     MARKS_ONLY,
+    color_bar,
     draw_line,
     draw_points,
     figure_of,
@@ -23,11 +24,9 @@ from headwater.figures.style import (
     legend_above,
     model_title,
     name_rows,
-    new_figure,
     one_panel,
-    panel_grid,
-    set_figure_title,
-    style,
+    plot_of,
+    several_panels,
     ticks,
     whole_numbers,
 )
@@ -115,39 +114,28 @@ TOKEN_NAMES = {
 def plot_probe_map(result: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
     """Draw a row per token and a column per layer; darker is a higher AUC, from 0.5 to 1; the best cell is framed.
 
-    One panel per question set; on a given `ax`, only the first set's.
+    One panel per question set.
     """
-    sets = result.datasets
-    with style(ax):
-        if ax is not None:
-            _panel(result, sets[0], ax)
-            ax.set_title(model_title(result.run, f"wrong answers detected by probes, {label(sets[0])}"))
-            return ax
-        tokens = result.table["token"].nunique()
-        across = min(2, len(sets))
-        figure = new_figure(2.6 * across + 1.6, (0.2 * tokens + 0.7) * -(-len(sets) // across) + 0.5)
-        axes = panel_grid(figure, len(sets), across, sharey=True)
+    sets, n_tokens = result.datasets, result.table["token"].nunique()
+    across = min(2, len(sets))
+    size = 2.6 * across + 1.6, (0.2 * n_tokens + 0.7) * -(-len(sets) // across) + 0.5
+    title = model_title(result.run, f"wrong answers detected by probes of {result.run.options['site']}")
+    with several_panels(ax, size, len(sets), across, title, sharey=True) as axes:
         for panel, name in zip(axes, sets, strict=True):
-            image = _panel(result, name, panel)
-            answers = result.table.loc[result.table["dataset"] == name, "answers"].iloc[0]
-            panel.set_title(f"{label(name)} (n = {answers:,})")
-        figure.colorbar(image, ax=axes, label="AUC")
-        seen = f"wrong answers detected by probes of {result.run.options['site']}"
-        set_figure_title(figure, model_title(result.run, seen))
-    return figure
-
-
-def _panel(found: ProbeMap, name: str, ax: Axes):  # type: ignore[no-untyped-def]
-    wide = found.table[found.table["dataset"] == name].pivot(index="token", columns="layer", values="auc")
-    tokens = [token for token in TOKEN_NAMES if token in wide.index]
-    values = wide.loc[tokens].to_numpy(dtype=float)
-    image = ax.imshow(values, cmap="Blues", vmin=0.5, vmax=1.0, aspect="auto", interpolation="none")
-    row, column = divmod(int(values.argmax()), values.shape[1])
-    ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=1.0))
-    ax.set_yticks(range(len(tokens)), [TOKEN_NAMES[token] for token in tokens])
-    ax.set_xlabel("Layer")
-    whole_numbers(ax.xaxis)
-    return image
+            rows = result.table[result.table["dataset"] == name]
+            wide = rows.pivot(index="token", columns="layer", values="auc")
+            tokens = [token for token in TOKEN_NAMES if token in wide.index]
+            values = wide.loc[tokens].to_numpy(dtype=float)
+            image = panel.imshow(values, cmap="Blues", vmin=0.5, vmax=1.0, aspect="auto", interpolation="none")
+            row, column = divmod(int(values.argmax()), values.shape[1])
+            panel.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=1.0))
+            panel.set_yticks(range(len(tokens)), [TOKEN_NAMES[token] for token in tokens])
+            panel.set_xlabel("Layer")
+            whole_numbers(panel.xaxis)
+            counted = f"{label(name)} (n = {rows['answers'].iloc[0]:,})"
+            panel.set_title(f"{title}\n{counted}" if len(sets) == 1 else counted)
+        color_bar(image, axes, "AUC")
+    return plot_of(axes)
 
 
 @DRAWINGS.add(ProbeFit)

@@ -6,7 +6,7 @@ a cause: does the head that a relation's weights name carry the answer?
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -89,44 +89,35 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
     run_on = list(result.table["on"].unique())
     present = [*run_on, *(name for name in SHADES if result.heads[name].notna().any())]
     shown = present if on is None else [checked_name("on", on, present)]
+    (n_layers, n_heads), maps, is_alone = extent(result.heads), len(shown), ax is None
+    # Maps with markers come first; beside a single map there is room for the legend.
+    columns = max(sum(name in kinds for name in shown) for kinds in (SEEN, SHADES))
+    cell = min(CELL, LARGEST[0] / n_layers / maps**0.5, LARGEST[1] / n_heads)
+    width = columns * (LEFT + max(n_layers * cell, 1.3)) + LEGEND * (maps == 1)
+    height = -(-maps // columns) * (BOTTOM + max(n_heads * cell, LINES)) + TITLE * (maps > 1)
     title, labelled = model_title(result.run, "what heads attend to"), dict[str, pd.DataFrame]()
-    with several_panels(ax, *_layout(result, shown), title, instead="choose one with on=") as axes:
+    with several_panels(ax, (width, height), maps, columns, title, instead="choose one with on=") as axes:
         for name, place in zip(shown, axes, strict=True):
             frame(place, result.heads)
-            title = SEEN.get(name, name)
-            alone = f"attention on {title}" if name in SEEN else f"{title} by head"
-            place.set_title(title if len(shown) > 1 else model_title(result.run, alone))
+            seen = SEEN.get(name, name)
+            alone = f"attention on {seen}" if name in SEEN else f"{seen} by head"
+            place.set_title(seen if maps > 1 else model_title(result.run, alone))
             if name in SHADES:
                 _shade(result.heads, name, place)
             else:
                 labelled[name] = _mark_heads(result.table[result.table["on"] == name], place)
         if labelled:
-            _legend(labelled, axes, ax is None)
+            # The behaviours, with the heads that each names per map.
+            counts = [one["label"].value_counts() for one in labelled.values()]
+            texts = {one: " / ".join(f"{n.get(one, 0):,}" for n in counts) for one in (*BEHAVIOURS, NOT_CALLED)}
+            handles = [legend_mark(*_look(name), f"{words(name)} ({text})") for name, text in texts.items()]
+            of_maps = f"heads ({' / '.join(labelled)}), " if len(labelled) > 1 else ""
+            look: dict[str, Any] = {"handles": handles, "title": f"{of_maps}area: excess over chance"}
+            if maps == 1:
+                legend_beside(axes[0], is_alone, **look)
+            else:
+                legend_below(figure_of(axes[0]), len(handles), **look)
     return plot_of(axes)
-
-
-def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: bool) -> None:
-    """Draw the legend beside one map or below several: the behaviours, with the heads each names per map."""
-    counts = [one["label"].value_counts() for one in labelled.values()]
-    texts = {name: " / ".join(f"{count.get(name, 0):,}" for count in counts) for name in (*BEHAVIOURS, NOT_CALLED)}
-    maps = f"heads ({' / '.join(labelled)}), " if len(labelled) > 1 else ""
-    handles = [legend_mark(*_look(name), f"{words(name)} ({text})") for name, text in texts.items()]
-    look: dict[str, Any] = {"handles": handles, "title": f"{maps}area: excess over chance"}
-    if len(axes) == 1:
-        legend_beside(axes[0], is_alone, **look)
-    else:
-        legend_below(figure_of(axes[0]), len(handles), **look)
-
-
-def _layout(result: AttentionBehaviour, shown: Sequence[str]) -> tuple[tuple[float, float], int, int]:
-    """Return a fitting size with room for the legend, and the number of maps and of columns; markers come first."""
-    (n_layers, n_heads), maps = extent(result.heads), len(shown)
-    columns = max(sum(name in kinds for name in shown) for kinds in (SEEN, SHADES))
-    rows = -(-maps // columns)
-    cell = min(CELL, LARGEST[0] / n_layers / maps**0.5, LARGEST[1] / n_heads)
-    width, height = max(n_layers * cell, 1.3), max(n_heads * cell, LINES)
-    size = columns * (LEFT + width) + LEGEND * (maps == 1), rows * (BOTTOM + height) + TITLE * (maps > 1)
-    return size, maps, columns
 
 
 def _mark_heads(table: pd.DataFrame, ax: Axes) -> pd.DataFrame:

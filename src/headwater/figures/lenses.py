@@ -73,7 +73,16 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
     with one_panel(ax, AROUND[0] + WIDTH * len(positions), AROUND[1] + HEIGHT * len(layers)) as ax:
         mesh = heat_map(ax, probability, "Blues", 0.0, 1.0)
         mesh.set(edgecolor="white", linewidth=0.4)
-        _write(ax, tokens, probability)
+        # Tokens are written in the largest size that fits their cells, if that is readable.
+        across, down = np.divide(inches(ax), tokens.shape[::-1])
+        size = min(6.0, 72 * down * 0.8, 72 * across / (0.58 * LETTERS))
+        for row, column in np.ndindex(tokens.shape) if size >= 2 else ():
+            text = shown(str(tokens[row, column]))
+            text = text if columns(text) <= LETTERS else text[: LETTERS - 1].rstrip("\\") + "…"
+            ax.text(
+                column, row, text, ha="center", va="center", size=size, family=["sans-serif", *others()],
+                color="white" if probability[row, column] > 0.55 else INK,
+            )  # fmt: skip
         cell_ticks(ax.yaxis, range(len(layers)), [str(layer) for layer in layers])
         names = [shown(token) for token in under]
         cell_ticks(ax.xaxis, range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
@@ -82,22 +91,6 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
         texts = result.table["example"].nunique()
         ax.set_title(model_title(result.run, "top token of each layer" + f", text {example} of {texts}" * (texts > 1)))
     return ax
-
-
-def _write(ax: Axes, tokens: np.ndarray, probability: np.ndarray) -> None:
-    """Write the tokens into their cells, in the largest size that fits."""
-    across, down = np.divide(inches(ax), tokens.shape[::-1])
-    size = min(6.0, 72 * down * 0.8, 72 * across / (0.58 * LETTERS))
-    if size < 2:
-        return
-    for row, column in np.ndindex(tokens.shape):
-        text = shown(str(tokens[row, column]))
-        text = text if columns(text) <= LETTERS else text[: LETTERS - 1].rstrip("\\") + "…"
-        dark = probability[row, column] > 0.55
-        ax.text(
-            column, row, text, ha="center", va="center", size=size, family=["sans-serif", *others()],
-            color="white" if dark else INK,
-        )  # fmt: skip
 
 
 # Direct logit attribution: a map of the heads and MLPs of every layer, or of the positions heads attend to; else bars.

@@ -15,7 +15,6 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import pandas as pd
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
@@ -399,9 +398,19 @@ def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str
     Raises:
         InputError: a node is unknown, or has no scored tokens.
     """
+    checked_kind("profile", profile, DepthProfile, "hw.memorization(...)")
+    by_id, table = dict(list(profile.tokens.groupby("id", sort=False))), profile.table.set_index("id")
+    nodes = [name for name in table.index if name in by_id][:SHOWN] if nodes is None else nodes
     blocks = []
-    for name, rows in _tokens_of(profile, nodes).items():
-        spans = ""
+    for name in nodes:
+        if name not in table.index:  # `checked_name` would list all nodes
+            raise InputError(f"There is no node {name!r}.{did_you_mean(name, table.index)}")
+        # Nodes with the same text share the tokens of the first.
+        same = table.index[(table[["question", "answer"]] == table.loc[name, ["question", "answer"]]).all(axis=1)]
+        owner = next((other for other in same if other in by_id), None)
+        if owner is None:
+            raise InputError(f"The node {name!r} has no scored tokens: {table.at[name, 'note']!s}.")
+        rows, spans = by_id[owner].sort_values("position"), ""
         for token, value, lowest in zip(rows["token"], rows["log_probability"], rows["lowest"], strict=True):
             frame = f";outline:2px solid {FRAME};outline-offset:-2px" if lowest else ""
             tooltip = f"log p = {value:.2f}{', among the lowest' if lowest else ''}"
@@ -414,22 +423,3 @@ def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str
             f'<span style="font-family:monospace;line-height:1.9;white-space:pre-wrap">{spans}</span></p>'
         )
     return f'<div style="background:white;color:{INK};padding:0.4em">{"".join(blocks)}</div>'
-
-
-def _tokens_of(profile: DepthProfile, nodes: Sequence[str] | None) -> dict[str, pd.DataFrame]:
-    """Find the tokens of each node; nodes with the same text share the tokens of the first."""
-    checked_kind("profile", profile, DepthProfile, "hw.memorization(...)")
-    by_id = dict(list(profile.tokens.groupby("id", sort=False)))
-    table = profile.table.set_index("id")
-    if nodes is None:
-        nodes = [name for name in table.index if name in by_id][:SHOWN]
-    tokens = {}
-    for name in nodes:
-        if name not in table.index:  # `checked_name` would list all nodes
-            raise InputError(f"There is no node {name!r}.{did_you_mean(name, table.index)}")
-        same = table.index[(table[["question", "answer"]] == table.loc[name, ["question", "answer"]]).all(axis=1)]
-        owner = next((other for other in same if other in by_id), None)
-        if owner is None:
-            raise InputError(f"The node {name!r} has no scored tokens: {table.at[name, 'note']!s}.")
-        tokens[name] = by_id[owner].sort_values("position")
-    return tokens

@@ -189,7 +189,13 @@ def _panel(
     for (kind, name), values in drawn.items():
         density = gaussian_kde(values)
         height = density(grid) + density(-grid)
-        area, line = _looks(kind, name, names, as_published)
+        color, mark = looks_of_sets(names)[name]
+        fill, alpha, hatch = color, FILLED[kind], HATCHES[kind]
+        if as_published:
+            place = names.index(name)
+            color, mark, fill, alpha, hatch = LINES[kind][place], "", FILLS[kind][place], 0.45, ""
+        area = {"facecolor": fill, "alpha": alpha, "hatch": hatch, "edgecolor": color, "linewidth": 0}
+        line = {"color": color, "linestyle": DASHES[kind], "linewidth": 1.1, "marker": mark, "markersize": 2.4}
         ax.fill_between(grid, height, **area)
         ax.plot(grid, height, markevery=40, **line)
         counted = f"{len(values):,}{DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"
@@ -211,19 +217,6 @@ def _panel(
             ax.annotate(f"$\\times 10^{{{exponent}}}$", (1, 0), (0, -14), va="top", **at)
             ax.annotate(f"$\\times 10^{{{-exponent}}}$", (0, 1), (-3, 0), va="bottom", **at)
     return entries
-
-
-def _looks(kind: str, name: str, names: list[str], as_published: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the styles of the area and the line of a density."""
-    place = names.index(name)
-    color, mark = looks_of_sets(names)[name]
-    fill, alpha = color, FILLED[kind]
-    if as_published:
-        color, mark, fill, alpha = LINES[kind][place], "", FILLS[kind][place], 0.45
-    hatch = "" if as_published else HATCHES[kind]
-    area = {"facecolor": fill, "alpha": alpha, "hatch": hatch, "edgecolor": color, "linewidth": 0}
-    line = {"color": color, "linestyle": DASHES[kind], "linewidth": 1.1, "marker": mark, "markersize": 2.4}
-    return area, line
 
 
 def _values(table: pd.DataFrame, dataset: str, kind: str) -> NDArray[np.float64]:

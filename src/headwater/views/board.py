@@ -39,7 +39,7 @@ from headwater.patching.metrics import Measures, Metric, as_metrics
 from headwater.patching.prompts import PromptPair, Prompts, read_prompt_pair
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import View
-from headwater.views.clicks import EDGES, HEADS, HOWS, TOP, HowName, NextTokens, Patched, RecordedPair, share
+from headwater.views.clicks import EDGES, HEADS, HOWS, TOP, HowName, Patched, RecordedPair, share
 from headwater.views.page import asset, interactive, packed
 
 CELLS = ("resid_pre", "attn_out", "mlp_out")
@@ -208,10 +208,22 @@ class Board:
         return f"hw.patch(model, clean, corrupted, {', '.join([*where, 'metric=metric', *options])})"
 
     def _look(self, bench: RecordedPair, nodes: tuple[ActivationNode, ...], how: str) -> Patched:
-        since = time.perf_counter()
-        (before, goal), parts = bench.unedited, self._parts(bench, nodes)
+        since, (before, goal), shape = time.perf_counter(), bench.unedited, self.model.shape
+        # The parts of a single node: for a cell its layer's heads there, for a head the edges it reads.
+        parts, node = [], nodes[0]
+        if len(nodes) == 1 and node.key is None and node.site == HEADS and node.head is not None:
+            query = bench.kept[-1] if node.position is None else node.position
+            keys = len(bench.pair.prompts[0]) if self.model.is_bidirectional else query + 1
+            parts = [ActivationNode(EDGES, node.layer, query, node.head, key) for key in range(keys)]
+        elif len(nodes) == 1 and node.site in self.sites and node.position is not None:
+            parts = [ActivationNode(HEADS, node.layer, node.position, head) for head in range(shape.n_heads)]
         value, of_parts, states = bench.look(nodes, [[part] for part in parts])
         first, after = bench.before, bench.read(states)
+        likely = after.likeliest(TOP)
+        ids = list(dict.fromkeys([*likely[: TOP // 2], *first.likeliest(TOP // 2), *likely]))[:TOP]
+        top = pd.DataFrame({"token": self.model.token_strings(ids)})
+        top["before"], top["after"] = first.probabilities[ids].numpy(), after.probabilities[ids].numpy()
+        top["change"] = top["after"] - top["before"]
         by_layer = {"layer": range(len(after.by_layer)), "before": first.by_layer, "after": after.by_layer}
         by_part = [
             [part.head, part.position, part.key, one - before, share(one - before, goal - before)]
@@ -220,34 +232,12 @@ class Board:
         columns = ["head", "position", "key", "effect", "normalized_effect"]
         return Patched(
             nodes, how, before, value, goal,
-            top=self._top(first, after),
+            top=top.sort_values("after", ascending=False, kind="stable").reset_index(drop=True),
             layers=pd.DataFrame(by_layer).assign(change=lambda table: table["after"] - table["before"]),
             parts=pd.DataFrame(by_part, columns=columns).astype(dict.fromkeys(columns[:3], "Int64")),
             seconds=time.perf_counter() - since,
             code=self.code([node.described() for node in nodes], how),
         )  # fmt: skip
-
-    def _parts(self, bench: RecordedPair, nodes: tuple[ActivationNode, ...]) -> list[ActivationNode]:
-        """Return the parts of a single node: for a cell its layer's heads there, for a head the edges it reads."""
-        if len(nodes) > 1 or nodes[0].key is not None:
-            return []
-        (node,) = nodes
-        if node.site == HEADS and node.head is not None:
-            query = bench.kept[-1] if node.position is None else node.position
-            last = len(bench.pair.prompts[0]) if self.model.is_bidirectional else query + 1
-            return [ActivationNode(EDGES, node.layer, query, node.head, key) for key in range(last)]
-        if node.site in self.sites and node.position is not None:
-            return [ActivationNode(HEADS, node.layer, node.position, head) for head in range(self.model.shape.n_heads)]
-        return []
-
-    def _top(self, first: NextTokens, then: NextTokens) -> pd.DataFrame:
-        """Return the most likely answers of both runs, the most likely after the change first."""
-        after = then.likeliest(TOP)
-        ids = list(dict.fromkeys([*after[: TOP // 2], *first.likeliest(TOP // 2), *after]))[:TOP]
-        table = pd.DataFrame({"token": self.model.token_strings(ids)})
-        table["before"], table["after"] = first.probabilities[ids].numpy(), then.probabilities[ids].numpy()
-        table["change"] = table["after"] - table["before"]
-        return table.sort_values("after", ascending=False, kind="stable").reset_index(drop=True)
 
     def __repr__(self) -> str:
         n = len(self.clicks)

@@ -57,8 +57,8 @@ def _questions(profile: DepthProfile) -> list[dict[str, Any]]:
     if len(table) > QUESTIONS:
         return []
     texts = table["question"].astype(str) + "\0" + table["answer"].astype(str)
-    owners = {text: name for text, name in zip(texts, table["id"], strict=True) if name in set(profile.tokens["id"])}
     tokens = dict(list(profile.tokens.sort_values("position").groupby("id", sort=False)))
+    owners = {text: name for text, name in zip(texts, table["id"], strict=True) if name in tokens}
     none = profile.tokens.head(0)
     questions = []
     for text, row in zip(texts, table.to_dict("records"), strict=True):
