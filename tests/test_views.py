@@ -281,7 +281,7 @@ def test_a_result_without_a_view_of_its_own_shows_its_table_in_a_notebook():
         ("attention", {"exmaple": 1}, "no option exmaple=.*Did you mean 'example'"),
         ("attention", {"example": 2}, "example"),
         ("attention", {"example": []}, r"example=\[\] is empty"),
-        ("attention", {"layers": [0]}, "has no pattern of layer 0"),
+        ("attention", {"layers": [0]}, "must be of those whose pattern the cache has"),
         ("sweep", {"colour": 1}, "it takes none"),
         ("edges", {"n": 10**6}, "n="),
         ("edges", {"metric": "nothing"}, "metric"),

@@ -287,8 +287,11 @@ def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes 
 
 def _draw_curves(comparison: HeadComparison, ax: Axes | None) -> Axes | Figure:
     models, summary = comparison.models, whole_summary(comparison)
-    size, shared = (max(3.6, 0.5 * len(models) + 2.2), 4.0), {"sharex": True, "height_ratios": (3, 2)}
-    with several_panels(ax, size, 2, 1, instead="compare two models", **shared) as (upper, lower):
+    size, heights = (max(3.6, 0.5 * len(models) + 2.2), 4.0), (3, 2)
+    with several_panels(ax, size, 2, 1, instead="compare two models", sharex=True, height_ratios=heights) as (
+        upper,
+        lower,
+    ):
         at = range(len(models))
         for name, category in CATEGORIES.items():
             heads = summary[summary["category"] == name]["heads"]
@@ -339,7 +342,8 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
             panel.sharey(panels[0])
             panel.set_ylabel("")
         figure = figure_of(panels[0])
-        handles, names = panels[0].get_legend_handles_labels()
+        first: Any = panels[0]
+        handles, names = first.get_legend_handles_labels()
         if n_panels > len(rules):
             rows, last = sensitivity.at_own_threshold, panels[-1]
             handles.append(last.barh(range(len(rows)), rows["heads"], color=FAINT, height=0.7))
@@ -457,7 +461,9 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
             if way == NAMED:
                 ax.hlines(y, rows["low"], rows["high"], color=color, lw=1.0)
             # Baselines are larger and hollow, so that they stay visible around a marker at the same place.
-            look = {"mfc": color, "ms": 4.0, "mew": 0} if way == NAMED else {"mfc": "none", "ms": 6.5, "mew": 1.1}
+            look: dict[str, Any] = (
+                {"mfc": color, "ms": 4.0, "mew": 0} if way == NAMED else {"mfc": "none", "ms": 6.5, "mew": 1.1}
+            )
             ax.plot(rows["share"], y, mark, color=color, label=way, ls="none", **look)
         families = suite.table.set_index("relation")["family"]
         cell_ticks(ax.yaxis, range(len(order)), [f"{relation}  ({families[relation]})" for relation in order])

@@ -194,8 +194,14 @@ def _panel(
         if as_published:
             place = names.index(name)
             color, mark, fill, alpha, hatch = LINES[kind][place], "", FILLS[kind][place], 0.45, ""
-        area = {"facecolor": fill, "alpha": alpha, "hatch": hatch, "edgecolor": color, "linewidth": 0}
-        line = {"color": color, "linestyle": DASHES[kind], "linewidth": 1.1, "marker": mark, "markersize": 2.4}
+        area: dict[str, Any] = {"facecolor": fill, "alpha": alpha, "hatch": hatch, "edgecolor": color, "linewidth": 0}
+        line: dict[str, Any] = {
+            "color": color,
+            "linestyle": DASHES[kind],
+            "linewidth": 1.1,
+            "marker": mark,
+            "markersize": 2.4,
+        }
         ax.fill_between(grid, height, **area)
         ax.plot(grid, height, markevery=40, **line)
         counted = f"{len(values):,}{DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"

@@ -420,11 +420,9 @@ def view_cache(
         return picture(cache)
     cached = cache.kept["pattern"].layers
     requested = list(cached) if layers is None else one_or_several(layers)
-    if not requested:
-        raise InputError(f"layers={shown(layers)} is empty: leave it out, or choose from {list(cached)}.")
     chosen = list(dict.fromkeys(checked_count("layers", layer, least=0) for layer in requested))
-    if missing := [layer for layer in chosen if layer not in cached]:
-        raise InputError(f"The cache has no pattern of layer {missing[0]}; it has those of {list(cached)}.")
+    if not chosen or not {*chosen} <= {*cached}:
+        raise InputError(f"layers={shown(layers)} must be of those whose pattern the cache has: {list(cached)}.")
     texts = _chosen(cache, example, len(chosen) * len(cache.heads))
     which = f"text {texts[0]}" if len(texts) == 1 else f"{len(texts)} texts"
     of_all = f" of {len(cache.texts):,}" if len(texts) not in (1, len(cache.texts)) else ""
