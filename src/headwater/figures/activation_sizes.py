@@ -18,19 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from torch import Tensor
 
+import headwater.figures.style as st
 from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
 from headwater.errors import InputError
-from headwater.figures.style import (
-    DASHED,
-    cell_ticks,
-    color_bar,
-    label,
-    model_title,
-    one_panel,
-    plot_of,
-    several_panels,
-    whole_numbers,
-)
 from headwater.figures.sweep import shown as written
 from headwater.models.cache import Cache
 from headwater.models.part_names import read_part
@@ -53,22 +43,22 @@ def plot_cache(
     if chosen is not None or list(cache.kept) == ["pattern"]:
         return _plot_patterns(cache, ax, chosen, example)
     sizes = whole_summary(cache)
-    with one_panel(ax, 3.4, 2.3) as ax:
+    with st.one_panel(ax, 3.4, 2.3) as ax:
         for number, (site, rows) in enumerate(sizes.groupby("site", sort=False)):
             colour, mark = COLOURS[number % len(COLOURS)], MARKS[number // len(COLOURS) % len(MARKS)]
             if rows["layer"].isna().all():
-                ax.axhline(rows["rms"].iloc[0], color=colour, linestyle=DASHED, label=label(str(site)))
+                ax.axhline(rows["rms"].iloc[0], color=colour, linestyle=st.DASHED, label=st.label(str(site)))
             else:
                 ordered = rows.sort_values("layer")
                 layers = ordered["layer"].astype(int)
-                ax.plot(layers, ordered["rms"], color=colour, marker=mark, markersize=3.5, label=label(str(site)))
+                ax.plot(layers, ordered["rms"], color=colour, marker=mark, markersize=3.5, label=st.label(str(site)))
         # A logarithmic axis cannot show the RMS of a site that is zero everywhere.
         if (sizes["rms"] > 0).all():
             ax.set_yscale("log")
-        whole_numbers(ax.xaxis)
+        st.whole_numbers(ax.xaxis)
         ax.set(xlabel="Layer", ylabel="Root mean square")
         ax.legend(fontsize=7)
-        ax.set_title(model_title(cache.run, f"size of activations (n = {len(cache.frame):,} tokens)"))
+        ax.set_title(st.model_title(cache.run, f"size of activations (n = {len(cache.frame):,} tokens)"))
     return ax
 
 
@@ -93,7 +83,9 @@ def _chosen(cache: Cache, heads: Any) -> list[tuple[int, int]]:
 def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] | None, example: int) -> Axes | Figure:
     """Draw the patterns of one text."""
     layers, heads = cache.kept["pattern"].layers, cache.heads
-    title = model_title(cache.run, "attention" + f" in text {example} of {len(cache.texts)}" * (len(cache.texts) > 1))
+    title = st.model_title(
+        cache.run, "attention" + f" in text {example} of {len(cache.texts)}" * (len(cache.texts) > 1)
+    )
     columns = MOST_COLUMNS
     if chosen is None and ax is None and len(layers) <= MOST_ROWS and len(heads) <= MOST_COLUMNS:
         chosen, columns = [*product(layers, heads)], len(heads)
@@ -110,14 +102,14 @@ def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] 
     rows = -(-len(named) // columns)
     size = 1.4 + 1.3 * max(columns, 2), 0.9 + 1.3 * max(rows, 2 - columns // 2)
     tokens = cache.tokens.loc[cache.tokens["example"] == example, "token"].astype(str).tolist()
-    with several_panels(ax, size, len(named), columns, title, instead="choose one head") as panels:
+    with st.several_panels(ax, size, len(named), columns, title, instead="choose one head") as panels:
         for number, (panel, (name, weights)) in enumerate(zip(panels, named, strict=True)):
             image = _panel(panel, weights, tokens, number % columns == 0, number + columns >= len(named))
             panel.set_title(name, fontsize=7)
-        color_bar(image, panels, "Attention", aspect=30)
+        st.color_bar(image, panels, "Attention", aspect=30)
         if len(named) == 1:
             panels[0].set_title(f"{title}, {'head ' if chosen else ''}{named[0][0]}")
-    return plot_of(panels)
+    return st.plot_of(panels)
 
 
 def _panel(ax: Axes, weights: Tensor, tokens: list[str], left: bool, below: bool) -> AxesImage:
@@ -129,8 +121,8 @@ def _panel(ax: Axes, weights: Tensor, tokens: list[str], left: bool, below: bool
             continue
         if named:
             look = {"rotation": 90} if what == "Key" else {}
-            cell_ticks(axis, range(len(tokens)), [*map(written, tokens)], fontsize=5, **look)
+            st.cell_ticks(axis, range(len(tokens)), [*map(written, tokens)], fontsize=5, **look)
         else:
-            whole_numbers(axis)
+            st.whole_numbers(axis)
         axis.set_label_text(what)
     return ax.imshow(weights.numpy(), cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto", interpolation="none")

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
+import headwater.figures.style as st
 from headwater.circuits.circuit import Circuit
 from headwater.circuits.circuit_runs import CircuitRuns
 from headwater.circuits.curve import CircuitCurve
@@ -31,28 +32,12 @@ from headwater.circuits.path_patching import PathEffects
 from headwater.circuits.result import EdgeEffects
 from headwater.circuits.search import DECISIONS, KEPT, LEFT_OUT, NOT_TRIED, CircuitSearch
 from headwater.colors import BLUE, DIVERGING, FAINT, INK
-from headwater.figures.style import (
-    DASHED,
-    MOST_TICKS,
-    WAYS,
-    cell_ticks,
-    draw_line,
-    inches,
-    label,
-    largest,
-    legend_above,
-    model_title,
-    name_rows,
-    one_panel,
-    plain_title,
-    ticks,
-)
 from headwater.options import checked_name
 from headwater.runs.result import DRAWINGS, Claim, Result, whole_summary
 
 ABOVE, BELOW = "#b2182b", "#2166ac"
 """The end colours of the scale of edge maps."""
-LINES: Mapping[str, Any] = {"q": "-", "k": DASHED, "v": (0, (1, 1.2)), "mlp": "-", "logits": "-"}
+LINES: Mapping[str, Any] = {"q": "-", "k": st.DASHED, "v": (0, (1, 1.2)), "mlp": "-", "logits": "-"}
 FED = {"q": "query", "k": "key", "v": "value"}
 FEW = 24
 """Most edges that are labelled with their effects."""
@@ -84,7 +69,7 @@ class Drawn:
 def title_of(circuit: Circuit) -> str:
     """Return the title of a circuit's figure as plain text."""
     seen = f"circuit of {len(circuit):,} edges, {len(circuit.on_a_path):,} on a path"
-    return plain_title(circuit.model, seen) if circuit.model else seen.capitalize()
+    return st.plain_title(circuit.model, seen) if circuit.model else seen.capitalize()
 
 
 @DRAWINGS.add(Circuit)
@@ -97,8 +82,8 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
     curves = {line: _curve(places, line) for line in lines}
     low = min([-0.4, *(_point(curve, 0.5)[1] - 0.2 for curve in curves.values())])
     size = np.clip((1.0 + COLUMN * far, 1.1 + ROW * (high - low)), LEAST, LARGEST)
-    with one_panel(ax, *size) as ax:
-        wide, tall = np.divide(inches(ax), (far + 1.2, high - low + 0.7))
+    with st.one_panel(ax, *size) as ax:
+        wide, tall = np.divide(st.inches(ax), (far + 1.2, high - low + 0.7))
         is_crowded = 72 * wide < 3.2 * NAME
         points = min(NAME, 72 * wide / (2.4 if is_crowded else 3.2), 72 * tall / 1.8)
         sizes, is_unknown = np.abs(np.nan_to_num(circuit.effects)), np.isnan(circuit.effects)
@@ -124,7 +109,7 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
         ax.tick_params(axis="x", length=0)
         inner = [node for node in places if 0 < node < len(senders)]
         at = pd.Series([places[node][0] for node in inner], dtype=float).groupby([int(senders.layer[i]) for i in inner])
-        cell_ticks(ax.xaxis, at.mean().tolist(), [str(layer) for layer, _ in at])
+        st.cell_ticks(ax.xaxis, at.mean().tolist(), [str(layer) for layer, _ in at])
         kinds, effects = {line.kind for line in lines}, circuit.effects
         signs = {"above 0": (effects > 0, ABOVE), "below 0": (effects < 0, BELOW), "unknown": (is_unknown, FAINT)}
         for name, (is_so, color) in signs.items():
@@ -134,7 +119,7 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
             ax.plot([], [], label=f"thickest: {top:.2g}", color=INK, linewidth=WIDTHS[1])
         for kind in (kind for kind in FED if kind in kinds):
             ax.plot([], [], label=f"into {kind} ({FED[kind]})", color=INK, linestyle=LINES[kind])
-        legend_above(ax, 7, label(title_of(circuit)))
+        st.legend_above(ax, 7, st.label(title_of(circuit)))
     return ax
 
 
@@ -226,7 +211,7 @@ CIRCUIT, PLACEBO, LINE = "#0b5394", "#9a9a9a", "#d0d0d0"
 def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
     """Draw circuits, as described in `CircuitRuns.plot`."""
     name, table, summary = _of_metric(runs, metric)
-    with one_panel(ax, 4.6, 0.8 + 0.4 * len(summary)) as ax:
+    with st.one_panel(ax, 4.6, 0.8 + 0.4 * len(summary)) as ax:
         for x in (0.0, 1.0):
             ax.axvline(x, color=LINE, linewidth=0.8)
         for place, (_, row) in enumerate(summary.iterrows()):
@@ -235,11 +220,11 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
             if np.isfinite(row["low"]):
                 ax.plot([row["low"], row["high"]], [place, place], color=CIRCUIT, linewidth=1.2)
             ax.plot(row["faithfulness"], place, "o", color=CIRCUIT, markersize=5)
-        names = zip(ticks(summary["circuit"].map(str)), summary["edges"], strict=True)
-        name_rows(ax, [f"{name} ({edges:,})" for name, edges in names])
-        ax.set_xlabel(label(f"Faithfulness on {name.replace('_', ' ')}"))
+        names = zip(st.ticks(summary["circuit"].map(str)), summary["edges"], strict=True)
+        st.name_rows(ax, [f"{name} ({edges:,})" for name, edges in names])
+        ax.set_xlabel(st.label(f"Faithfulness on {name.replace('_', ' ')}"))
         bars = " (bars: random circuits)" * bool(table["placebo"].notna().any())
-        ax.set_title(model_title(runs.run, f"circuits alone{bars}"))
+        ax.set_title(st.model_title(runs.run, f"circuits alone{bars}"))
     return ax
 
 
@@ -248,18 +233,20 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
     """Draw a curve, as described in `CircuitCurve.plot`."""
     name, table, summary = _of_metric(curve, metric)
     summary = summary.sort_values("size")
-    with one_panel(ax, 4.6, 3.2) as ax:
+    with st.one_panel(ax, 4.6, 3.2) as ax:
         for y in (0.0, 1.0):
             ax.axhline(y, color=LINE, linewidth=0.8)
         others = [_placebos(table[table["circuit"] == circuit]) for circuit in summary["circuit"]]
         if all(len(one) for one in others):
             placebos = np.array([np.quantile(one, (0.5, 0.05, 0.95)) for one in others]).T
-            draw_line(ax, summary["size"], *placebos, color=PLACEBO, linewidth=1.0, label="random, of the same shape")
+            st.draw_line(
+                ax, summary["size"], *placebos, color=PLACEBO, linewidth=1.0, label="random, of the same shape"
+            )
         look: dict[str, Any] = {"marker": "o", "markersize": 3.5, "label": "strongest edges"}
-        draw_line(ax, *(summary[name] for name in ("size", "faithfulness", "low", "high")), color=CIRCUIT, **look)
-        ax.set(xscale="log", xlabel="Share of all edges", ylabel=label(f"Faithfulness on {name.replace('_', ' ')}"))
+        st.draw_line(ax, *(summary[name] for name in ("size", "faithfulness", "low", "high")), color=CIRCUIT, **look)
+        ax.set(xscale="log", xlabel="Share of all edges", ylabel=st.label(f"Faithfulness on {name.replace('_', ' ')}"))
         n = curve.table["example"].nunique()
-        legend_above(ax, 2, model_title(curve.run, "circuits by size, run alone" + f" (n = {n})" * (n > 1)))
+        st.legend_above(ax, 2, st.model_title(curve.run, "circuits by size, run alone" + f" (n = {n})" * (n > 1)))
     return ax
 
 
@@ -271,7 +258,7 @@ def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes |
     is_kept = (tried["decision"] == DECISIONS[KEPT]).to_numpy()
     remaining = len(begun) - np.cumsum(~is_kept)
     circuit_rows = search.alone[search.alone["placebo"].isna()]
-    with one_panel(ax, 4.6, 3.2) as ax:
+    with st.one_panel(ax, 4.6, 3.2) as ax:
         for name in ("clean", "corrupted"):
             ax.axhline(circuit_rows[name].mean(), color=LINE, linewidth=0.8)
             at = ("axes fraction", "data")
@@ -279,10 +266,10 @@ def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes |
         ax.plot(remaining, tried["value"], color=PLACEBO, linewidth=1.2, label="remaining edges")
         ax.plot(remaining[is_kept], tried["value"][is_kept], "|", color=CIRCUIT, markersize=9, label="edge kept")
         ax.invert_xaxis()
-        ax.set(xlabel="Edges remaining", ylabel=label(str(circuit_rows["metric"].iloc[0]).replace("_", " ")))
+        ax.set(xlabel="Edges remaining", ylabel=st.label(str(circuit_rows["metric"].iloc[0]).replace("_", " ")))
         ax.legend(frameon=False, loc="lower left")
         edges = f"{len(search.circuit):,} of {len(search.table):,} edges kept"
-        ax.set_title(model_title(search.run, f"search for a circuit ({edges})"))
+        ax.set_title(st.model_title(search.run, f"search for a circuit ({edges})"))
     return ax
 
 
@@ -323,20 +310,20 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
         rows.append(("under another ablation", row["other_ablation"], None, INK, "D"))
     if not np.isnan(row["held_out"]):
         rows.append(("on held-out prompts", row["held_out"], None, INK, "^"))
-    with one_panel(ax, 4.8, 2.0) as ax:
+    with st.one_panel(ax, 4.8, 2.0) as ax:
         ax.axvline(0, color=FAINT, linewidth=0.6, zorder=0)
         if not np.isnan(row["margin"]):
-            ax.axvline(side * row["margin"], color=INK, linewidth=0.8, linestyle=DASHED, zorder=0, label="margin")
+            ax.axvline(side * row["margin"], color=INK, linewidth=0.8, linestyle=st.DASHED, zorder=0, label="margin")
             ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
         for place, (_, value, ends, color, mark) in enumerate(rows):
             if ends is not None:
                 ax.hlines(place, *ends, colors=color, linewidths=1.4)
             ax.plot(value, place, mark, color=color, markersize=5)
-        name_rows(ax, [name for name, *_ in rows])
+        st.name_rows(ax, [name for name, *_ in rows])
         ax.set_xlabel("Effect")
         what = claim.what[:1].lower() + claim.what[1:]
         seen = f"the claim about {what} {claim.verdict}"
-        ax.set_title("\n".join(textwrap.wrap(label(model_title(claim.run, seen)), 52)))
+        ax.set_title("\n".join(textwrap.wrap(st.label(st.model_title(claim.run, seen)), 52)))
     return ax
 
 
@@ -354,7 +341,7 @@ def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str
     down = ~np.isnan(matrix).all(1)
     across = ~np.isnan(matrix).all(0)
     shown = matrix[np.ix_(down, across)]
-    with one_panel(ax, 4.6, 4.6) as ax:
+    with st.one_panel(ax, 4.6, 4.6) as ax:
         _ticks(ax, "x", graph.senders, np.flatnonzero(across))
         _ticks(ax, "y", graph.receivers, np.flatnonzero(down))
         _effect_map(ax, shown, edges, "Effect" if edges.is_exact else "Estimate", metric, "effect of edges")
@@ -362,15 +349,17 @@ def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str
 
 
 def _effect_map(ax: Axes, grid: Any, result: Any, what: str, metric: str | None, seen: str) -> None:
-    top = largest(grid)
+    top = st.largest(grid)
     signed_root = (lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * np.square(x))
     norm = FuncNorm(signed_root, vmin=-top, vmax=top)
     image = ax.imshow(grid, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
     ax.set(xlabel="Sender", ylabel="Receiver")
     name = result.metrics[0] if metric is None else metric
-    ax.figure.colorbar(image, ax=ax, pad=0.02).set_label(label(f"{what} on {name.replace('_', ' ')}"))
+    ax.figure.colorbar(image, ax=ax, pad=0.02).set_label(st.label(f"{what} on {name.replace('_', ' ')}"))
     n = result.table["example"].nunique()
-    ax.set_title(model_title(result.run, f"{seen}, {WAYS[result.run.options['direction']]}" + f" (n = {n})" * (n > 1)))
+    ax.set_title(
+        st.model_title(result.run, f"{seen}, {st.WAYS[result.run.options['direction']]}" + f" (n = {n})" * (n > 1))
+    )
 
 
 def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
@@ -381,24 +370,24 @@ def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
     is_x = axis == "x"
     line = ax.axvline if is_x else ax.axhline
     # Thinner lines for many layers, so that the cells between them remain visible.
-    width = min(0.4, 2.4 * inches(ax)[0 if is_x else 1] / len(begins))
+    width = min(0.4, 2.4 * st.inches(ax)[0 if is_x else 1] / len(begins))
     for i in begins[1:]:
         line(i - 0.5, color=LINE, linewidth=width)
     positions = [float(i) for i in range(len(names))]
-    if len(names) > MOST_TICKS:
+    if len(names) > st.MOST_TICKS:
         ends = [*begins[1:], len(present)]
         positions = [(begin + end - 1) / 2 for begin, end in zip(begins, ends, strict=True)]
         names = [names[begin] if layers[begin] < 0 else f"layer {layers[begin]}" for begin in begins]
-    cell_ticks(ax.xaxis if is_x else ax.yaxis, positions, names, rotation=90 if is_x else 0)
+    st.cell_ticks(ax.xaxis if is_x else ax.yaxis, positions, names, rotation=90 if is_x else 0)
 
 
 @DRAWINGS.add(PathEffects)
 def plot_path_effects(paths: PathEffects, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
     """Draw paths, as described in `PathEffects.plot`."""
     matrix = paths.matrix(metric)
-    with one_panel(ax, 4.6, 3.6) as ax:
+    with st.one_panel(ax, 4.6, 3.6) as ax:
         for names, axis in ((matrix.columns, ax.xaxis), (matrix.index, ax.yaxis)):
-            cell_ticks(axis, range(len(names)), ticks(names, 28), rotation=90 if axis is ax.xaxis else 0)
+            st.cell_ticks(axis, range(len(names)), st.ticks(names, 28), rotation=90 if axis is ax.xaxis else 0)
         way = "direct paths" if paths.through == "direct" else "paths through MLPs"
         _effect_map(ax, matrix, paths, "Effect", metric, f"effect of {way}")
     return ax

@@ -7,29 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+import headwater.figures.style as st
 from headwater.colors import BLUE, FAINT, INK, ORANGE, UNSEEN, looks_of_sets
 from headwater.detection.detection import Detection
 from headwater.detection.methods import NAMES
 from headwater.errors import InputError
-from headwater.figures.style import (
-    BANDS_ARE,
-    DASHED,
-    LINES_ARE,
-    MARKS_ONLY,
-    color_bar,
-    draw_line,
-    draw_points,
-    figure_of,
-    label,
-    legend_above,
-    model_title,
-    name_rows,
-    one_panel,
-    plot_of,
-    several_panels,
-    ticks,
-    whole_numbers,
-)
 from headwater.pathways.token_map import ProbeMap
 from headwater.probes.selectivity import ProbeFit
 from headwater.questions.answers import AnsweredQuestions
@@ -46,26 +28,26 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
     sets = list(dict.fromkeys(table["dataset"]))
     shifts = np.linspace(-0.3, 0.3, len(sets)) if len(sets) > 1 else np.zeros(1)
     is_new, height = ax is None, 0.7 + len(methods) * (0.13 + 0.065 * len(sets)) + 0.16 * -(-len(sets) // 2)
-    with one_panel(ax, 3.9, height) as ax:
+    with st.one_panel(ax, 3.9, height) as ax:
         for row in range(0, len(methods), 2):
             ax.axhspan(row - 0.5, row + 0.5, color=UNSEEN, linewidth=0, zorder=0)
-        ax.axvline(0.5, color=FAINT, linewidth=0.8, linestyle=DASHED, zorder=1)
+        ax.axvline(0.5, color=FAINT, linewidth=0.8, linestyle=st.DASHED, zorder=1)
         for (name, (color, marker)), shift in zip(looks_of_sets(sets).items(), shifts, strict=True):
             part = table[table["dataset"] == name].set_index("method")
             here = [method for method in methods if method in part.index]
             y = [methods.index(method) + shift for method in here]
             found = part.loc[here]
-            counted = f"{label(name)} ({found['answers'].iloc[0]:,.0f} answers, {found['wrong'].iloc[0]:,.0f} wrong)"
-            draw_points(ax, found["auc"], y, found["low"], found["high"], color, marker, label=counted)
+            counted = f"{st.label(name)} ({found['answers'].iloc[0]:,.0f} answers, {found['wrong'].iloc[0]:,.0f} wrong)"
+            st.draw_points(ax, found["auc"], y, found["low"], found["high"], color, marker, label=counted)
         ax.set_yticks(range(len(methods)), [NAMES[method] for method in methods])
         ax.tick_params(axis="y", length=0)
         ax.set(xlim=(min(0.45, float(table["low"].min()) - 0.02), 1.0), ylim=(len(methods) - 0.5, -0.5))
-        ax.set_xlabel(f"AUC, wrong against right answers\n({LINES_ARE})")
-        ax.set_title(model_title(detection.run, "wrong answers detected"))
+        ax.set_xlabel(f"AUC, wrong against right answers\n({st.LINES_ARE})")
+        ax.set_title(st.model_title(detection.run, "wrong answers detected"))
         if is_new:
-            figure_of(ax).legend(loc="outside lower center", ncols=min(2, len(sets)), fontsize=7, **MARKS_ONLY)
+            st.figure_of(ax).legend(loc="outside lower center", ncols=min(2, len(sets)), fontsize=7, **st.MARKS_ONLY)
         else:
-            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(2, len(sets)), **MARKS_ONLY)
+            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(2, len(sets)), **st.MARKS_ONLY)
     return ax
 
 
@@ -77,11 +59,11 @@ COLORS = {"right": (BLUE, "white"), "wrong": (ORANGE, INK), "cut off": (FAINT, "
 def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
     """Draw a bar per question set: the shares right, wrong, cut at the token limit, and dropped for other reasons."""
     rows = whole_summary(answered)
-    written = ticks(rows["dataset"])
+    written = st.ticks(rows["dataset"])
     names = [f"{name} ({count:,})" for name, count in zip(written, rows["questions"], strict=True)]
     wrong = rows["wrong"].fillna(0.0).astype(float) * rows["used"]
     counts = (rows["used"] - wrong, wrong, rows["cut"], rows["dropped"] - rows["cut"])
-    with one_panel(ax, 4.5, 1.0 + 0.3 * len(names)) as ax:
+    with st.one_panel(ax, 4.5, 1.0 + 0.3 * len(names)) as ax:
         starts = np.zeros(len(names))
         for (name, (color, ink)), count in zip(COLORS.items(), counts, strict=True):
             shares = (count / rows["questions"]).to_numpy()
@@ -92,9 +74,9 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
             fitting = [f"{share:.0%}" if share >= 0.06 else "" for share in shares]
             ax.bar_label(bars, fitting, label_type="center", color=ink, fontsize=7)
             starts += shares
-        name_rows(ax, names)
+        st.name_rows(ax, names)
         ax.set(xlim=(0, 1), xlabel="Share of the questions")
-        legend_above(ax, 4, model_title(answered.run, "right and wrong answers"))
+        st.legend_above(ax, 4, st.model_title(answered.run, "right and wrong answers"))
     return ax
 
 
@@ -119,8 +101,8 @@ def plot_probe_map(result: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
     sets, n_tokens = result.datasets, result.table["token"].nunique()
     across = min(2, len(sets))
     size = 2.6 * across + 1.6, (0.2 * n_tokens + 0.7) * -(-len(sets) // across) + 0.5
-    title = model_title(result.run, f"wrong answers detected by probes of {result.run.options['site']}")
-    with several_panels(ax, size, len(sets), across, title, sharey=True) as axes:
+    title = st.model_title(result.run, f"wrong answers detected by probes of {result.run.options['site']}")
+    with st.several_panels(ax, size, len(sets), across, title, sharey=True) as axes:
         for panel, name in zip(axes, sets, strict=True):
             rows = result.table[result.table["dataset"] == name]
             wide = rows.pivot(index="token", columns="layer", values="auc")
@@ -131,11 +113,11 @@ def plot_probe_map(result: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
             panel.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=1.0))
             panel.set_yticks(range(len(tokens)), [TOKEN_NAMES[token] for token in tokens])
             panel.set_xlabel("Layer")
-            whole_numbers(panel.xaxis)
-            counted = f"{label(name)} (n = {rows['answers'].iloc[0]:,})"
+            st.whole_numbers(panel.xaxis)
+            counted = f"{st.label(name)} (n = {rows['answers'].iloc[0]:,})"
             panel.set_title(f"{title}\n{counted}" if len(sets) == 1 else counted)
-        color_bar(image, axes, "AUC")
-    return plot_of(axes)
+        st.color_bar(image, axes, "AUC")
+    return st.plot_of(axes)
 
 
 @DRAWINGS.add(ProbeFit)
@@ -143,20 +125,20 @@ def plot_probe_fit(fit: ProbeFit, ax: Axes | None = None) -> Axes:
     """Draw AUC, the control task's AUC, and selectivity by layer."""
     table = fit.table.sort_values("layer")
     layers = table["layer"].to_numpy(dtype=float)
-    with one_panel(ax, 3.6, 2.5) as ax:
+    with st.one_panel(ax, 3.6, 2.5) as ax:
         ax.axhline(0.5, color=FAINT, linewidth=0.6)
         ax.axhline(0, color=FAINT, linewidth=0.6)
         for name, text, color in (("auc", "AUC", BLUE), ("selectivity", "selectivity (accuracy)", ORANGE)):
             values = (table[f"{name}{end}"].to_numpy(dtype=float) for end in ("", "_low", "_high"))
-            draw_line(ax, layers, *values, color=color, marker="o", markersize=2.6, label=text)
+            st.draw_line(ax, layers, *values, color=color, marker="o", markersize=2.6, label=text)
         if table["control_auc"].notna().any():
-            ax.plot(layers, table["control_auc"], color=FAINT, linestyle=DASHED, label="AUC of control tasks")
+            ax.plot(layers, table["control_auc"], color=FAINT, linestyle=st.DASHED, label="AUC of control tasks")
         ax.set_ylim(min(-0.1, float(table["selectivity_low"].min(skipna=True) or 0) - 0.02), 1.03)
         for y, text in ((0.5, "chance AUC"), (0.0, "no selectivity")):
             at = ("axes fraction", "data")
             ax.annotate(text, (1.02, y), xycoords=at, fontsize="small", va="center")
-        whole_numbers(ax.xaxis)
+        st.whole_numbers(ax.xaxis)
         ax.set_xlim(layers.min() - 0.5, layers.max() + 0.5)  # no tick beyond the last layer
-        ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel="AUC; selectivity")
-        legend_above(ax, 2, model_title(fit.run, f"probes of {fit.site} (n = {int(table['rows'].iloc[0]):,})"))
+        ax.set(xlabel=f"Layer ({st.BANDS_ARE})", ylabel="AUC; selectivity")
+        st.legend_above(ax, 2, st.model_title(fit.run, f"probes of {fit.site} (n = {int(table['rows'].iloc[0]):,})"))
     return ax

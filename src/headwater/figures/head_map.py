@@ -19,24 +19,12 @@ from matplotlib.lines import Line2D
 from matplotlib.path import Path
 from matplotlib.transforms import Affine2D
 
+import headwater.figures.style as st
 from headwater.calls import checked_call
 from headwater.colors import INK, PURPLE
 from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size, size_requested
 from headwater.figures.published import StyleName, is_published, model_name
-from headwater.figures.style import (
-    checked_place,
-    figure_of,
-    legend_below,
-    legend_beside,
-    new_figure,
-    one_panel,
-    panel_grid,
-    set_figure_title,
-    whole_numbers,
-)
-from headwater.figures.style import label as drawn_label
-from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
 from headwater.options import checked_count
@@ -78,10 +66,10 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     legend, is_alone, (n_layers, n_heads) = _legend([head_map]), ax is None, extent(head_map.categories)
     cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
     width, height = max(n_layers * cell, 2 * CELL), max(n_heads * cell, (len(legend["labels"]) + 3) * LINE)
-    with one_panel(ax, LEFT + width + LEGEND, BOTTOM + height + TOP) as ax:
+    with st.one_panel(ax, LEFT + width + LEGEND, BOTTOM + height + TOP) as ax:
         _draw(head_map, ax)
-        ax.set_title(drawn_label(title_of([head_map])))
-        legend_beside(ax, is_alone, **legend)
+        ax.set_title(st.label(title_of([head_map])))
+        st.legend_beside(ax, is_alone, **legend)
     return ax
 
 
@@ -112,24 +100,24 @@ def head_maps(
     maps = list(maps) if isinstance(maps, Sequence) else []
     if not maps or not all(hasattr(head_map, "categories") for head_map in maps):
         raise InputError("head_maps needs a list of results of classify_heads.")
-    size, as_published = checked_place(ax, len(maps), figsize), is_published(style)
+    size, as_published = st.checked_place(ax, len(maps), figsize), is_published(style)
     if len(maps) == 1 and not as_published:
         return maps[0].plot(ax, title=title, figsize=size)
     names = [model_name(name) if as_published else name for name in names_of(maps)]
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
-    with shared_look(ax), size_requested(size):
+    with st.style(ax), size_requested(size):
         axes = [ax] if ax is not None else _panels(maps, names, min(columns, len(maps)), as_published)
         for head_map, name, panel in zip(maps, names, axes, strict=True):
             _draw(head_map, panel, sized=not as_published)
-            panel.set_title(drawn_label(name))
+            panel.set_title(st.label(name))
         look = _legend(maps, as_published) | {"columnspacing": 1.2, "handletextpad": 0.3}
         if ax is not None:
-            legend_beside(ax, False, **look)
+            st.legend_beside(ax, False, **look)
             return apply_title_and_size(ax, title, None)
-        figure = figure_of(axes[0])
-        legend_below(figure, 8 if as_published else 4, **look)
+        figure = st.figure_of(axes[0])
+        st.legend_below(figure, 8 if as_published else 4, **look)
         if len(maps) > 1 and not as_published:
-            set_figure_title(figure, title_of(maps))
+            st.set_figure_title(figure, title_of(maps))
     return apply_title_and_size(figure, title, size)
 
 
@@ -141,8 +129,8 @@ def _panels(maps: Sequence[HeadMap], names: Sequence[str], columns: int, as_publ
     widths = [max(widths) if as_published else max(widths[column::columns]) for column in range(columns)]
     rows, legend = -(-len(maps) // columns), (2 + len(_legend(maps)["labels"]) // 4) * LINE
     width = max(sum(widths) + columns * (LEFT + GAP), LEGEND_WIDTH)
-    figure = new_figure(width, rows * (BOTTOM + PANEL_HEIGHT + TOP) + legend + HEADING)
-    return panel_grid(figure, len(maps), columns, width_ratios=widths)
+    figure = st.new_figure(width, rows * (BOTTOM + PANEL_HEIGHT + TOP) + legend + HEADING)
+    return st.panel_grid(figure, len(maps), columns, width_ratios=widths)
 
 
 def title_of(maps: Sequence[HeadMap]) -> str:
@@ -168,7 +156,7 @@ def frame(ax: Axes, heads: pd.DataFrame) -> None:
     """Set the limits of axes so that each layer and head has a place."""
     n_layers, n_heads = extent(heads)
     ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
-    whole_numbers(ax.xaxis, ax.yaxis)
+    st.whole_numbers(ax.xaxis, ax.yaxis)
 
 
 def mark_of(label: str) -> tuple[str, str]:

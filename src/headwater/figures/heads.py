@@ -16,41 +16,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+import headwater.figures.style as st
 from headwater.causes.naming import BASELINES, NAMED
 from headwater.causes.results import Evidence, EvidenceSuite
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE, PINK
 from headwater.errors import InputError
 from headwater.figures.head_map import AREAS, CELL, LARGEST, NONE, extent, frame, legend_mark, mark_area, mark_heads
-from headwater.figures.style import (
-    DASHED,
-    LINES_ARE,
-    MARKS_ONLY,
-    cell_ticks,
-    color_bar,
-    columns,
-    draw_line,
-    draw_points,
-    figure_of,
-    heat_map,
-    inches,
-    label,
-    legend_above,
-    legend_below,
-    legend_beside,
-    model_title,
-    name_rows,
-    new_figure,
-    one_panel,
-    others,
-    plain_title,
-    plot_of,
-    refuse_panels,
-    set_figure_title,
-    several_panels,
-    style,
-    ticks,
-    whole_numbers,
-)
 from headwater.figures.sweep import shown
 from headwater.heads.ablation import HeadAblation
 from headwater.heads.behaviour import NONE as NOT_CALLED
@@ -95,13 +66,13 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
     cell = min(CELL, LARGEST[0] / n_layers / maps**0.5, LARGEST[1] / n_heads)
     width = columns * (LEFT + max(n_layers * cell, 1.3)) + LEGEND * (maps == 1)
     height = -(-maps // columns) * (BOTTOM + max(n_heads * cell, LINES)) + TITLE * (maps > 1)
-    title, labelled = model_title(result.run, "what heads attend to"), dict[str, pd.DataFrame]()
-    with several_panels(ax, (width, height), maps, columns, title, instead="choose one with on=") as axes:
+    title, labelled = st.model_title(result.run, "what heads attend to"), dict[str, pd.DataFrame]()
+    with st.several_panels(ax, (width, height), maps, columns, title, instead="choose one with on=") as axes:
         for name, place in zip(shown, axes, strict=True):
             frame(place, result.heads)
             seen = SEEN.get(name, name)
             alone = f"attention on {seen}" if name in SEEN else f"{seen} by head"
-            place.set_title(seen if maps > 1 else model_title(result.run, alone))
+            place.set_title(seen if maps > 1 else st.model_title(result.run, alone))
             if name in SHADES:
                 _shade(result.heads, name, place)
             else:
@@ -114,10 +85,10 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
             of_maps = f"heads ({' / '.join(labelled)}), " if len(labelled) > 1 else ""
             look: dict[str, Any] = {"handles": handles, "title": f"{of_maps}area: excess over chance"}
             if maps == 1:
-                legend_beside(axes[0], is_alone, **look)
+                st.legend_beside(axes[0], is_alone, **look)
             else:
-                legend_below(figure_of(axes[0]), len(handles), **look)
-    return plot_of(axes)
+                st.legend_below(st.figure_of(axes[0]), len(handles), **look)
+    return st.plot_of(axes)
 
 
 def _mark_heads(table: pd.DataFrame, ax: Axes) -> pd.DataFrame:
@@ -134,12 +105,12 @@ def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
     """Colour each head by a quantity, with a labelled colour bar."""
     bar, colors, ticks = SHADES[name]
     values = heads.pivot_table(index="head", columns="layer", values=name, dropna=False)
-    mesh = heat_map(ax, values.reindex(columns=range(int(heads["layer"].max()) + 1)), colors, ticks[0], 1.0)
+    mesh = st.heat_map(ax, values.reindex(columns=range(int(heads["layer"].max()) + 1)), colors, ticks[0], 1.0)
     if name == "copying":
         beyond = heads[(heads[name] > heads[f"{name}_high"]) | (heads[name] < heads[f"{name}_low"])]
         mark_heads(ax, beyond, np.full(len(beyond), 0.35**2), c="white", edgecolors=INK, linewidths=0.5)
         ax.set_xlabel("Layer (dot: beyond random heads)")
-    color_bar(mesh, ax, bar, ticks=ticks)
+    st.color_bar(mesh, ax, bar, ticks=ticks)
 
 
 def _look(name: str) -> tuple[str, str, float]:
@@ -163,16 +134,16 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
     kinds = present if kind is None else [checked_name("kind", kind, present)]
     above = (result.table["score"] - result.table["expected"]).clip(lower=0)
     limit = float(above.max()) or 1.0
-    n, title = len(kinds), model_title(result.run, "composition of heads, by parameters")
-    with several_panels(ax, (0.6 + 2.5 * n, 2.8), n, n, title, instead="choose one with kind=") as axes:
+    n, title = len(kinds), st.model_title(result.run, "composition of heads, by parameters")
+    with st.several_panels(ax, (0.6 + 2.5 * n, 2.8), n, n, title, instead="choose one with kind=") as axes:
         for panel, name in zip(axes, kinds, strict=True):
             part = result.table[result.table["kind"] == name]
             mesh = _map(panel, part, above[part.index], limit)
             by = LONG[str(name)]
-            panel.set_title(by if n > 1 else model_title(result.run, f"composition of heads by {by}"))
+            panel.set_title(by if n > 1 else st.model_title(result.run, f"composition of heads by {by}"))
         axes[0].set_ylabel("Earlier head, by layer")
-        color_bar(mesh, axes, f"Score above chance ({result.table['expected'].iloc[0]:.2f})", fraction=0.04)
-    return plot_of(axes)
+        st.color_bar(mesh, axes, f"Score above chance ({result.table['expected'].iloc[0]:.2f})", fraction=0.04)
+    return st.plot_of(axes)
 
 
 def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
@@ -182,7 +153,7 @@ def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
     rows = part["writer_layer"].to_numpy() * heads + part["writer_head"].to_numpy()
     columns = (part["reader_layer"].to_numpy() - 1) * heads + part["reader_head"].to_numpy()
     grid[rows, columns] = above
-    mesh = heat_map(ax, grid, "Blues", 0.0, limit)
+    mesh = st.heat_map(ax, grid, "Blues", 0.0, limit)
     for edge in range(1, layers - 1):
         ax.axhline(edge * heads - 0.5, color="white", linewidth=0.6)
         ax.axvline(edge * heads - 0.5, color="white", linewidth=0.6)
@@ -206,21 +177,21 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
     vectors = table["vector"].unique().tolist()
     values = result.values.set_index("vector").loc[vectors]
     first = table.iloc[0]
-    with one_panel(ax, 7.2, 0.9 + 0.42 * len(vectors)) as ax:
+    with st.one_panel(ax, 7.2, 0.9 + 0.42 * len(vectors)) as ax:
         ax.barh(vectors, values["share"], height=0.55, color=BLUE, label="share of the circuit")
         ax.plot(values["random_share"], vectors, "|", color=INK, markersize=9, label="of random factors")
         # The tokens are beside the bars, in two thirds of the width.
-        room = 72 * 0.64 * inches(ax)[0] / (0.55 * SIZE)
+        room = 72 * 0.64 * st.inches(ax)[0] / (0.55 * SIZE)
         widest = float(max(values["share"].max(), values["random_share"].max()))
         for vector in vectors:
             for sign, offset in zip(SIGNS, (-0.19, 0.19), strict=True):
                 part = table[(table["vector"] == vector) & (table["sign"] == sign)]
                 sides = [part.loc[part["side"] == side, "token"] for side in CIRCUITS[str(first["circuit"])]]
                 lines = (_line(sign, sides, n) for n in range(TOKENS, 0, -1))
-                line = next((line for line in lines if columns(line) <= room), _line(sign, sides, 1))
+                line = next((line for line in lines if st.columns(line) <= room), _line(sign, sides, 1))
                 ax.text(
                     widest * 1.06, vector + offset, line, size=SIZE, va="center", in_layout=False,
-                    family=["sans-serif", *others()], color=INK if sign == "+" else FAINT,
+                    family=["sans-serif", *st.others()], color=INK if sign == "+" else FAINT,
                 )  # fmt: skip
         ax.set_yticks(vectors, [str(vector) for vector in vectors])
         ax.set(xlim=(0, widest * 3.2), ylim=(max(vectors) + 0.6, 0.4))
@@ -229,7 +200,7 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
         ax.set(ylabel="Singular vector")
         ax.set_xlabel("Share of the circuit (bar; tick: random factors)", loc="left")
         circuit = f"{str(first['circuit']).upper()} of layer {first['layer']}, head {first['head']}, as tokens"
-        ax.set_title(model_title(result.run, circuit))
+        ax.set_title(st.model_title(result.run, circuit))
     return ax
 
 
@@ -261,9 +232,9 @@ def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes 
     table, is_alone, (first, other) = comparison.table, ax is None, comparison.models
     n_layers, n_heads = extent(table)
     cell = min(APART, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
-    with one_panel(ax, max(n_layers * cell, 1.4) + 2.6, max(n_heads * cell, 1.6) + 0.9) as ax:
+    with st.one_panel(ax, max(n_layers * cell, 1.4) + 2.6, max(n_heads * cell, 1.6) + 0.9) as ax:
         frame(ax, table)
-        ax.set_title(label(f"{first} → {other}: heads that changed"))
+        ax.set_title(st.label(f"{first} → {other}: heads that changed"))
         largest = comparison.changed.drop_duplicates(["layer", "head"])
         classified = table[(table["model"] == first) & table["found"] & table["category"].notna()]
         heads, drawn = (one[["layer", "head"]].drop_duplicates() for one in (classified, largest))
@@ -281,14 +252,14 @@ def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes 
             Line2D([], [], linestyle="none", marker=mark, color=color, markersize=5, label=name)
             for mark, color, name in entries
         ]
-        legend_beside(ax, is_alone, handles=handles, title="mark: change, colour: category")
+        st.legend_beside(ax, is_alone, handles=handles, title="mark: change, colour: category")
     return ax
 
 
 def _draw_curves(comparison: HeadComparison, ax: Axes | None) -> Axes | Figure:
     models, summary = comparison.models, whole_summary(comparison)
     size, heights = (max(3.6, 0.5 * len(models) + 2.2), 4.0), (3, 2)
-    with several_panels(ax, size, 2, 1, instead="compare two models", sharex=True, height_ratios=heights) as (
+    with st.several_panels(ax, size, 2, 1, instead="compare two models", sharex=True, height_ratios=heights) as (
         upper,
         lower,
     ):
@@ -303,13 +274,13 @@ def _draw_curves(comparison: HeadComparison, ax: Axes | None) -> Axes | Figure:
         lower.axhline(0, color=FAINT, linewidth=0.6)
         most = max(1, int(every[["gained", "lost"]].to_numpy().max()))
         lower.set(ylabel="Heads", ylim=(-1.15 * most, 1.15 * most))
-        lower.set_title(label(f"Gained or lost a relation since {models[0]}"))
+        lower.set_title(st.label(f"Gained or lost a relation since {models[0]}"))
         lower.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
-        lower.set_xticks(at, ticks(models, 24), rotation=30 if len(models) > 4 else 0)
+        lower.set_xticks(at, st.ticks(models, 24), rotation=30 if len(models) > 4 else 0)
         for panel in (upper, lower):
             panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        whole_numbers(upper.yaxis, lower.yaxis)
-    return plot_of([upper, lower])
+        st.whole_numbers(upper.yaxis, lower.yaxis)
+    return st.plot_of([upper, lower])
 
 
 # Number of classified heads against the threshold: a line per category, a panel per rule.
@@ -331,17 +302,17 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
     n_settings = sensitivity.table["setting"].nunique()
     n_panels, is_new = len(rules) + (n_settings > 1), ax is None
     size = max(n_panels * PANEL[0], 3.6), max(PANEL[1], 1.4 + 0.2 * n_settings)
-    with several_panels(ax, size, n_panels, n_panels) as panels:
+    with st.several_panels(ax, size, n_panels, n_panels) as panels:
         for panel, rule in zip(panels, rules, strict=False):
             _draw_rule(sensitivity, rule, panel)
         if not is_new:
-            panels[0].set_title(model_title(sensitivity.run, f"heads classified, {rules[0]} rule"))
+            panels[0].set_title(st.model_title(sensitivity.run, f"heads classified, {rules[0]} rule"))
             panels[0].legend(loc="upper right")
             return panels[0]
         for panel in panels[1 : len(rules)]:
             panel.sharey(panels[0])
             panel.set_ylabel("")
-        figure = figure_of(panels[0])
+        figure = st.figure_of(panels[0])
         first: Any = panels[0]
         handles, names = first.get_legend_handles_labels()
         if n_panels > len(rules):
@@ -351,10 +322,10 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
             names += ["heads", "of these, in the map"]
             last.set(yticks=[*range(len(rows))], yticklabels=rows["setting"], ylim=(len(rows) - 0.5, -0.5))
             last.set(xlabel="Heads", title="other settings")
-            whole_numbers(last.xaxis)
+            st.whole_numbers(last.xaxis)
         columns = max(2, int(figure.bbox_inches.width))
         figure.legend(handles, names, loc="outside lower center", ncols=columns, title="dashed: the map's")
-        set_figure_title(figure, model_title(sensitivity.run, "heads classified, by threshold"))
+        st.set_figure_title(figure, st.model_title(sensitivity.run, "heads classified, by threshold"))
     return figure
 
 
@@ -365,15 +336,15 @@ def _draw_rule(sensitivity: Sensitivity, rule: str, ax: Axes) -> None:
         if name in rows:
             ax.plot(
                 rows["threshold"], rows[name], color=category.color, marker=category.mark, markersize=3, linewidth=0.9,
-                clip_on=False, label=label(name),
+                clip_on=False, label=st.label(name),
             )  # fmt: skip
     if rule == sensitivity.run.options["rule"]:
-        ax.axvline(sensitivity.run.options["threshold"], color=FAINT, linewidth=0.8, linestyle=DASHED, zorder=0)
+        ax.axvline(sensitivity.run.options["threshold"], color=FAINT, linewidth=0.8, linestyle=st.DASHED, zorder=0)
     most = max(1, int(sensitivity.table["heads"].max()))
     what = "excess\n(score beyond chance)" if rule == "controlled" else "score"
     ax.set(xlabel=f"Threshold of the {what}", ylabel="Heads", ylim=(0, 1.05 * most), title=f"{rule} rule")
-    cell_ticks(ax.xaxis, rows["threshold"], [f"{one:g}" for one in rows["threshold"]])
-    whole_numbers(ax.yaxis)
+    st.cell_ticks(ax.xaxis, rows["threshold"], [f"{one:g}" for one in rows["threshold"]])
+    st.whole_numbers(ax.yaxis)
 
 
 CONTEXT_LOOKS = {"without": (BLUE, "o"), "with": (ORANGE, "s")}
@@ -384,15 +355,17 @@ def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
     """Draw the correlation of static and dynamic scores with its interval, a line per relation and context."""
     rows = scores.correlations[scores.correlations["sign"] == "score"]
     names = list(dict.fromkeys(rows["relation"]))
-    with one_panel(ax, 4.5, 0.95 + 0.22 * len(names)) as ax:
+    with st.one_panel(ax, 4.5, 0.95 + 0.22 * len(names)) as ax:
         for shift, (context, (color, mark)) in zip((-0.15, 0.15), CONTEXT_LOOKS.items(), strict=True):
             found = rows[rows["context"] == context].set_index("relation").loc[names]
             y = [place + shift for place in range(len(names))]
-            draw_points(ax, found["pearson"], y, found["low"], found["high"], color, mark, label=f"{context} context")
-        name_rows(ax, ticks(name.replace("_", " ") for name in names), 0.6)
+            st.draw_points(
+                ax, found["pearson"], y, found["low"], found["high"], color, mark, label=f"{context} context"
+            )
+        st.name_rows(ax, st.ticks(name.replace("_", " ") for name in names), 0.6)
         ax.set_xlim(min(0.0, rows["low"].min(skipna=True) or 0.0), 1.02)
-        ax.set_xlabel(f"Pearson correlation over {int(rows['heads'].max()):,} heads ({LINES_ARE})")
-        legend_above(ax, 2, model_title(scores.run, "scores of heads, static and dynamic"), **MARKS_ONLY)
+        ax.set_xlabel(f"Pearson correlation over {int(rows['heads'].max()):,} heads ({st.LINES_ARE})")
+        st.legend_above(ax, 2, st.model_title(scores.run, "scores of heads, static and dynamic"), **st.MARKS_ONLY)
     return ax
 
 
@@ -401,7 +374,7 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
     """Draw accuracy against the number of heads removed."""
     table = ablation.table
     base = table[(table["role"] == "relation") & (table["removed"] == "none")]
-    with one_panel(ax, 3.6, 3.0) as ax:
+    with st.one_panel(ax, 3.6, 3.0) as ax:
         solid, dashed = {"marker": "o"}, {"marker": "s", "linestyle": "--"}
         for removed, color, look in (("relation heads", BLUE, solid), ("random heads", FAINT, dashed)):
             rows = table[(table["role"] == "relation") & (table["removed"] == removed)]
@@ -411,17 +384,17 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
             start, draws = base["accuracy"].iloc[0], rows["draw"].nunique()
             name = f"{removed} ({draws} draws, band: all)" if draws > 1 else removed
             values = ([start, *means[column]] for column in ("mean", "min", "max"))
-            draw_line(ax, [0, *means.index], *values, color=color, **look, markersize=3, label=name)
+            st.draw_line(ax, [0, *means.index], *values, color=color, **look, markersize=3, label=name)
         controls = table[(table["role"] == "control") & (table["removed"] == "relation heads")]
         if len(controls):
             ax.plot(
                 controls["n_heads"], controls["accuracy"], "x", color=INK, markersize=5, label="on control relations"
             )
         ax.set(ylim=(-0.03, 1.03), xlabel="Heads removed", ylabel="Accuracy")
-        whole_numbers(ax.xaxis)
+        st.whole_numbers(ax.xaxis)
         items = base["items"].iloc[0]
-        seen = f"{label(ablation.relation.replace('_', ' '))} ({items:,} items)"
-        legend_above(ax, 1, model_title(ablation.run, f"heads removed,\n{seen}"))
+        seen = f"{st.label(ablation.relation.replace('_', ' '))} ({items:,} items)"
+        st.legend_above(ax, 1, st.model_title(ablation.run, f"heads removed,\n{seen}"))
     return ax
 
 
@@ -453,7 +426,7 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
     order = suite.measured.sort_values(["family", "share"], ascending=[True, True])["relation"].tolist()
     if not order:
         raise InputError(f"{suite.run.model} can do none of these relations: there is nothing to draw.")
-    with one_panel(ax, 6.5, 1.2 + 0.17 * len(order)) as ax:
+    with st.one_panel(ax, 6.5, 1.2 + 0.17 * len(order)) as ax:
         place = {relation: number for number, relation in enumerate(order)}
         for way in (*BASELINES, NAMED):
             rows = suite.ways[(suite.ways["way"] == way) & suite.ways["share"].notna()]
@@ -466,11 +439,11 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
             )
             ax.plot(rows["share"], y, mark, color=color, label=way, ls="none", **look)
         families = suite.table.set_index("relation")["family"]
-        cell_ticks(ax.yaxis, range(len(order)), [f"{relation}  ({families[relation]})" for relation in order])
+        st.cell_ticks(ax.yaxis, range(len(order)), [f"{relation}  ({families[relation]})" for relation in order])
         ax.set(ylim=(-0.7, len(order) - 0.3), xlim=(min(-0.05, ax.get_xlim()[0]), 1.05))
-        ax.set_xlabel(f"Share of the largest effect ({LINES_ARE.removeprefix('lines: ')} of weights and attention)")
-        ax.set_title(model_title(suite.run, "effects of the named heads"))
-        legend_beside(ax, title="head named by")
+        ax.set_xlabel(f"Share of the largest effect ({st.LINES_ARE.removeprefix('lines: ')} of weights and attention)")
+        ax.set_title(st.model_title(suite.run, "effects of the named heads"))
+        st.legend_beside(ax, title="head named by")
     return ax
 
 
@@ -479,9 +452,9 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
     """Draw five panels: three maps by layer and head, the residual stream patched, and the cost of ablation."""
     if not result.is_measured:
         raise InputError(result.verdict)
-    refuse_panels(ax, 5)
-    with style(ax):
-        figure = new_figure(10.0, 5.2)
+    st.refuse_panels(ax, 5)
+    with st.style(ax):
+        figure = st.new_figure(10.0, 5.2)
         # Each row has its own layout, because the names of costs are long.
         above, below = figure.subfigures(2, 1)  # type: ignore[misc]
         axes = [*above.subplots(1, 3), *below.subplots(1, 2)]
@@ -489,18 +462,18 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
         for (column, title), place in zip(MAPS.items(), axes, strict=False):
             grid = result.table.pivot(index="head", columns="layer", values=column)
             # Attention is never negative.
-            color_bar(heat_map(place, grid, "Blues" if column == "attention" else ""), place)
+            st.color_bar(st.heat_map(place, grid, "Blues" if column == "attention" else ""), place)
             place.set(title=title, xlabel="Layer", ylabel="Head")
-            whole_numbers(place.xaxis, place.yaxis)
+            st.whole_numbers(place.xaxis, place.yaxis)
             for color, width in (("white", 2.6), (INK, 1.2)):  # visible on dark and on light cells
                 place.plot(named["layer"], named["head"], "o", ms=9, mfc="none", mec=color, mew=width)
         when, cost = axes[3:]
         for role, rows in result.when.groupby("role", sort=False):
             color, mark = ROLE_LOOKS[str(role)]
             values = (rows[name] for name in ("layer", "share", "low", "high"))
-            draw_line(when, *values, color=color, marker=mark, ms=2.5, label=f"at the {role} token")
+            st.draw_line(when, *values, color=color, marker=mark, ms=2.5, label=f"at the {role} token")
         when.set(xlabel="Before layer", ylabel="Share of gap", title="residual stream patched")
-        whole_numbers(when.xaxis)
+        st.whole_numbers(when.xaxis)
         when.legend()
         rows, y = result.cost, range(len(result.cost))
         both = list(zip(rows["what"], rows["heads"], strict=True))
@@ -511,12 +484,12 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
         cost.hlines(y, rows["low"], rows["high"], color=colors, lw=1.2)
         cost.scatter(rows["cost"], y, c=colors, s=14)
         cost.axvline(0, color=FAINT, lw=0.6)
-        name_rows(cost, ticks(names, 60))
+        st.name_rows(cost, st.ticks(names, 60))
         cost.set(xlabel="Logits lost", title="cost of ablation")
-        set_figure_title(figure, label(evidence_title(result)))
+        st.set_figure_title(figure, st.label(evidence_title(result)))
     return figure
 
 
 def evidence_title(found: Evidence) -> str:
     """Return the title of the figure and of the view, as plain text."""
-    return plain_title(found.run.model, f"{found.relation}, from weights to a cause")
+    return st.plain_title(found.run.model, f"{found.relation}, from weights to a cause")

@@ -8,23 +8,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import headwater.figures.style as st
 from headwater.colors import BLUE, DIVERGING, FAINT, GREEN, INK, ORANGE, PURPLE
 from headwater.figure_options import requested_size
-from headwater.figures.style import (
-    MOST_TICKS,
-    cell_ticks,
-    color_bar,
-    columns,
-    heat_map,
-    inches,
-    largest,
-    model_title,
-    one_panel,
-    others,
-    plot_of,
-    several_panels,
-    whole_numbers,
-)
 from headwater.figures.sweep import shown
 from headwater.lenses.direct_attribution import DirectAttribution
 from headwater.lenses.predictions import LayerPredictions
@@ -58,7 +44,7 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
     positions = np.unique(table["position"])
     layers = np.unique(table["layer"])
     if ax is not None:
-        wide, high = inches(ax)
+        wide, high = st.inches(ax)
     else:
         wide, high = np.subtract(requested_size() or (np.inf, np.inf), AROUND)
     most_positions, most_layers = min(MOST_POSITIONS, wide / LEAST_WIDTH), min(MOST_LAYERS, high / LEAST_HEIGHT)
@@ -70,26 +56,28 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
     probability = drawn.pivot(index="layer", columns="position", values="probability").to_numpy(dtype=float)
     tokens = drawn.pivot(index="layer", columns="position", values="top_token").to_numpy(dtype=object)
     under = drawn.drop_duplicates("position").sort_values("position")["token"].tolist()
-    with one_panel(ax, AROUND[0] + WIDTH * len(positions), AROUND[1] + HEIGHT * len(layers)) as ax:
-        mesh = heat_map(ax, probability, "Blues", 0.0, 1.0)
+    with st.one_panel(ax, AROUND[0] + WIDTH * len(positions), AROUND[1] + HEIGHT * len(layers)) as ax:
+        mesh = st.heat_map(ax, probability, "Blues", 0.0, 1.0)
         mesh.set(edgecolor="white", linewidth=0.4)
         # Tokens are written in the largest size that fits their cells, if that is readable.
-        across, down = np.divide(inches(ax), tokens.shape[::-1])
+        across, down = np.divide(st.inches(ax), tokens.shape[::-1])
         size = min(6.0, 72 * down * 0.8, 72 * across / (0.58 * LETTERS))
         for row, column in np.ndindex(tokens.shape) if size >= 2 else ():
             text = shown(str(tokens[row, column]))
-            text = text if columns(text) <= LETTERS else text[: LETTERS - 1].rstrip("\\") + "…"
+            text = text if st.columns(text) <= LETTERS else text[: LETTERS - 1].rstrip("\\") + "…"
             ax.text(
-                column, row, text, ha="center", va="center", size=size, family=["sans-serif", *others()],
+                column, row, text, ha="center", va="center", size=size, family=["sans-serif", *st.others()],
                 color="white" if probability[row, column] > 0.55 else INK,
             )  # fmt: skip
-        cell_ticks(ax.yaxis, range(len(layers)), [str(layer) for layer in layers])
+        st.cell_ticks(ax.yaxis, range(len(layers)), [str(layer) for layer in layers])
         names = [shown(token) for token in under]
-        cell_ticks(ax.xaxis, range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+        st.cell_ticks(ax.xaxis, range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
         ax.set(xlabel=f"The last {len(positions)} positions" if left_out else "", ylabel="Layer")
-        color_bar(mesh, ax, "Probability", fraction=0.04, pad=0.01)
+        st.color_bar(mesh, ax, "Probability", fraction=0.04, pad=0.01)
         texts = result.table["example"].nunique()
-        ax.set_title(model_title(result.run, "top token of each layer" + f", text {example} of {texts}" * (texts > 1)))
+        ax.set_title(
+            st.model_title(result.run, "top token of each layer" + f", text {example} of {texts}" * (texts > 1))
+        )
     return ax
 
 
@@ -110,12 +98,12 @@ def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -
     # A panel's inches: of its cells, within limits, plus the labels around them.
     across, down = (result.table[name].fillna(0).max() + 1 for name in ("head", "layer"))
     width, height = float(np.clip(1.7 + 0.14 * across, 3.6, 7)), float(np.clip(1.0 + 0.11 * down, 2.6, 6))
-    with several_panels(ax, (width * len(roles), height), len(roles), len(roles)) as panels:
+    with st.several_panels(ax, (width * len(roles), height), len(roles), len(roles)) as panels:
         for one, role in zip(panels, roles, strict=True):
             both = (result.table, result.totals)
             table, totals = (rows if role is None else rows[rows["role"] == role] for rows in both)
             _panel(one, result, table, totals, "" if role is None else f"{role}, ")
-    return plot_of(panels)
+    return st.plot_of(panels)
 
 
 def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.DataFrame, what: str) -> None:
@@ -131,7 +119,7 @@ def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.
     else:
         _bars(ax, means)
     total = f"{totals['logit_difference'].mean():+.2f}".replace("-", "−")
-    ax.set_title(model_title(result.run, f"{what}parts of logit difference {total} (n = {n:,})"), pad=pad)
+    ax.set_title(st.model_title(result.run, f"{what}parts of logit difference {total} (n = {n:,})"), pad=pad)
 
 
 def _map(ax: Axes, means: pd.DataFrame) -> None:
@@ -141,20 +129,20 @@ def _map(ax: Axes, means: pd.DataFrame) -> None:
     n_heads = heads.shape[1]
     # The empty column separates the MLPs from the heads; one image keeps both on one colour scale.
     drawn = np.ma.masked_invalid(np.column_stack([heads, np.full(len(heads), np.nan), mlps]).astype(float))
-    limit = largest(drawn)
+    limit = st.largest(drawn)
     edges = np.append(np.arange(n_heads + 1), [n_heads + 0.4, n_heads + 1.4])
     mesh = ax.pcolormesh(
         edges, np.arange(len(heads) + 1), drawn, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True
     )
     ax.spines[:].set_visible(False)
-    cell_ticks(ax.xaxis, np.arange(n_heads) + 0.5, [str(i) for i in range(n_heads)], MOST_TICKS)
-    cell_ticks(ax.yaxis, np.arange(len(heads)) + 0.5, [str(i) for i in heads.index], MOST_TICKS)
+    st.cell_ticks(ax.xaxis, np.arange(n_heads) + 0.5, [str(i) for i in range(n_heads)], st.MOST_TICKS)
+    st.cell_ticks(ax.yaxis, np.arange(len(heads)) + 0.5, [str(i) for i in heads.index], st.MOST_TICKS)
     ax.tick_params(length=0)
     ax.annotate("MLP", (n_heads + 0.9, 1), xycoords=ax.get_xaxis_transform(), size=mpl.rcParams["xtick.labelsize"],
         xytext=(0, 2), textcoords="offset points", ha="center")  # fmt: skip
     not_drawn = means["layer"].isna() | means["component"].isin(["bias", "mixer"])
     ax.set(xlabel=f"Head{_written(means[not_drawn])}", ylabel="Layer")
-    color_bar(mesh, ax, LABEL)
+    st.color_bar(mesh, ax, LABEL)
 
 
 def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
@@ -162,11 +150,11 @@ def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
     heads = table[table["component"] == "head"]
     sums = heads.groupby(["layer", "position"])["contribution"].sum()
     drawn = (sums / heads.groupby(["layer", "position"])["example"].nunique()).unstack()
-    mesh = heat_map(ax, drawn)
-    whole_numbers(ax.xaxis, ax.yaxis)
+    mesh = st.heat_map(ax, drawn)
+    st.whole_numbers(ax.xaxis, ax.yaxis)
     others = _written(means[means["component"] != "head"])
     ax.set(xlabel=f"Position attended to{others}", ylabel="Layer (its heads together)")
-    color_bar(mesh, ax, LABEL)
+    st.color_bar(mesh, ax, LABEL)
 
 
 def _written(means: pd.DataFrame) -> str:
@@ -190,7 +178,7 @@ def _bars(ax: Axes, means: pd.DataFrame) -> None:
             part = layered[layered["component"] == name]
             at = part["layer"].to_numpy(dtype=float) + (place - (len(present) - 1) / 2) * width
             ax.bar(at, part["contribution"], width, color=COLOURS[name], label=NAMES[name])
-        whole_numbers(ax.xaxis)
+        st.whole_numbers(ax.xaxis)
         ax.set_xlabel(f"Layer{_written(means[means['layer'].isna()])}")
         ax.legend()
     ax.axhline(0, color=FAINT, linewidth=0.6)

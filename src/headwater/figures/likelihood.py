@@ -22,28 +22,12 @@ from matplotlib.figure import Figure
 from numpy import ndarray
 from scipy.stats import gaussian_kde
 
+import headwater.figures.style as st
 from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError, did_you_mean
 from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.published import StyleName, is_published, model_name, with_letter
-from headwater.figures.style import (
-    BANDS_ARE,
-    DASHED,
-    checked_place,
-    draw_line,
-    draw_points,
-    legend_above,
-    model_title,
-    name_rows,
-    new_figure,
-    one_panel,
-    plain_title,
-    set_figure_title,
-    short_name,
-    whole_numbers,
-)
-from headwater.figures.style import style as shared_look
 from headwater.likelihood.files import ScoredTexts
 from headwater.likelihood.formulas import SCORES
 from headwater.likelihood.framed import DATA
@@ -58,7 +42,7 @@ DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
 DEPTH_MARKS = ("o", "s", "^", "D", "v")
 ENDS: dict[int, tuple[str, Any, str, str]] = {
     25: (GREEN, "-", "", "lowest quartile"),
-    75: (ORANGE, DASHED, "////", "highest quartile"),
+    75: (ORANGE, st.DASHED, "////", "highest quartile"),
 }
 """Colour, dash, hatch and name of the lowest and the highest quartile of Min-K%."""
 BY_DEPTH = "Min-K% by question depth"
@@ -101,12 +85,12 @@ def depth_profiles(
     Raises:
         InputError: there are no profiles; an unknown style; or `ax` was passed for several.
     """
-    size, as_published = checked_place(ax, len(profiles), figsize), is_published(style)
+    size, as_published = st.checked_place(ax, len(profiles), figsize), is_published(style)
     if not profiles:
         raise InputError("depth_profiles needs a list of results of memorization; the list is empty.")
-    labels = [short_name(one.run.model) for one in profiles]
+    labels = [st.short_name(one.run.model) for one in profiles]
     labels = list(map(model_name, labels)) if as_published else labels
-    with shared_look(ax):
+    with st.style(ax):
         if ax is None:
             return apply_title_and_size(_panels(profiles, labels, as_published), title, size)
         plot_boxes(profiles[0], ax, as_published)
@@ -116,7 +100,7 @@ def depth_profiles(
 
 def title_of(profile: DepthProfile) -> str:
     """Return the title of a profile's boxes as plain text."""
-    return plain_title(profile.run.model, BY_DEPTH)
+    return st.plain_title(profile.run.model, BY_DEPTH)
 
 
 def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str], as_published: bool) -> Figure:
@@ -136,7 +120,7 @@ def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str], as_publishe
         boxes = [number + across * (number // across) for number in range(n)]
         places = boxes + [place + across for place in boxes]
     rows = max(places) // across + 1
-    figure = new_figure(*(ALONE if is_alone else (PANEL_WIDTH * across + 0.4, PANEL_HEIGHT * rows)))
+    figure = st.new_figure(*(ALONE if is_alone else (PANEL_WIDTH * across + 0.4, PANEL_HEIGHT * rows)))
     grid = figure.add_gridspec(rows, across)
     axes = [figure.add_subplot(grid[divmod(place, across)]) for place in places]
     titles = [name for _, name in named] + [""] * len(scored)
@@ -156,14 +140,14 @@ def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str], as_publishe
         ends = np.array([ax.get_ylim() for ax in axes[:n]])
         for ax in axes[:n]:
             ax.set_ylim(ends.min(), ends.max())
-        set_figure_title(figure, f"{labels[0]}: {BOTH}" if is_alone else BOTH)
+        st.set_figure_title(figure, f"{labels[0]}: {BOTH}" if is_alone else BOTH)
     return figure
 
 
 def answers_note(profiles: Sequence[DepthProfile]) -> str:
     """Name the models whose score gap is of answers from the data, not the model's; "" if there is none."""
     given = [one for one in profiles if any(len(_gaps(one, quartile)) for quartile in ENDS)]
-    named = ", ".join(short_name(one.run.model) for one in given if one.run.options["answers"] == DATA)
+    named = ", ".join(st.short_name(one.run.model) for one in given if one.run.options["answers"] == DATA)
     hint = "is of the answers in the data, whichever model wrote them; with answers='model', the model answers itself"
     return f"The score gap of {named} {hint}." if named else ""
 
@@ -224,7 +208,7 @@ def plot_gaps(profile: DepthProfile, ax: Axes, narrow: bool = False, as_publishe
         ax.tick_params(axis="x", labelsize=6)
         ax.legend(ax.get_legend_handles_labels()[0], [f"{one}%" for one in drawn], loc="upper right", handlelength=1.6)
     elif drawn:
-        legend_above(ax, 1, "", handlelength=2.2)
+        st.legend_above(ax, 1, "", handlelength=2.2)
     else:
         ax.set_yticks([])
         ax.text(0.5, 0.5, "no judge scores", color=FAINT, ha="center", va="center", transform=ax.transAxes)
@@ -252,18 +236,18 @@ def layer_curves(
     Raises:
         InputError: the score is unknown.
     """
-    size = checked_place(ax, 1, figsize)
+    size = st.checked_place(ax, 1, figsize)
     score = checked_name("score", score or profile.main, list(profile.by_layer["score"].unique()))
     named = "Min-K%" if score == profile.main else score
     rows = profile.by_layer[profile.by_layer["score"] == score]
-    with one_panel(ax, 3.6, 2.9) as ax:
+    with st.one_panel(ax, 3.6, 2.9) as ax:
         for depth, (color, mark) in looks_of_depths(profile).items():
             line = rows[rows["depth"] == depth]
             values = (-line[name] for name in ("value", "high", "low"))
-            draw_line(ax, line["layer"], *values, color=color, marker=mark, markersize=3, label=f"Depth {depth}")
-        ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel=AVERAGE if score == profile.main else f"minus {score}")
-        whole_numbers(ax.xaxis)
-        legend_above(ax, min(3, len(profile.depths)), model_title(profile.run, f"{named} by layer"))
+            st.draw_line(ax, line["layer"], *values, color=color, marker=mark, markersize=3, label=f"Depth {depth}")
+        ax.set(xlabel=f"Layer ({st.BANDS_ARE})", ylabel=AVERAGE if score == profile.main else f"minus {score}")
+        st.whole_numbers(ax.xaxis)
+        st.legend_above(ax, min(3, len(profile.depths)), st.model_title(profile.run, f"{named} by layer"))
     return apply_title_and_size(ax, title, size)
 
 
@@ -298,19 +282,19 @@ QUARTILES = np.array([0.25, 0.5, 0.75])
 def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
     """Draw the distribution of the tokens' log-probabilities; with several layers, their quartiles by layer."""
     table = stats.table
-    with one_panel(ax, 3.6, 2.4) as ax:
+    with st.one_panel(ax, 3.6, 2.4) as ax:
         if "layer" in table and table["layer"].nunique() > 1:
             found = table.groupby("layer")["log_probability"].quantile(QUARTILES).unstack()
-            draw_line(ax, found.index, found[0.5], found[0.25], found[0.75], color=BLUE, marker="o", markersize=3)
+            st.draw_line(ax, found.index, found[0.5], found[0.25], found[0.75], color=BLUE, marker="o", markersize=3)
             ax.set(xlabel="Layer (band: quartiles of tokens)", ylabel="log p of a token (nats)")
             tokens = len(table) // table["layer"].nunique()
-            ax.set_title(model_title(stats.run, f"log-probability of {tokens:,} tokens"))
-            whole_numbers(ax.xaxis)
+            ax.set_title(st.model_title(stats.run, f"log-probability of {tokens:,} tokens"))
+            st.whole_numbers(ax.xaxis)
         else:
             values = np.sort(table["log_probability"].to_numpy(float))
             ax.plot(values, np.arange(1, len(values) + 1) / max(1, len(values)), color=BLUE)
             share = f", {(table['rank'] == 0).mean():.0%} ranked first" if len(table) else ""
-            ax.set_title(model_title(stats.run, f"{len(values):,} tokens{share}"))
+            ax.set_title(st.model_title(stats.run, f"{len(values):,} tokens{share}"))
             ax.set(xlabel="log p of a token (nats)", ylabel="Share of tokens at or below", ylim=(0, 1))
     return ax
 
@@ -321,16 +305,16 @@ def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
     table = scores.table
     if "layer" in table:
         table = table[table["layer"] == table["layer"].max()]
-    with one_panel(ax, 3.6, 2.9) as ax:
+    with st.one_panel(ax, 3.6, 2.9) as ax:
         texts = table["text"].nunique()
         drawn = {name: SCORES[name] for name in SCORES if SCORES[name].takes_k and (table["score"] == name).any()}
         for name, score in drawn.items():
             found = table[table["score"] == name].groupby("k")["value"].quantile(QUARTILES).unstack()
             look: dict[str, Any] = {"color": score.color, "marker": score.mark, "markersize": 3, "label": score.title}
-            draw_line(ax, found.index, found[0.5], found[0.25], found[0.75], **look)
+            st.draw_line(ax, found.index, found[0.5], found[0.25], found[0.75], **look)
         ax.set(xlabel="K, share of lowest tokens (bands: quartiles of texts)", xlim=(0, 1.02))
         ax.set_ylabel("Score (higher = more likely seen)")
-        legend_above(ax, 3, model_title(scores.run, f"scores of {texts:,} texts by K"))
+        st.legend_above(ax, 3, st.model_title(scores.run, f"scores of {texts:,} texts by K"))
     return ax
 
 
@@ -347,18 +331,18 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
         row["score"] if np.isnan(row["k"]) else f"{SCORES[row['score']].title}, K = {row['k']:g}"
         for row in table.to_dict("records")
     ]
-    with one_panel(ax, 4.2, 0.9 + 0.17 * len(names)) as ax:
+    with st.one_panel(ax, 4.2, 0.9 + 0.17 * len(names)) as ax:
         y = np.arange(len(names))
         is_baseline = (table["score"] == BASELINE).to_numpy()
         for where, color, mark in ((~is_baseline, BLUE, "o"), (is_baseline, ORANGE, "s")):
             ends = table["auc_low"][where], table["auc_high"][where]
-            draw_points(ax, table["auc"][where], y[where], *ends, color, mark)
+            st.draw_points(ax, table["auc"][where], y[where], *ends, color, mark)
         ax.axvline(0.5, color=FAINT, linewidth=0.7, linestyle="--")
-        name_rows(ax, [f"{name}, no model" if name == BASELINE else name for name in names], 0.6)
+        st.name_rows(ax, [f"{name}, no model" if name == BASELINE else name for name in names], 0.6)
         most = table[["members", "nonmembers"]].max()
         level = membership.run.options["level"]
         ax.set_xlabel(f"AUC, {most['members']:,} members against {most['nonmembers']:,} others (lines: {level:.0%})")
-        ax.set_title(model_title(membership.run, "membership in training data"))
+        ax.set_title(st.model_title(membership.run, "membership in training data"))
     return ax
 
 
@@ -368,11 +352,11 @@ def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
     shares = [float(str(name).removeprefix("min_k_")) for name in scored.table if str(name).startswith("min_k_")]
     share = min(shares, key=lambda one: abs(one - 0.2))
     values = scored.table[f"min_k_{share:g}"].dropna()
-    with one_panel(ax, 3.6, 2.4) as ax:
+    with st.one_panel(ax, 3.6, 2.4) as ax:
         ax.hist(values, bins=min(40, max(5, int(len(values) ** 0.5))), color=BLUE, alpha=0.85)
         ax.set(xlabel=f"Min-K% at K = {share:g} (higher = more likely seen)", ylabel="Texts")
-        ax.set_title(model_title(scored.run, f"Min-K% of {len(values):,} texts"))
-        whole_numbers(ax.yaxis)
+        ax.set_title(st.model_title(scored.run, f"Min-K% of {len(values):,} texts"))
+        st.whole_numbers(ax.yaxis)
     return ax
 
 

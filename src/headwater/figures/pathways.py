@@ -22,36 +22,12 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
+import headwater.figures.style as st
 from headwater.calls import checked_call
 from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PURPLE, RED, SETS, places_of_sets
 from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size, size_requested
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_name, set_names
-from headwater.figures.style import (
-    BANDS_ARE,
-    DAGGER,
-    DAGGER_IS,
-    DASHED,
-    LINES_ARE,
-    checked_place,
-    draw_line,
-    draw_points,
-    figure_of,
-    label,
-    legend_above,
-    model_title,
-    name_rows,
-    new_figure,
-    one_panel,
-    panel_grid,
-    plain_title,
-    set_figure_title,
-    several_panels,
-    short_name,
-    ticks,
-    whole_numbers,
-)
-from headwater.figures.style import style as shared_look
 from headwater.options import checked_name
 from headwater.pathways.interventions import ANSWER_ONLY, EXACT, EXACT_ON_RANDOM_ROWS, RANDOM, RANDOM_SWAP, SWAP
 from headwater.pathways.modes import ALL, BEST_LAYER, CROSSED, FEWEST, MODES, PER_LAYER, RANDOM_SPLIT, WITHIN, SplitName
@@ -64,7 +40,7 @@ from headwater.runs.result import DRAWINGS, whole_summary, with_interval
 
 PUBLISHED = (ORANGE, RED, BROWN, FAINT)
 """The published colours of A-anchored examples, by question set."""
-DASHES: dict[str, Any] = {"Q-anchored": "-", "A-anchored": DASHED}
+DASHES: dict[str, Any] = {"Q-anchored": "-", "A-anchored": st.DASHED}
 HOLLOW: dict[str, Any] = {"linewidth": 0.5, "markerfacecolor": "white", "markersize": 3.2}
 SHORT = {"delta_p": "ΔP", "delta_logit": "change of the probe's logit"}
 VALUES = {"delta_p": "ΔP (percentage points)", "delta_logit": "Change of the probe's logit"}
@@ -76,7 +52,7 @@ SPLIT_BY = {
 }
 """How modes are distinguished, as in titles."""
 COUNTED = "examples in this mode at l*, the probe's best layer"
-SPELLED = f"ΔP: the question's exact words severed; {BANDS_ARE}"
+SPELLED = f"ΔP: the question's exact words severed; {st.BANDS_ARE}"
 MOST_SETS = 4
 PANEL = (2.9, 2.3)
 LINE = 0.17
@@ -109,18 +85,18 @@ def delta_p(
         InputError: there is nothing to draw, an option has an unknown value, or `ax` was passed for several models.
     """
     shown, as_published = list(pathways), is_published(style)
-    size = checked_place(ax, len(shown), figsize)
+    size = st.checked_place(ax, len(shown), figsize)
     if not shown:
         raise InputError("delta_p needs a list of results of trace_pathways; the list is empty.")
     checked_name("value", value, tuple(VALUES))
     splits = [default_split(one) for one in shown]
     if split_by is not None:
         splits = [checked_name("split_by", split_by, list(dict.fromkeys(one.curves["split_by"]))) for one in shown]
-    titles = [model_title(result.run, SPLIT_BY[split]) for result, split in zip(shown, splits, strict=True)]
+    titles = [st.model_title(result.run, SPLIT_BY[split]) for result, split in zip(shown, splits, strict=True)]
     if as_published:
-        titles = [model_name(short_name(result.run.model)) for result in shown]
+        titles = [model_name(st.short_name(result.run.model)) for result in shown]
     elif len(shown) == 1:
-        titles = [label(title_of(shown[0], splits[0], value))]
+        titles = [st.label(title_of(shown[0], splits[0], value))]
     names = list(dict.fromkeys(name for one in shown for name in one.datasets))
     if len(names) > MOST_SETS:
         raise InputError(f"A figure shows at most {MOST_SETS} question sets; these results have {len(names)}.")
@@ -128,11 +104,11 @@ def delta_p(
     columns = min(len(shown), 3)
     rows = -(-len(shown) // columns)
     axis_name = VALUES[value].partition(" (")[0] if as_published else VALUES[value]
-    with shared_look(ax):
+    with st.style(ax):
         handles, labels = _legend(shown, names, split_by, as_published)
         look: dict[str, Any] = {"loc": "upper center", "ncols": 2}
         if not as_published:
-            marked = f"\n{DAGGER_IS}" if chance_note(shown) else ""
+            marked = f"\n{st.DAGGER_IS}" if chance_note(shown) else ""
             each = ", panel by panel" if len(shown) > 1 else ""
             look["title"] = f"In brackets{each}: {COUNTED}\n{SPELLED}{marked}"
         if ax is not None:
@@ -142,10 +118,10 @@ def delta_p(
             return apply_title_and_size(ax, title, None)
         entries = 1 + len(shown) * len(names) if as_published else 4 + bool(chance_note(shown))
         below = LINE * (len(names) + entries) + 0.1
-        figure = new_figure(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below)
+        figure = st.new_figure(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below)
         height = (size or figure.get_size_inches())[1]
         above, legend = figure.subfigures(2, 1, height_ratios=(max(height - below, below), below))  # type: ignore[misc]
-        axes = panel_grid(above, len(shown), columns)
+        axes = st.panel_grid(above, len(shown), columns)
         for panel, result, split, name in zip(axes, shown, splits, titles, strict=True):
             _draw(panel, result, names, split, value, as_published)
             panel.set_title(name)
@@ -155,7 +131,7 @@ def delta_p(
         if as_published:
             legend.text(0.5, 0.0, _counts_note(shown), ha="center", va="bottom", fontsize=6)
         elif len(shown) > 1:
-            set_figure_title(figure, f"{SHORT[value]} without the question's exact words")
+            st.set_figure_title(figure, f"{SHORT[value]} without the question's exact words")
     return apply_title_and_size(figure, title, size)
 
 
@@ -174,7 +150,7 @@ def default_split(pathways: Pathways) -> str:
 
 def title_of(pathways: Pathways, split_by: str, value: str = "delta_p") -> str:
     """Return the title of one model's curves as plain text: the value drawn and how the examples were split."""
-    return plain_title(pathways.run.model, f"{SHORT[value]}, {SPLIT_BY[split_by]}")
+    return st.plain_title(pathways.run.model, f"{SHORT[value]}, {SPLIT_BY[split_by]}")
 
 
 def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, value: str, as_published: bool) -> None:
@@ -186,9 +162,9 @@ def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, val
             look = look_of(name, mode, names, as_published)
             if 0 < line["examples"].max() < FEWEST:
                 look |= HOLLOW | {"marker": SETS[places_of_sets(names)[name]][1]}
-            draw_line(ax, line["layer"], *(line[f"{value}{end}"] for end in ("", "_low", "_high")), **look)
+            st.draw_line(ax, line["layer"], *(line[f"{value}{end}"] for end in ("", "_low", "_high")), **look)
     ax.set_xlabel(layer_label(pathways))
-    whole_numbers(ax.xaxis)
+    st.whole_numbers(ax.xaxis)
     ax.margins(x=0.04)
 
 
@@ -222,8 +198,10 @@ def _legend(
             if as_published:
                 labels.append(f"{mode.replace('anchored', 'Anchored')} ({called[name]})")
             else:
-                counts = ", ".join(_count(one, name, mode, split_by) + DAGGER * _at_chance(one, name) for one in shown)
-                labels.append(f"{label(name)} ({counts})")
+                counts = ", ".join(
+                    _count(one, name, mode, split_by) + st.DAGGER * _at_chance(one, name) for one in shown
+                )
+                labels.append(f"{st.label(name)} ({counts})")
     return handles, labels
 
 
@@ -235,13 +213,15 @@ def _counts_note(shown: Sequence[Pathways]) -> str:
             view, counts = SetAtBest(result, name), [_count(result, name, mode, BEST_LAYER) for mode in MODES]
             auc = with_interval(*view.baseline(WRONG, PROBE))
             note = f"n = {counts[0]} Q-anchored + {counts[1]} A-anchored; probe's AUC {auc}"
-            lines.append(label(f"{model_name(short_name(result.run.model))}, {set_name(name)}: {note}"))
+            lines.append(st.label(f"{model_name(st.short_name(result.run.model))}, {set_name(name)}: {note}"))
     return "\n".join(lines)
 
 
 def chance_note(shown: Sequence[Pathways]) -> str:
     """Name the runs and question sets whose probe is not above chance, so their curves mean nothing; "" if none."""
-    found = [f"{short_name(one.run.model)}, {name}" for one in shown for name in one.datasets if _at_chance(one, name)]
+    found = [
+        f"{st.short_name(one.run.model)}, {name}" for one in shown for name in one.datasets if _at_chance(one, name)
+    ]
     return f"The probe is not above chance, so its curves are not informative: {'; '.join(found)}." if found else ""
 
 
@@ -271,10 +251,10 @@ def _count(pathways: Pathways, name: str, mode: str, split_by: str | None) -> st
 
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},
-    EXACT_ON_RANDOM_ROWS: {"color": BLUE, "linestyle": DASHED, "marker": "D"},
-    RANDOM: {"color": FAINT, "linestyle": DASHED, "marker": "o"},
+    EXACT_ON_RANDOM_ROWS: {"color": BLUE, "linestyle": st.DASHED, "marker": "D"},
+    RANDOM: {"color": FAINT, "linestyle": st.DASHED, "marker": "o"},
     SWAP: {"color": RED, "linestyle": "-", "marker": "s"},
-    RANDOM_SWAP: {"color": ORANGE, "linestyle": DASHED, "marker": "s"},
+    RANDOM_SWAP: {"color": ORANGE, "linestyle": st.DASHED, "marker": "s"},
     ANSWER_ONLY: {"color": PURPLE, "linestyle": (0, (1, 1.2)), "marker": "^"},
 }
 MODE_LOOKS = {"Q-anchored": (BLUE, "o"), "A-anchored": (ORANGE, "s")}
@@ -305,12 +285,12 @@ def flip_rates(
             line = line[line["examples"] > 0].sort_values("layer")
             rates = (100 * line[f"flip_rate{end}"] for end in ("", "_low", "_high"))
             if len(line):
-                draw_line(panel, line["layer"], *rates, markersize=2.6, label=intervention, **look)
+                st.draw_line(panel, line["layer"], *rates, markersize=2.6, label=intervention, **look)
         panel.axvline(SetAtBest(pathways, name).layer, color=FAINT, linewidth=0.7, linestyle=":")
         panel.set(xlabel="Layer", ylim=(0, None))
-        whole_numbers(panel.xaxis)
+        st.whole_numbers(panel.xaxis)
 
-    note = f"{BANDS_ARE}; dotted: l*, the probe's best layer\n{RANDOM_ARE}"
+    note = f"{st.BANDS_ARE}; dotted: l*, the probe's best layer\n{RANDOM_ARE}"
     subject, y = "predictions that flip", "Predictions that flip (%)"
     return _by_set(pathways, draw, ax, figsize, title, subject=subject, y=y, note=note)
 
@@ -341,12 +321,12 @@ def controls(
             own = table[(table["dataset"] == dataset) & (table["group"] == mode)].set_index("intervention")
             rows, y = own.reindex(shown), np.arange(len(shown)) + shift
             low, high = (rows[f"delta_p_{end}"] for end in ("low", "high"))
-            draw_points(panel, rows["delta_p"], y, low, high, color, marker, label=mode)
+            st.draw_points(panel, rows["delta_p"], y, low, high, color, marker, label=mode)
         panel.set_xlabel("ΔP at l* (percentage points)")
-        name_rows(panel, shown)
+        st.name_rows(panel, shown)
         panel.xaxis.set_major_locator(MaxNLocator(4))
 
-    note = f"{LINES_ARE}; l*: the probe's best layer\n{RANDOM_ARE}"
+    note = f"{st.LINES_ARE}; l*: the probe's best layer\n{RANDOM_ARE}"
     return _by_set(pathways, draw, ax, figsize, title, subject="ΔP and controls", note=note, names=1.7, sharey=True)
 
 
@@ -369,13 +349,13 @@ def _by_set(
     inches for names at the left.
     """
     n = len(pathways.datasets)
-    size, across = checked_place(ax, n, figsize), 2 if n == 4 else min(n, 4)
-    heading = model_title(pathways.run, subject)
+    size, across = st.checked_place(ax, n, figsize), 2 if n == 4 else min(n, 4)
+    heading = st.model_title(pathways.run, subject)
     usual = max(CONTROLS_PANEL[0] * across, 3.4) + names, CONTROLS_PANEL[1] * -(-n // across) + 0.4
-    with size_requested(size), several_panels(ax, usual, n, across, heading, sharey=sharey) as axes:
+    with size_requested(size), st.several_panels(ax, usual, n, across, heading, sharey=sharey) as axes:
         for panel, name in zip(axes, pathways.datasets, strict=True):
             draw(panel, name)
-            seen, at_best = label(name), SetAtBest(pathways, name)
+            seen, at_best = st.label(name), SetAtBest(pathways, name)
             if note:
                 # With the number of examples that have as many random tokens as exact ones.
                 beside = f"; random: {at_best.controlled:,}" if at_best.controlled else ""
@@ -391,25 +371,25 @@ def _by_set(
                 look = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22), "fontsize": 6}
                 look["ncols"] = 1 if ax.get_window_extent().width / ax.figure.dpi < 2.4 else 2
             look |= {"handlelength": 2.6, "title": note, "title_fontsize": 7}
-            (ax or figure_of(axes[0])).legend([*marks.values()], [*marks], **look)
-    with shared_look():  # the caller's title in the size of the figure's own
-        return apply_title_and_size(ax or figure_of(axes[0]), title, None)
+            (ax or st.figure_of(axes[0])).legend([*marks.values()], [*marks], **look)
+    with st.style():  # the caller's title in the size of the figure's own
+        return apply_title_and_size(ax or st.figure_of(axes[0]), title, None)
 
 
 @DRAWINGS.add(Refusals)
 def plot_refusals(refusals: Refusals, ax: Axes | None = None) -> Axes:
     """Draw a row per question set and way to split the modes, a marker and interval per mode."""
     rows = whole_summary(refusals)
-    names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
-    with one_panel(ax, 4.2, 0.9 + 0.28 * len(rows)) as ax:
+    names = [f"{name}, {by}" for name, by in zip(st.ticks(rows["dataset"]), rows["split_by"], strict=True)]
+    with st.one_panel(ax, 4.2, 0.9 + 0.28 * len(rows)) as ax:
         columns = zip((-0.12, 0.12), MODE_LOOKS.items(), ("q_refused", "a_refused"), strict=True)
         for shift, (mode, look), column in columns:
             value, low, high = (100 * rows[f"{column}{end}"] for end in ("", "_low", "_high"))
-            draw_points(ax, value, np.arange(len(rows)) + shift, low, high, *look, label=mode)
-        name_rows(ax, names)
+            st.draw_points(ax, value, np.arange(len(rows)) + shift, low, high, *look, label=mode)
+        st.name_rows(ax, names)
         ax.set_xlim(min(0.0, ax.get_xlim()[0]), None)
-        ax.set_xlabel(f"Refusals when asked again (%)\n({LINES_ARE})")
-        legend_above(ax, 2, model_title(refusals.run, "refusals by mode"))
+        ax.set_xlabel(f"Refusals when asked again (%)\n({st.LINES_ARE})")
+        st.legend_above(ax, 2, st.model_title(refusals.run, "refusals by mode"))
     return ax
 
 
@@ -419,7 +399,10 @@ def plot_refusals(refusals: Refusals, ax: Axes | None = None) -> Axes:
 # prediction; two peaks over all changes may be two relations, or two predictions. Each panel states the verdicts of the
 # tests.
 
-SIDES: dict[str, tuple[str, Any, str]] = {"predicted right": (GREEN, "-", ""), "predicted wrong": (RED, DASHED, "////")}
+SIDES: dict[str, tuple[str, Any, str]] = {
+    "predicted right": (GREEN, "-", ""),
+    "predicted wrong": (RED, st.DASHED, "////"),
+}
 """Colour, dashes and hatch."""
 
 

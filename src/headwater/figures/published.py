@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import headwater.figures.style as st
 from headwater.colors import FAINT, INK, places_of_sets
 from headwater.errors import InputError
-from headwater.figures.style import label, model_title, plot_of, several_panels
 from headwater.options import checked_name
 from headwater.reference.published import Reproduction
 from headwater.runs.result import DRAWINGS
@@ -52,14 +52,14 @@ def is_published(style: str) -> bool:
 
 def set_name(name: str) -> str:
     """Return the literature name of a question set; for unknown sets, their own name."""
-    return SET_NAMES.get(name.lower().replace("-", "_").replace(" ", "_"), label(name))
+    return SET_NAMES.get(name.lower().replace("-", "_").replace(" ", "_"), st.label(name))
 
 
 def set_names(names: Iterable[str]) -> dict[str, str]:
     """Return the literature name of each question set of a figure; if two share one, with their own names added."""
     published = {name: set_name(name) for name in names}
     shared = [one for one, times in Counter(published.values()).items() if times > 1]
-    return {name: f"{one}, {label(name)}" if one in shared else one for name, one in published.items()}
+    return {name: f"{one}, {st.label(name)}" if one in shared else one for name, one in published.items()}
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -93,8 +93,8 @@ def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Axe
     panels = list(table.groupby("quantity", sort=False))
     columns = min(COLUMNS, len(panels))
     size = 2.3 * columns, 2.4 * -(-len(panels) // COLUMNS)
-    title = model_title(reproduction.run, "measured and published")
-    with several_panels(ax, size, len(panels), columns, title) as axes:
+    title = st.model_title(reproduction.run, "measured and published")
+    with st.several_panels(ax, size, len(panels), columns, title) as axes:
         for panel, (quantity, rows) in zip(axes, panels, strict=True):
             numbers = rows[["published", "measured"]].to_numpy()
             low, high = float(np.min(numbers)), float(np.max(numbers))
@@ -103,6 +103,6 @@ def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Axe
             panel.plot(limits, limits, color=FAINT, linewidth=0.8)
             panel.plot(rows["published"], rows["measured"], "o", color=INK, markersize=3.5, markerfacecolor="none")
             panel.set(xlim=limits, ylim=limits, xlabel="published", ylabel="measured", aspect="equal")
-            name = ",\n".join(label(part) for part in str(quantity).split(", "))
+            name = ",\n".join(st.label(part) for part in str(quantity).split(", "))
             panel.set_title(f"{title}\n" * (len(panels) == 1) + f"{name} (n = {len(rows):,})", fontsize=8)
-    return plot_of(axes)
+    return st.plot_of(axes)

@@ -23,23 +23,12 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
+import headwater.figures.style as st
 from headwater.calls import checked_call
 from headwater.colors import looks_of_sets
 from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_names
-from headwater.figures.style import (
-    DAGGER,
-    DAGGER_IS,
-    DASHED,
-    checked_place,
-    label,
-    legend_below,
-    new_figure,
-    set_figure_title,
-    short_name,
-)
-from headwater.figures.style import style as shared_look
 from headwater.options import checked_name
 from headwater.pathways.attention_saliency import LossName, Saliency
 from headwater.runs.result import DRAWINGS, with_interval
@@ -56,7 +45,7 @@ LINES = {
     "saliency_exact_answer": ("#1f78b4", "#33802a", "#11786d", "#4a5fb0"),
     "saliency_all": ("#d95f02", "#c2222a", "#b0437c", "#8a6a1f"),
 }
-DASHES: dict[str, Any] = {"saliency_exact_answer": "-", "saliency_all": DASHED}
+DASHES: dict[str, Any] = {"saliency_exact_answer": "-", "saliency_all": st.DASHED}
 HATCHES = {"saliency_exact_answer": "", "saliency_all": "////"}
 FILLED = {"saliency_exact_answer": 0.3, "saliency_all": 0.12}
 """Opacity of the filled areas."""
@@ -101,12 +90,12 @@ def saliency(
     as_published = is_published(style)
     names = in_order(names) if as_published else names
     groups = [names] if ax is not None else [names[i : i + 2] for i in range(0, len(names), 2)]
-    size = checked_place(ax, len(tables), figsize)
+    size = st.checked_place(ax, len(tables), figsize)
     axis = ", ".join(filter(None, (PAIRS.get(str(listed[0].run.options.get("pairs"))), TARGET_NAMES[chosen])))
     width = max(3.4, 2.7 * len(tables))
-    with shared_look(ax):
+    with st.style(ax):
         if ax is None:
-            figure = new_figure(width, 1.9 * len(groups) + 0.15 * len(names) + (0.6 if as_published else 0.9))
+            figure = st.new_figure(width, 1.9 * len(groups) + 0.15 * len(names) + (0.6 if as_published else 0.9))
             axes = figure.subplots(len(groups), len(tables), squeeze=False)
         else:
             axes = np.array([[ax]])
@@ -115,7 +104,7 @@ def saliency(
             for panel, group in zip(axes[:, column], groups, strict=True):
                 found += _panel(panel, table[table["dataset"].isin(group)], names, axis, as_published)
                 panel.set_ylabel("" if column else "Density")
-            shown = model_name(short_name(model)) if as_published else short_name(model)
+            shown = model_name(st.short_name(model)) if as_published else st.short_name(model)
             axes[0, column].set_title(f"{shown}: {SEEN}" if len(tables) == 1 and not as_published else shown)
         if not found:
             raise InputError("No example has a saliency to draw: every value is NaN.")
@@ -126,16 +115,16 @@ def saliency(
         texts = list(entries)
         if not as_published:
             texts = [f"{entry} (n = {', '.join(counts)})" for entry, (_, counts) in entries.items()]
-        marked = [DAGGER_IS] if any(DAGGER in text for text in texts) else []
+        marked = [st.DAGGER_IS] if any(st.DAGGER in text for text in texts) else []
         look: dict[str, Any] = {"handlelength": 2.4, "title_fontsize": 7}
         handles = [drawn for drawn, _ in entries.values()]
         if ax is not None:
             ax.legend(handles, texts, title=marked[0] if marked else None, **look)
             return apply_title_and_size(ax, title, None)
         spelled = None if as_published else "\n".join([SPELLED, *marked])
-        legend_below(figure, len(groups) * 2, handles=handles, labels=texts, title=spelled, **look)
+        st.legend_below(figure, len(groups) * 2, handles=handles, labels=texts, title=spelled, **look)
         if len(tables) > 1 and not as_published:
-            set_figure_title(figure, SEEN.capitalize())
+            st.set_figure_title(figure, SEEN.capitalize())
     return apply_title_and_size(figure, title, size)
 
 
@@ -204,10 +193,10 @@ def _panel(
         }
         ax.fill_between(grid, height, **area)
         ax.plot(grid, height, markevery=40, **line)
-        counted = f"{len(values):,}{DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"
+        counted = f"{len(values):,}{st.DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"
         # Math text, unless that would lose letters of the question set's name.
         edges = KINDS[kind] if name.isascii() else KINDS[kind].replace("$", "")
-        entry = f"$S_{{{ARROWS[kind]}}}$ ({set_names(names)[name]})" if as_published else f"{label(name)}, {edges}"
+        entry = f"$S_{{{ARROWS[kind]}}}$ ({set_names(names)[name]})" if as_published else f"{st.label(name)}, {edges}"
         order = list(KINDS).index(kind), names.index(name)
         entries.append((order, entry, (Patch(**area), Line2D([], [], **line)), counted))
     exponent = int(np.floor(np.log10(stop)))
@@ -248,7 +237,7 @@ def chance_note(shown: Sequence[Saliency]) -> str:
     for result in shown:
         for name, rows in result.of().groupby("dataset", sort=False):
             if at := _at_chance(rows):
-                entries.append(f"{short_name(result.run.model)}, {name} ({with_interval(*at)})")
+                entries.append(f"{st.short_name(result.run.model)}, {name} ({with_interval(*at)})")
     return (
         f"The probe is not above chance, so its saliency is not informative: {'; '.join(entries)}." if entries else ""
     )

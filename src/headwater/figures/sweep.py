@@ -15,32 +15,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import headwater.figures.style as st
 from headwater.calls import checked_call
 from headwater.colors import FAINT, SETS, UNSEEN
 from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size
-from headwater.figures.style import (
-    LONGEST,
-    MOST_TICKS,
-    WAYS,
-    cell_ticks,
-    checked_place,
-    color_bar,
-    draw_line,
-    drawable,
-    heat_map,
-    inches,
-    legend_above,
-    model_title,
-    name_rows,
-    one_panel,
-    plain_title,
-    plot_of,
-    several_panels,
-    ticks,
-    whole_numbers,
-)
-from headwater.figures.style import label as drawn_label
 from headwater.options import checked_kind, checked_number
 from headwater.patching.runners import AttributionRunner
 from headwater.patching.summaries import ROLES, NormalizeName, chosen_rows, grid_of, measure_of, summarize
@@ -96,8 +75,8 @@ def plot_sweep(
     measure = measure_of(table, value, normalize)
     sweep.warn_of_averages(table, measure)
     panels = panels_of(table, fixed)
-    title = drawn_label(title_of(sweep, panels, fixed))
-    with several_panels(ax, *_layout(panels, fixed), title, instead="choose one with site= and metric=") as axes:
+    title = st.label(title_of(sweep, panels, fixed))
+    with st.several_panels(ax, *_layout(panels, fixed), title, instead="choose one with site= and metric=") as axes:
         for one, (name, part) in zip(axes, panels, strict=True):
             _panel(one, part, name, measure, sweep, fixed)
         if len(panels) == 1:
@@ -108,7 +87,7 @@ def plot_sweep(
             limit = max(mesh.get_clim()[1] or 0.0 for mesh in meshes)
             for mesh in meshes:
                 mesh.set_clim(-limit, limit)
-    return plot_of(axes)
+    return st.plot_of(axes)
 
 
 def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.DataFrame]]:
@@ -136,14 +115,14 @@ def title_of(sweep: Sweep, panels: Sequence[tuple[Any, pd.DataFrame]], fixed: di
     if len(panels) > 1 and is_estimated:
         seen = f"effect of patching, estimated from gradients{drawn}"
     elif len(panels) > 1:
-        way = f" {WAYS[options['direction']]}" if "direction" in options else ""
+        way = f" {st.WAYS[options['direction']]}" if "direction" in options else ""
         seen = {"patch": f"effect of patching{way}", "ablate": "effect of ablation"}.get(analysis, "effects") + drawn
     elif name[0] in TITLES or analysis not in DONE:
         seen = _seen(part, name, fixed)
     else:
         done = f"{name[0]} {DONE[analysis]}{', estimated' * is_estimated}{drawn}"
         seen = done + _seen(part, name, fixed).removeprefix(name[0])
-    return plain_title(sweep.run.model, seen)
+    return st.plain_title(sweep.run.model, seen)
 
 
 def _layout(panels: list[Any], fixed: dict[str, Any]) -> tuple[tuple[float, float], int, int]:
@@ -162,7 +141,7 @@ def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
     """Return a panel's width and height in inches: cells of one size within limits, curves of the usual shape."""
     axes = panel_axes(part, fixed)
     if len(axes) == 1 and axes[0] in NAMED:
-        longest = part[axes[0]].str.len().clip(upper=LONGEST).max()
+        longest = part[axes[0]].str.len().clip(upper=st.LONGEST).max()
         return max(4.4, 2.8 + 0.065 * longest), max(1.6, 0.9 + 0.22 * part[axes[0]].nunique())
     if len(axes) != 2:
         return 3.4, 2.4
@@ -198,7 +177,7 @@ def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, 
         raise InputError(
             f"This sweep runs over {len(axes)} axes; a figure shows one or two. Fix one, as in sweep.plot(head=0)."
         )
-    ax.set_title(drawn_label(_seen(part, name, fixed)))
+    ax.set_title(st.label(_seen(part, name, fixed)))
 
 
 def _seen(part: pd.DataFrame, name: Any, fixed: dict[str, object]) -> str:
@@ -220,11 +199,11 @@ def _seen(part: pd.DataFrame, name: Any, fixed: dict[str, object]) -> str:
 
 def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label: str, sweep: Sweep) -> None:
     means = grid_of(part, axes[0], axes[1], measure)
-    mesh = heat_map(ax, means)
+    mesh = st.heat_map(ax, means)
     if means.isna().to_numpy().any():
         ax.patch.set(edgecolor=HATCH, hatch="//////", linewidth=0)
     tokens = _shared_tokens(part, sweep)
-    across, down = inches(ax)
+    across, down = st.inches(ax)
     down_tokens = tokens if axes[0] == "position" and TOKEN * len(means) <= down else None
     across_tokens = tokens if axes[1] in ("position", "key") and TOKEN * means.shape[1] <= across else None
     _ticks(ax.yaxis, axes[0], means.index.to_numpy(), part, down_tokens)
@@ -233,7 +212,7 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
     _ticks(ax.xaxis, axes[1], means.columns.to_numpy(), part, across_tokens)
     ax.set_ylabel("Query" if axes[0] in ("position", "role") and {"key", "key_role"} & {*axes} else LABELS[axes[0]])
     ax.set_xlabel("" if across_tokens is not None and axes[1] == "position" else LABELS[axes[1]])
-    color_bar(mesh, ax, label)
+    st.color_bar(mesh, ax, label)
 
 
 def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sweep: Sweep) -> None:
@@ -257,11 +236,11 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sw
     if missing.any():
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
     tokens = _shared_tokens(part, sweep) if axis == "position" else None
-    if tokens is not None and TOKEN * len(places) <= inches(ax)[0]:
+    if tokens is not None and TOKEN * len(places) <= st.inches(ax)[0]:
         names = [shown(tokens[int(i)]) for i in places]
-        cell_ticks(ax.xaxis, places, names, rotation=60, ha="right", rotation_mode="anchor")
+        st.cell_ticks(ax.xaxis, places, names, rotation=60, ha="right", rotation_mode="anchor")
     else:
-        whole_numbers(ax.xaxis)
+        st.whole_numbers(ax.xaxis)
         # No tick beyond the last layer, but some room beside a few features with large numbers.
         room = max(0.5, 0.02 * (places.max() - places.min()))
         ax.set_xlim(places.min() - room, places.max() + room)
@@ -277,7 +256,7 @@ def _dots(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str) -> 
     if summary["low"].notna().any():
         ax.hlines(places, summary["low"], summary["high"], color=CURVE, alpha=0.4, linewidth=2)
     ax.plot(summary["mean"], places, color=CURVE, marker="o", markersize=3.5, linestyle="none")
-    name_rows(ax, _names(summary[axis], axis, part))
+    st.name_rows(ax, _names(summary[axis], axis, part))
     ax.set_xlabel(label)
 
 
@@ -285,7 +264,7 @@ def _names(names: Iterable[str], axis: str, part: pd.DataFrame) -> list[str]:
     """Return names of sets or roles as labels, long ones cut; with the number of prompts of each, if these differ."""
     counts = part.dropna(subset=["effect"]).groupby(axis)["example"].nunique()
     listed = list(dict.fromkeys(names))
-    cut = ticks(listed)
+    cut = st.ticks(listed)
     if counts.nunique() <= 1:
         return cut
     return [f"{short} (n = {counts.get(name, 0):,})" for name, short in zip(listed, cut, strict=True)]
@@ -302,14 +281,14 @@ def _ticks(
         names = [shown(tokens[int(i)]) for i in places]
     else:
         names = _names(places, axis, part) if axis in NAMED else [str(i) for i in places]
-    cell_ticks(which, range(len(places)), names, None if is_named else MOST_TICKS, **look)
+    st.cell_ticks(which, range(len(places)), names, None if is_named else st.MOST_TICKS, **look)
 
 
 def shown(token: str) -> str:
     """Return a token as an axis label, with visible spaces and line breaks; long ones are cut."""
     text = token.replace("\n", "↵").replace("\t", "⇥")
     text = "␣" if text == " " else text.strip() or repr(token)
-    return drawable(text if len(text) <= 14 else text[:13] + "…").replace("$", r"\$")
+    return st.drawable(text if len(text) <= 14 else text[:13] + "…").replace("$", r"\$")
 
 
 def _shared_tokens(part: pd.DataFrame, sweep: Sweep) -> tuple[str, ...] | None:
@@ -354,7 +333,7 @@ def dose_response(
     Raises:
         InputError: there are no sweeps, they have several sites or metrics, or run over more than layers.
     """
-    size = checked_place(ax, 1, figsize)
+    size = st.checked_place(ax, 1, figsize)
     if not isinstance(sweeps, Mapping) or not sweeps:
         raise InputError("sweeps must map each dose to its result of hw.patch: {0: sweep, 4: sweep}.")
     doses = [
@@ -374,15 +353,15 @@ def dose_response(
         raise InputError(
             f"These sweeps have {len(layers)} layers, but only {len(SETS)} can be distinguished: choose with layers=."
         )
-    with one_panel(ax, 3.6, 2.6) as ax:
+    with st.one_panel(ax, 3.6, 2.6) as ax:
         ax.axhline(0, color=FAINT, linewidth=0.6)
         for layer, (color, mark) in zip(layers, SETS, strict=False):
             rows = summary[summary["layer"] == layer]
             values = (rows[name] for name in ("dose", "mean", "low", "high"))
-            draw_line(ax, *values, color=color, marker=mark, markersize=2.6, label=f"layer {layer}")
+            st.draw_line(ax, *values, color=color, marker=mark, markersize=2.6, label=f"layer {layer}")
         ax.set(xlabel="Dose", ylabel=metric_label(metric, "effect"))
         n = table["example"].nunique()
         seen = f"{site} steered (n = {n:,}" + "; bands: 95 %" * (n > 1) + ")"
-        legend_above(ax, 4, model_title(run, seen))
+        st.legend_above(ax, 4, st.model_title(run, seen))
     apply_title_and_size(ax, title, size)
     return ax
