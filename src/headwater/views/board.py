@@ -107,6 +107,7 @@ class Board:
     clicks: list[Patched] = field(init=False, default_factory=list)
     """The clicks that were not undone, the latest last."""
     _benches: dict[str, RecordedPair] = field(init=False, default_factory=dict)
+    _known: dict[tuple[str, tuple[ActivationNode, ...]], Patched] = field(init=False, default_factory=dict)
 
     def bench(self, how: str) -> RecordedPair:
         """Return the recorded runs for one kind of change; they are computed once."""
@@ -173,7 +174,11 @@ class Board:
         if absent := [node.site for node in read if node.site not in (*self.sites, HEADS, EDGES)]:
             raise InputError(f"This board has no {absent[0]}; it has {', '.join((*self.sites, HEADS, EDGES))}.")
         self.how = how
-        self.clicks.append(self._look(bench, read, how))
+        key = (how, read)
+        # Results are cached, so that repeating an undone click costs nothing.
+        if key not in self._known:
+            self._known[key] = self._look(bench, read, how)
+        self.clicks.append(self._known[key])
         return self.clicks[-1]
 
     def undo(self) -> Patched | None:
