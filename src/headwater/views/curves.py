@@ -37,6 +37,23 @@ def view_depth_profile(profile: DepthProfile) -> View:
     scores = [name for name in profile.by_layer["score"].unique() if name in profile.depthwise]
     averages = profile.depthwise
     looks = looks_of_depths(profile)
+    # Each score against the layer, with the figure's sign: minus the score of the tables, which swaps the bounds.
+    curves = profile.by_layer.assign(**{name: -profile.by_layer[name] for name in ("value", "low", "high")})
+    ordered = [profile.main, *(name for name in scores if name != profile.main)]
+    charts = []
+    for score in ordered:
+        rows = curves[curves["score"] == score].sort_values("layer")
+        lines = [
+            line_of(rows[rows["depth"] == depth], ("layer", "value", "high", "low"), name=f"Depth {depth}", look=look)
+            for depth, look in looks.items()
+        ]
+        charts.append({"y": f"minus {score}", "lines": lines})
+    by_layer = {
+        "said": {"title": "By layer", "x": "layer", "count": ""},
+        "x": {"label": "Layer", "whole": True},
+        "choices": [{"label": "score by layer", "names": ordered}],
+        "charts": charts,
+    }
     spec = {
         "title": title_of(profile),
         "main": profile.main,
@@ -47,7 +64,7 @@ def view_depth_profile(profile: DepthProfile) -> View:
         "rows": {"depth": averages["depth"].tolist(), "name": averages["group"].astype(str).tolist()},
         "values": packed(np.stack([averages[name].to_numpy(dtype=float) for name in scores]), "f4"),
         "questions": _questions(profile),
-        "by_layer": _by_layer(profile, scores) if profile.by_layer["layer"].nunique() > 1 else None,
+        "by_layer": by_layer if profile.by_layer["layer"].nunique() > 1 else None,
     }
     return interactive(profile, ("chart.js", "curves.js", "strip.js", "depth.js"), spec, height=900)
 
@@ -80,29 +97,6 @@ def _questions(profile: DepthProfile) -> list[dict[str, Any]]:
     return questions
 
 
-def _by_layer(profile: DepthProfile, scores: list[str]) -> dict[str, object]:
-    """Return charts of each score against the layer, with the figure's sign: minus the score of the tables."""
-    curves = profile.by_layer.assign(**{name: -profile.by_layer[name] for name in ("value", "low", "high")})
-    # A minus sign swaps the bounds of an interval.
-    curves = curves.rename(columns={"low": "high", "high": "low"})
-    ordered = [profile.main, *(name for name in scores if name != profile.main)]
-    columns = "layer", "value", "low", "high"
-    charts = []
-    for score in ordered:
-        rows = curves[curves["score"] == score]
-        lines = [
-            line_of(rows[rows["depth"] == depth].sort_values("layer"), columns, name=f"Depth {depth}", look=look)
-            for depth, look in looks_of_depths(profile).items()
-        ]
-        charts.append({"y": f"minus {score}", "lines": lines})
-    return {
-        "said": {"title": "By layer", "x": "layer", "count": ""},
-        "x": {"label": "Layer", "whole": True},
-        "choices": [{"label": "score by layer", "names": ordered}],
-        "charts": charts,
-    }
-
-
 # The view of token statistics: a text as its tokens, coloured by their probability; the lowest are framed.
 
 LARGEST = 100_000
@@ -117,7 +111,16 @@ def view_likelihood(stats: TextStatistics, *, texts: Sequence[int] | int | None 
         stats: a result of `token_statistics`.
         texts: indices of texts; default: the first ones, as many as fit in a page.
     """
-    chosen = _chosen(stats, texts)
+    indices = stats.texts["text"].tolist()
+    if texts is None:
+        sizes = stats.table["text"].value_counts().reindex(indices, fill_value=0).cumsum().to_numpy()
+        chosen = indices[: max(1, int(np.searchsorted(sizes, LARGEST, side="right")))]
+    else:
+        chosen = [texts] if isinstance(texts, int) else texts
+        if not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:
+            raise InputError(f"texts={shown(texts)} must be the index of a text, or a list of them.")
+        if lacking := [one for one in chosen if one not in indices]:
+            raise InputError(f"texts={shown(texts)}: there is no text {shown(lacking[0])} in the statistics.")
     if not len(stats.table):
         return picture(stats)
     table = stats.table if "layer" in stats.table else stats.table.assign(layer=-1)
@@ -139,20 +142,6 @@ def view_likelihood(stats: TextStatistics, *, texts: Sequence[int] | int | None 
         "texts": texts_shown,
     } | {name: packed(rows[name].to_numpy(dtype=float), "f4") for name in STATISTICS}
     return interactive(stats, ("strip.js", "likelihood.js"), spec, height=420)
-
-
-def _chosen(stats: TextStatistics, texts: Sequence[int] | int | None) -> list[int]:
-    """Return the requested texts, or as many of the first as fit in a page."""
-    indices = stats.texts["text"].tolist()
-    if texts is None:
-        sizes = stats.table["text"].value_counts().reindex(indices, fill_value=0).cumsum().to_numpy()
-        return indices[: max(1, int(np.searchsorted(sizes, LARGEST, side="right")))]
-    listed = [texts] if isinstance(texts, int) else texts
-    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
-        raise InputError(f"texts={shown(texts)} must be the index of a text, or a list of them.")
-    if lacking := [one for one in listed if one not in indices]:
-        raise InputError(f"texts={shown(texts)}: there is no text {shown(lacking[0])} in the statistics.")
-    return list(listed)
 
 
 @VIEWS.add(Pathways)
