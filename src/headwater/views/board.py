@@ -377,7 +377,7 @@ def board_page(board: Board, hows: Sequence[str], *, live: bool = False) -> View
     if len(tokens) > LONGEST:
         raise InputError(f"A board shows prompts of at most {LONGEST} tokens; these have {len(tokens)}. Use click().")
     shape, sweeps = board.model.shape, {how: known(board, how, live) for how in hows}
-    spec = {
+    spec: dict[str, Any] = {
         "title": plain_title(board.model.name, f"patch board, {board.metric.name}"),
         "metric": board.metric.name,
         "layers": shape.n_layers,
@@ -388,8 +388,15 @@ def board_page(board: Board, hows: Sequence[str], *, live: bool = False) -> View
         "causal": not board.model.is_bidirectional,
         "hows": {how: about(board, how) for how in (HOWS if live else hows)},
         "known": {how: stored(board, found) for how, found in sweeps.items()},
-        "pattern": patterns(board),
+        "pattern": {},
     }
+    # The square roots of both runs' attention weights in 8 bits, `layer head query key`.
+    for name, prompts in (("clean", board.clean), ("corrupted", board.corrupted)):
+        cache = board.model.cache(prompts, sites=[EDGES], progress=False)
+        whole = np.zeros((shape.n_layers, shape.n_heads, len(cache.tokens), len(cache.tokens)), np.float32)
+        for layer in cache.kept[EDGES].layers:
+            whole[layer] = cache.example(EDGES, layer, 0).float().numpy()
+        spec["pattern"][name] = packed(np.rint(255 * np.sqrt(whole.clip(0, 1))), "u1")
     return interactive(sweeps[hows[0]]["cells"], "board.js", spec, height=900)
 
 
@@ -441,16 +448,3 @@ def about(board: Board, how: str) -> dict[str, object]:
         "top": top,
         "code": {kind: board.code([{"site": KINDS[kind][0], **axes}], how) for kind, axes in left_open.items()},
     }
-
-
-def patterns(board: Board) -> dict[str, object]:
-    """Return the square roots of both runs' attention weights, in 8 bits, `layer head query key`."""
-    arrays: dict[str, object] = {}
-    for name, prompts in (("clean", board.clean), ("corrupted", board.corrupted)):
-        cache = board.model.cache(prompts, sites=[EDGES], progress=False)
-        length = len(cache.tokens)
-        whole = np.zeros((board.model.shape.n_layers, board.model.shape.n_heads, length, length), np.float32)
-        for layer in cache.kept[EDGES].layers:
-            whole[layer] = cache.example(EDGES, layer, 0).float().numpy()
-        arrays[name] = packed(np.rint(255 * np.sqrt(whole.clip(0, 1))), "u1")
-    return arrays

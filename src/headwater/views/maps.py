@@ -74,7 +74,14 @@ def view_head_map(
     legend = [label for label in labels() if label in present]
     panels = [_map(name, one_map, relations, legend) for name, one_map in zip(names_of(maps), maps, strict=True)]
     if model is not None:
-        panels[0]["writes"] = _written(maps[0], model)
+        # By "layer.head", a row per salient token: the token, sigma, and the tokens of each sign.
+        table = head_map.salient_of(heads_with_cards(head_map), model=model, sources=SOURCES, targets=TARGETS)
+        written: dict[str, list[list[object]]] = {}
+        for (layer, head, _), rows in table.groupby(["layer", "head", "rank"]):
+            source, sigma = rows[["source", "sigma"]].iloc[0]
+            ends = [rows.loc[rows["sign"] == sign, "target"].tolist() for sign in SIGNS]
+            written.setdefault(f"{layer}.{head}", []).append([str(source), round(float(sigma), 4), *ends])
+        panels[0]["writes"] = written
     spec = {
         "title": title_of(maps),
         "note": f"{maps[0].run.options['rule']} rule",
@@ -123,17 +130,6 @@ def _map(name: str, head_map: HeadMap, relations: Sequence[str], legend: Sequenc
         "loss": packed(laid(table["loss"]), "f2") if head_map.is_validated else None,
         "writes": None,
     }
-
-
-def _written(head_map: HeadMap, model: HookedModel | str | Path) -> dict[str, list[list[object]]]:
-    """Return what heads write, by "layer.head": a row per salient token: token, sigma, and the tokens of each sign."""
-    table = head_map.salient_of(heads_with_cards(head_map), model=model, sources=SOURCES, targets=TARGETS)
-    rows: dict[str, list[list[object]]] = {}
-    for (layer, head, _), of_source in table.groupby(["layer", "head", "rank"]):
-        source, sigma = of_source[["source", "sigma"]].iloc[0]
-        ends = [of_source.loc[of_source["sign"] == sign, "target"].tolist() for sign in SIGNS]
-        rows.setdefault(f"{layer}.{head}", []).append([str(source), round(float(sigma), 4), *ends])
-    return rows
 
 
 def heads_with_cards(head_map: HeadMap) -> list[tuple[int, int]]:
@@ -224,7 +220,11 @@ def view_sweep(sweep: Sweep) -> View:
 
 def _panel(name: Sequence[object], part: pd.DataFrame, examples: Sequence[int] | None) -> dict[str, object]:
     axes = panel_axes(part, {})
-    places = [_places(part[axis]) for axis in axes]
+    places: list[list[int | str]] = []
+    for axis in axes:  # numbers in ascending order, names in order of first occurrence
+        seen = part[axis].dropna().drop_duplicates()
+        is_number = is_numeric_dtype(seen)
+        places.append([int(one) for one in seen.sort_values()] if is_number else [str(one) for one in seen])
     numbers = {}
     for column in [name for name in MEASURES if name in part]:  # a single run has no normalized effects
         means = part.groupby(["example", *axes] if examples else axes, sort=False, dropna=False)[column].mean()
@@ -244,12 +244,6 @@ def _panel(name: Sequence[object], part: pd.DataFrame, examples: Sequence[int] |
         "columns": places[1],
         **{column: packed(found, "f4") for column, found in numbers.items()},
     }
-
-
-def _places(column: pd.Series) -> list[int | str]:
-    """Return the places along an axis: numbers in ascending order, names in order of first occurrence."""
-    seen = column.dropna().drop_duplicates()
-    return [int(one) for one in seen.sort_values()] if is_numeric_dtype(column) else [str(one) for one in seen]
 
 
 # The view of edges and of circuits: layers upward, the strongest first; each edge with its interval and placebo.
