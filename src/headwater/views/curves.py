@@ -116,9 +116,10 @@ def view_likelihood(stats: TextStatistics, *, texts: Sequence[int] | int | None 
         sizes = stats.table["text"].value_counts().reindex(indices, fill_value=0).cumsum().to_numpy()
         chosen = indices[: max(1, int(np.searchsorted(sizes, LARGEST, side="right")))]
     else:
-        chosen = [texts] if isinstance(texts, int) else texts
-        if not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:
+        listed = [texts] if isinstance(texts, int) else texts
+        if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
             raise InputError(f"texts={shown(texts)} must be the index of a text, or a list of them.")
+        chosen = list(listed)
         if lacking := [one for one in chosen if one not in indices]:
             raise InputError(f"texts={shown(texts)}: there is no text {shown(lacking[0])} in the statistics.")
     if not len(stats.table):
