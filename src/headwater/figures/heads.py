@@ -423,7 +423,7 @@ IN_FULL = {"largest effect, first half": "head with the largest effect on the fi
 @DRAWINGS.add(EvidenceSuite)
 def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
     """Draw the named head's share of the largest effect per relation, with the baselines beside it."""
-    order, is_alone = suite.measured.sort_values(["family", "share"])["relation"].tolist(), ax is None
+    order = suite.measured.sort_values(["family", "share"])["relation"].tolist()
     if not order:
         raise InputError(f"{suite.run.model} can do none of these relations: there is nothing to draw.")
     with st.one_panel(ax, 6.5, 1.2 + 0.17 * len(order)) as ax:
@@ -443,7 +443,7 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
         ax.set(ylim=(-0.7, len(order) - 0.3), xlim=(min(-0.05, ax.get_xlim()[0]), 1.05))
         ax.set_xlabel(f"Share of the largest effect ({st.LINES_ARE.removeprefix('lines: ')} of weights and attention)")
         ax.set_title(st.model_title(suite.run, "effects of the named heads"))
-        st.legend_beside(ax, is_alone, title="head named by")
+        st.legend_beside(ax, title="head named by")
     return ax
 
 

@@ -338,7 +338,7 @@ def legend_above(ax: Axes, columns: int, title: str, **options: Any) -> None:
     ax.set_title(title, pad=6 + (72 / ax.figure.dpi * box.height if entries else 0))
 
 
-def legend_beside(ax: Axes, is_alone: bool, **options: Any) -> None:
+def legend_beside(ax: Axes, is_alone: bool = True, **options: Any) -> None:
     """Put the legend to the right of a plot, or below if it is too wide or too high for the right side.
 
     Only a figure of this plot alone (`is_alone`) may have room on the right.
