@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from headwater.calls import checked_calls
 from headwater.circuits.graph import Graph, on_a_path
-from headwater.errors import InputError, RunFolderError, UnknownNameError, first_line
-from headwater.foreign_names import missing
+from headwater.errors import InputError, RunFolderError, first_line
 from headwater.models.hooked import HookedModel, check_model
 from headwater.options import (
     checked_count,
@@ -39,13 +38,10 @@ from headwater.options import (
 from headwater.patching.edits import Indices
 from headwater.registry import Registry
 from headwater.runs.identity import digest
-from headwater.runs.result import Claim, Size, View, bundle_of, drawn_by, shown_by, table_html
+from headwater.runs.result import Claim, Shown, View, table_html
 from headwater.runs.storage import SEAL, make_folder, write_atomically
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from headwater.patching.metrics import Measures
 
 
@@ -59,7 +55,7 @@ Prompts = tuple[tuple[int, ...], ...]
 
 @checked_calls
 @dataclass(frozen=True, eq=False, repr=False)
-class Circuit:
+class Circuit(Shown):
     """A set of edges of a graph, with the operations `|`, `&`, `-`, `~`, `==`, `name in circuit`, `len(circuit)`."""
 
     graph: Graph
@@ -216,10 +212,6 @@ class Circuit:
         judged = {"margin": margin, "level": level, "seed": seed}
         return CLAIMS["alone"](self, model, clean, corrupted, other=other, run=run, claim=judged)
 
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the circuit: its nodes by layer, its edges with the sign and size of effects; see `Result.plot`."""
-        return drawn_by(self, ax, title, figsize)
-
     def strongest(self, n: int) -> Circuit:
         """Return the circuit of the n edges with the largest absolute effects; edges without an effect come last.
 
@@ -240,23 +232,7 @@ class Circuit:
         Raises:
             InputError: the circuit is empty, an option is unknown, or `edges` or `runs` are about other edges.
         """
-        return shown_by(self, what)
-
-    def save_html(self, path: str | Path, **what: Any) -> Path:
-        """Write the view into one self-contained HTML file; see `view` for `what`.
-
-        Raises:
-            InputError: see `view`; or the path is not valid.
-            RunFolderError: the file cannot be written.
-        """
-        return self.view(**what).save_html(path)
-
-    if not TYPE_CHECKING:  # a type checker would accept every name as existing
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("_") or hasattr(type(self), name):
-                return object.__getattribute__(self, name)
-            raise UnknownNameError(missing("A Circuit", "Circuit", name, dir(type(self))))
+        return super().view(**what)
 
     def __or__(self, other: Circuit) -> Circuit:
         return self._joined(other, np.union1d)
@@ -290,9 +266,6 @@ class Circuit:
 
     def _repr_html_(self) -> str:
         return table_html(self, self.table.iloc[strength_order(self.effects)])
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str | bytes]:
-        return bundle_of(self) if len(self) else {"text/plain": repr(self), "text/html": self._repr_html_()}
 
     def _hash(self) -> str:
         return digest([str(self.graph), self.seen, self.model, self.table])

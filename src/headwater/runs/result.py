@@ -78,7 +78,110 @@ def _known_columns(summary: pd.DataFrame) -> pd.DataFrame:
 
 
 @checked_calls
-class Result:
+class Shown:
+    """A table with a figure and a page: what a result and a circuit share."""
+
+    table: pd.DataFrame
+
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
+        """Draw the main figure on `ax` or on a new figure, without showing or saving it.
+
+        Args:
+            ax: axes to draw on; default: a new figure.
+            title: replaces the figure's own title.
+            figsize: width and height of a new figure, in inches; default: chosen by the drawing function.
+
+        Raises:
+            InputError: `DRAWINGS` has no figure for this class.
+        """
+        return self._drawn(ax, title, figsize)
+
+    def _drawn(self, ax: Axes | None, title: str | None, figsize: Size | None, **options: object) -> Axes | Figure:
+        """Draw with the function registered for the object's class or its nearest base class."""
+        if ax is not None and not hasattr(ax, "get_subplotspec"):
+            raise InputError(
+                f"ax={shown(ax)} is not a matplotlib axes: give one, such as plt.subplots()[1], or leave it out for a "
+                "new figure. result.plot().savefig(path) writes it."
+            )
+        size = checked_size(figsize, ax)
+        with size_requested(size):
+            drawn: Any = DRAWINGS.of_class(type(self))(self, ax, **options)
+        if not hasattr(drawn, "savefig"):
+            drawn.savefig = drawn.figure.savefig  # so that plot().savefig(path) works for one panel as for several
+        return apply_title_and_size(drawn, title, size)
+
+    def view(self, **what: Any) -> View:
+        """Return one self-contained page, to show in a notebook or to save with `save_html`.
+
+        Args:
+            what: options of this class's view.
+
+        Raises:
+            InputError: the view has no such option, or refuses its value.
+        """
+        show = VIEWS.of_class(type(self))
+        known = list(inspect.signature(show).parameters)[1:]
+        if unknown := [name for name in what if name not in known]:
+            offered = f"it takes {', '.join(known)}" if known else "it takes none"
+            hint = did_you_mean(unknown[0], known)
+            raise InputError(f"The view of a {type(self).__name__} has no option {unknown[0]}=: {offered}.{hint}")
+        return show(self, **what)
+
+    def save_html(self, path: str | Path, **what: Any) -> Path:
+        """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
+
+        Raises:
+            InputError: see `view`; or the path is not valid.
+            RunFolderError: the file cannot be written.
+        """
+        return self.view(**what).save_html(path)
+
+    if not TYPE_CHECKING:  # a type checker would accept every name as existing
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            if name.startswith("_") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)
+            place = kind if kind in TABLES else "result"
+            if place == "result" and hasattr(pd.DataFrame, name):
+                raise UnknownNameError(f"This {kind} has no {name!r}: its table has it, result.table.{name}.")
+            raise UnknownNameError(missing(f"This {kind}", place, name, dir(self)))
+
+    def _repr_html_(self) -> str:
+        return table_html(self, self.table)
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str | bytes]:
+        """Return what a notebook shows as the last line of a cell: the view above the table, if its page is small.
+
+        Otherwise the table, and the reason why the view is not shown.
+        """
+        table = self._repr_html_()
+        bundle: dict[str, str | bytes] = {"text/plain": repr(self), "text/html": table}
+        if not self.is_explored:
+            return bundle
+        try:
+            view = self.view()
+            size = len(view.page)
+            large = (
+                f"Its view takes {size / 1000:,.0f} kB, so it is not shown automatically: call view(), or save_html()."
+            )
+            why = large if size > INLINE else ""
+        except InputError as error:
+            why = f"The whole result cannot be viewed: {error}"
+        if why:
+            return bundle | {"text/html": f"{table}<p>{html.escape(why, quote=False)}</p>"}
+        below = f"<details><summary>table</summary>{table}</details>"
+        bundle["text/html"] = f"<p>{html.escape(repr(self), quote=False)}</p>{view._repr_html_()}{below}"
+        return bundle if view.picture is None else bundle | {"image/png": view.picture}
+
+    @property
+    def is_explored(self) -> bool:
+        """Whether this class has its own view, besides the one that every result has."""
+        return VIEWS.of_class(type(self)) is not VIEWS.of_class(Result)
+
+
+@checked_calls
+class Result(Shown):
     """Base of the result dataclasses: a `table`, a `run`, and methods to report, draw and save them.
 
     `result["layer"]`, `len(result)` and `for row in result` read the table.
@@ -86,7 +189,6 @@ class Result:
     Your own result class defines `summary` and `report`, and registers a drawing function: `DRAWINGS.add(ItsClass)`.
     """
 
-    table: pd.DataFrame
     run: RunRecord
 
     def __post_init__(self) -> None:
@@ -116,43 +218,6 @@ class Result:
     def findings(self) -> dict[str, Any]:
         """Return the summary's numbers as JSON values, with the model, as the command line prints them."""
         return {"model": self.run.model, "summary": records_of(whole_summary(self))}
-
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the result's main figure on `ax` or on a new figure, without showing or saving it.
-
-        Args:
-            ax: axes to draw on; default: a new figure.
-            title: replaces the figure's own title.
-            figsize: width and height of a new figure, in inches; default: chosen by the drawing function.
-
-        Raises:
-            InputError: `DRAWINGS` has no figure for this class.
-        """
-        return self._drawn(ax, title, figsize)
-
-    def _drawn(self, ax: Axes | None, title: str | None, figsize: Size | None, **options: object) -> Axes | Figure:
-        """Draw with the function registered for the result's class or its nearest base class."""
-        return drawn_by(self, ax, title, figsize, **options)
-
-    def view(self, **what: object) -> View:
-        """Return the result as one self-contained page, to show in a notebook or to save with `save_html`.
-
-        Args:
-            what: options of this class's view.
-
-        Raises:
-            InputError: the view has no such option, or refuses its value.
-        """
-        return shown_by(self, what)
-
-    def save_html(self, path: str | Path, **what: object) -> Path:
-        """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
-
-        Raises:
-            InputError: see `view`; or the path is not valid.
-            RunFolderError: the file cannot be written.
-        """
-        return self.view(**what).save_html(path)
 
     def save(self, folder: str | Path) -> Path:
         """Write the result into `folder`: a parquet file per table, `tensors.safetensors`, `run.json`.
@@ -185,17 +250,6 @@ class Result:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return digest([type(self).__name__, *(getattr(self, field.name) for field in fields if field.name != "run")])
 
-    if not TYPE_CHECKING:  # a type checker would accept every name as existing
-
-        def __getattr__(self, name: str) -> Any:
-            kind = type(self).__name__
-            if name.startswith("_") or hasattr(type(self), name):
-                return object.__getattribute__(self, name)
-            place = kind if kind in TABLES else "result"
-            if place == "result" and hasattr(pd.DataFrame, name):
-                raise UnknownNameError(f"This {kind} has no {name!r}: its table has it, result.table.{name}.")
-            raise UnknownNameError(missing(f"This {kind}", place, name, dir(self)))
-
     def __getitem__(self, column: Any) -> Any:
         try:
             return self.table[column]
@@ -214,20 +268,6 @@ class Result:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.run.model}: {len(self.table):,} rows)"
 
-    def _repr_html_(self) -> str:
-        return table_html(self, self.table)
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str | bytes]:
-        """Return what a notebook shows as the last line of a cell: the view above the table, if the view is small."""
-        if not self.is_explored:
-            return {"text/plain": repr(self), "text/html": self._repr_html_()}
-        return bundle_of(self)
-
-    @property
-    def is_explored(self) -> bool:
-        """Whether this class has its own view, besides the one that every result has."""
-        return VIEWS.of_class(type(self)) is not VIEWS.of_class(Result)
-
 
 AnyResult = TypeVar("AnyResult", bound=Result)
 
@@ -236,55 +276,6 @@ def whole_summary(result: Result, **options: Any) -> pd.DataFrame:
     """Return a summary with all its columns, for code that reads them by name."""
     whole: pd.DataFrame = inspect.unwrap(type(result).summary)(result, **options)
     return whole
-
-
-def drawn_by(
-    result: object, ax: Axes | None, title: str | None, figsize: Size | None, **options: object
-) -> Axes | Figure:
-    """Draw with the function registered for the class of a result or its nearest base class."""
-    if ax is not None and not hasattr(ax, "get_subplotspec"):
-        raise InputError(
-            f"ax={shown(ax)} is not a matplotlib axes: give one, such as plt.subplots()[1], or leave it out for a new "
-            "figure. result.plot().savefig(path) writes it."
-        )
-    size = checked_size(figsize, ax)
-    with size_requested(size):
-        drawn: Any = DRAWINGS.of_class(type(result))(result, ax, **options)
-    if not hasattr(drawn, "savefig"):
-        drawn.savefig = drawn.figure.savefig  # so that plot().savefig(path) works for one panel as for several
-    return apply_title_and_size(drawn, title, size)
-
-
-def shown_by(shown: Any, what: Mapping[str, object]) -> View:
-    """Return the view of an object, by the view function registered for its class, with these options."""
-    show = VIEWS.of_class(type(shown))
-    known = list(inspect.signature(show).parameters)[1:]
-    if unknown := [name for name in what if name not in known]:
-        offered = f"it takes {', '.join(known)}" if known else "it takes none"
-        hint = did_you_mean(unknown[0], known)
-        raise InputError(f"The view of a {type(shown).__name__} has no option {unknown[0]}=: {offered}.{hint}")
-    return show(shown, **what)
-
-
-def bundle_of(shown: Any) -> dict[str, str | bytes]:
-    """Return what a notebook shows of an object with a view: the view above the table, if its page is small.
-
-    Otherwise the table, and the reason why the view is not shown.
-    """
-    table = shown._repr_html_()
-    bundle: dict[str, str | bytes] = {"text/plain": repr(shown)}
-    try:
-        view = shown.view()
-        size = len(view.page)
-        large = f"Its view takes {size / 1000:,.0f} kB, so it is not shown automatically: call view(), or save_html()."
-        why = large if size > INLINE else ""
-    except InputError as error:
-        why = f"The whole result cannot be viewed: {error}"
-    if why:
-        return bundle | {"text/html": f"{table}<p>{html.escape(why, quote=False)}</p>"}
-    below = f"<details><summary>table</summary>{table}</details>"
-    bundle["text/html"] = f"<p>{html.escape(repr(shown), quote=False)}</p>{view._repr_html_()}{below}"
-    return bundle if view.picture is None else bundle | {"image/png": view.picture}
 
 
 def table_html(shown: object, table: pd.DataFrame) -> str:
