@@ -11,7 +11,7 @@ import headwater as hw
 from headwater.circuits.circuit_walk import CircuitRunner, CircuitWalk
 from headwater.circuits.graph import Graph, leads_to_logits
 from headwater.circuits.pairs import Pairs
-from headwater.circuits.search import DECISIONS, Greedy
+from headwater.circuits.search import DECISIONS, decide_edges
 from headwater.errors import InputError, RunFolderError
 from headwater.planted import circuits
 from tests import chance
@@ -68,13 +68,13 @@ def test_any_function_of_circuits_is_searched_as_by_one_edge_at_a_time(parallel,
         batches.append(len(some))
         return np.array([value(edges) for edges in some])
 
-    trace = Greedy(graph, evaluate, 0.4, sign).search()
+    trace = decide_edges(graph, evaluate, 0.4, sign)
     assert trace.inside.tolist() == left
     assert trace.effect == pytest.approx([effects[edge] for edge in range(graph.n_edges)], abs=1e-12)
     nowhere = trace.decision == DECISIONS.index("leads nowhere")
     assert trace.runs == sum(batches) <= 3 * (graph.n_edges - nowhere.sum()) + 1
     assert len(batches) < trace.runs / 3
-    few = Greedy(graph, evaluate, 0.4, sign, budget=20).search()
+    few = decide_edges(graph, evaluate, 0.4, sign, budget=20)
     assert (few.decision != DECISIONS.index("not tried")).sum() == 20 + (
         few.decision == DECISIONS.index("leads nowhere")
     ).sum()
@@ -83,7 +83,7 @@ def test_any_function_of_circuits_is_searched_as_by_one_edge_at_a_time(parallel,
 @pytest.mark.parametrize("sign", [0, 1])
 def test_an_edge_whose_effect_is_nan_stays(sign):
     graph = Graph(1, 1, 1, parallel=False)
-    trace = Greedy(graph, lambda some: np.full(len(some), np.nan), 0.4, sign).search()
+    trace = decide_edges(graph, lambda some: np.full(len(some), np.nan), 0.4, sign)
     assert trace.inside.tolist() == list(range(graph.n_edges))
 
 

@@ -140,19 +140,19 @@ def test_positions_apart_and_roles_equal_runs_with_the_change_there():
 def test_a_killed_run_goes_on_with_the_layers_that_are_missing(tmp_path, monkeypatch):
     ends, options = (["embed", "head 0"], ["q 1", "mlp 2", "logits"]), {"through": "mlps", "out": tmp_path / "run"}
     whole = patched(model_of("gpt2"), *ends, through="mlps")
-    seen, measure = [], path_patching.PathRequest._stage
+    seen, effects = [], path_patching.Paths.effects
 
-    def dies(self, item):
-        seen.append(item[1])
+    def dies(self, senders, receivers):
+        seen.append(len(receivers))
         if len(seen) == 3:
             raise KeyboardInterrupt
-        return measure(self, item)
+        return effects(self, senders, receivers)
 
-    monkeypatch.setattr(path_patching.PathRequest, "_stage", dies)
+    monkeypatch.setattr(path_patching.Paths, "effects", dies)
     with pytest.raises(KeyboardInterrupt):
         patched(model_of("gpt2"), *ends, **options)
     again = patched(model_of("gpt2"), *ends, **options)
-    assert seen == [[0, 1, 2, 3], [4], [5], [5]]
+    assert seen == [4, 1, 1, 1]
     np.testing.assert_array_equal(again.table["effect"], whole.table["effect"])
     with pytest.raises(RunFolderError, match="through"):
         patched(model_of("gpt2"), *ends, out=tmp_path / "run")
@@ -170,7 +170,7 @@ def test_a_killed_run_goes_on_with_the_layers_that_are_missing(tmp_path, monkeyp
         ({"receivers": [["mlp 1", "logits"]]}, "combine the logits with others"),
         ({"senders": {"one": []}}, "is an empty list; give None for all"),
         ({"senders": []}, "senders is an empty list; give None for all"),
-        ({"senders": {}}, "is empty; give None for all"),
+        ({"senders": {}}, "does not map names to the nodes"),
         ({"senders": {1: ["mlp 0"]}}, "does not map names to the nodes"),
         ({"through": "heads"}, "through='heads' is not one of direct, mlps"),
         ({"direction": "both"}, "direction"),

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 
 METADATA = b"headwater circuit"
-REDRAWS = 20
-"""How many times a placebo that equals the circuit itself is drawn again: then all others are equally likely."""
 CLAIMS: Registry[str, Callable[..., Claim]] = Registry("claim", "headwater.circuits.circuit_runs")
 """Functions that judge a circuit."""
 Prompts = tuple[tuple[int, ...], ...]
@@ -91,7 +89,7 @@ class Circuit(Shown):
     @property
     def names(self) -> list[str]:
         """The names of its edges."""
-        return [self.graph.name(int(edge)) for edge in self.edges]
+        return self.graph.names(self.edges)
 
     @property
     def table(self) -> pd.DataFrame:
@@ -124,9 +122,13 @@ class Circuit(Shown):
         strata, counts = np.unique(self.graph.stratum[self.edges], return_counts=True)
         pools = [(np.flatnonzero(self.graph.stratum == s), int(k)) for s, k in zip(strata, counts, strict=True)]
         # If a circuit fills all its strata, no other circuit has its shape, and the placebo is the circuit itself.
-        spare = any(len(pool) > count for pool, count in pools)
-        drawn = [_drawn(pools, generator, self.edges if spare else None) for _ in range(n)]
-        return [circuit_from_edges(self.graph, edges, model=self.model) for edges in drawn]
+        spare, drawn = any(len(pool) > count for pool, count in pools), list[Circuit]()
+        while len(drawn) < n:
+            parts = [generator.choice(pool, count, replace=False) for pool, count in pools]
+            one = circuit_from_edges(self.graph, chain.from_iterable(parts), model=self.model)
+            # At least every second draw is another circuit, and all others are equally likely.
+            drawn += [one] * (one != self or not spare)
+        return drawn
 
     def save(self, path: str | Path) -> Path:
         """Write the edges into one parquet file, with the graph and the prompts on which they were chosen.
@@ -331,16 +333,3 @@ def checked_circuits(circuits: Any, graph: Graph) -> dict[str, Circuit]:
         checked_kind("circuits", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
         graph.refuse_other(name, circuit.graph)
     return dict(circuits)
-
-
-def _drawn(pools: list[tuple[Indices, int]], generator: np.random.Generator, besides: Indices | None) -> Indices:
-    """Draw the given number of edges from each pool; avoid the exact set `besides`, if any."""
-    for _ in range(REDRAWS):
-        parts = [generator.choice(pool, count, replace=False) for pool, count in pools]
-        edges = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
-        if besides is None or not np.array_equal(edges, besides):
-            return edges
-    # Exchange an edge of the first pool that has spare ones.
-    i, pool = next((i, pool) for i, (pool, count) in enumerate(pools) if len(pool) > count)
-    parts[i] = np.append(parts[i][1:], generator.choice(np.setdiff1d(pool, parts[i])))
-    return np.sort(np.concatenate(parts))

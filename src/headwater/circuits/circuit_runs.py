@@ -237,9 +237,8 @@ def run_circuits(
     say_how_many(pairs, (1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitRuns:
-        tested, shapes = with_placebos(named, placebos, seed)
+        table, shapes = measured(pairs, named, placebos, run)
         members = [pd.DataFrame({"circuit": name, "edge": circuit.edges}) for name, circuit in named.items()]
-        table = measured(pairs, tested, shapes, run)
         return CircuitRuns(table, run.record, shapes, pd.concat(members, ignore_index=True), graph.sizes)
 
     result = run_or_resume(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
@@ -261,49 +260,42 @@ def claim_of_circuit(
     return runs.claim(other=other_runs, **claim)
 
 
-def with_placebos(named: Mapping[str, Circuit], placebos: int, seed: int) -> tuple[list[Circuit], pd.DataFrame]:
-    """Return circuits, each followed by its placebos, and a row about each: the table `CircuitRuns.shapes`."""
-    every, rows = list[Circuit](), list[tuple[str, int | None, float]]()
-    for name, circuit in named.items():
-        drawn = circuit.placebos(placebos, seed) if placebos else []
-        every += [circuit, *drawn]
-        rows.append((name, None, 1.0))
-        rows += [(name, number, circuit.overlap(one)) for number, one in enumerate(drawn)]
-    return every, pd.DataFrame(rows, columns=["circuit", "placebo", "overlap"]).astype({"placebo": "Int64"})
-
-
 def say_how_many(pairs: Pairs, circuits: int, progress: bool) -> None:
     """Report how long circuits take if it is over a minute."""
     what, tokens = f"{circuits:,} circuits of {len(pairs):,} pairs", circuits * pairs.tokens.sum()
     say_how_long(pairs.model, what, tokens, "Fewer circuits, placebos= or pairs take less time.", progress=progress)
 
 
-def measured(pairs: Pairs, circuits: Sequence[Circuit], shapes: pd.DataFrame, run: Run) -> pd.DataFrame:
-    """Run circuits on all pairs, one pair per piece, and return the metrics as the rows of `hw.run_circuits`."""
-    runner, edges = CircuitRunner(pairs, run.record.fingerprint), [circuit.edges for circuit in circuits]
-    measure = partial(runner.measure, circuits=edges)
+def measured(pairs: Pairs, named: Mapping[str, Circuit], placebos: int, run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Run circuits and placebos on all pairs, a pair per piece; return `table` and `shapes` of `CircuitRuns`."""
+    every, rows = list[Circuit](), list[tuple[str, int | None, float]]()
+    for name, circuit in named.items():
+        drawn = circuit.placebos(placebos, pairs.seed) if placebos else []
+        every += [circuit, *drawn]
+        rows += [(name, None, 1.0), *((name, number, circuit.overlap(one)) for number, one in enumerate(drawn))]
+    shapes = pd.DataFrame(rows, columns=["circuit", "placebo", "overlap"]).astype({"placebo": "Int64"})
+    runner = CircuitRunner(pairs, run.record.fingerprint)
+    measure = partial(runner.measure, circuits=[circuit.edges for circuit in every])
     with run.bar("circuits", "pair", len(pairs)) as bar:
         pieces = list(run.pieces("circuits", range(len(pairs)), measure, bar))
-    values, baselines = (torch.stack([piece[name] for piece in pieces]).double() for name in ("values", "baselines"))
-    n_examples, n_circuits, n_metrics = values.shape
-    clean, corrupted, floor = (part.numpy().repeat(n_circuits, 0).reshape(-1) for part in baselines.unbind(-1))
-    flat, gap = values.flatten().numpy(), clean - corrupted
-    # Faithfulness is not defined where the gap is within rounding.
-    wide = np.abs(gap) > floor
-    which = np.tile(np.repeat(np.arange(n_circuits), n_metrics), n_examples)
+    values, baselines = (torch.stack([piece[key] for piece in pieces]).double() for key in ("values", "baselines"))
+    example, which, m = (index.ravel() for index in np.indices(values.shape))
+    value, (clean, corrupted, floor) = values.flatten().numpy(), baselines.numpy()[example, m].T
+    gap, n_edges = clean - corrupted, [(len(circuit), len(circuit.on_a_path)) for circuit in every]
     columns = {
-        "example": np.repeat(np.arange(n_examples), n_circuits * n_metrics),
+        "example": example,
         "circuit": shapes["circuit"].to_numpy(dtype=object)[which],
-        "edges": np.array([len(circuit) for circuit in circuits])[which],
-        "edges_on_a_path": np.array([len(circuit.on_a_path) for circuit in circuits])[which],
-        "metric": np.tile(np.asarray(pairs.metrics, dtype=object), n_examples * n_circuits),
-        "value": flat,
+        "edges": np.array(n_edges)[which, 0],
+        "edges_on_a_path": np.array(n_edges)[which, 1],
+        "metric": np.array(pairs.metrics, dtype=object)[m],
+        "value": value,
         "clean": clean,
         "corrupted": corrupted,
-        "faithfulness": np.where(wide, (flat - corrupted) / np.where(wide, gap, 1.0), np.nan),
+        # Not defined where the gap is within rounding.
+        "faithfulness": np.divide(value - corrupted, gap, out=np.full_like(gap, np.nan), where=np.abs(gap) > floor),
         "placebo": shapes["placebo"].array[which],
     }
-    return pd.DataFrame(columns)
+    return pd.DataFrame(columns), shapes
 
 
 def gap_sentences(table: pd.DataFrame) -> list[str]:

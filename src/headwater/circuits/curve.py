@@ -189,8 +189,7 @@ def circuit_curve(
     circuit_runs.say_how_many(pairs, (1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitCurve:
-        tested, shapes = circuit_runs.with_placebos(named, placebos, seed)
-        table = circuit_runs.measured(pairs, tested, shapes, run)
+        table, shapes = circuit_runs.measured(pairs, named, placebos, run)
         table.insert(1, "size", table["circuit"].map({f"{x:g}": x for x in shares}).astype(float))
         return CircuitCurve(table, run.record, shapes)
 

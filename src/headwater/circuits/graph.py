@@ -188,19 +188,17 @@ class Graph:
         """Return the senders that a receiver drives; none for the logits."""
         n_qkv, group = self.n_heads + 2 * self.n_kv_heads, self.n_heads // self.n_kv_heads
         layer, place = divmod(receiver, n_qkv + 1)
+        first = self.first_head(layer)
         if layer == self.n_layers:
             return np.zeros(0, dtype=np.int64)
-        # In both lists a layer's MLP is last: among receivers after q, k and v, among senders after the heads.
         if place == n_qkv:
-            driven = np.array([self.n_heads])
-        elif together:
-            driven = np.arange(self.n_heads)
-        elif place < self.n_heads:
-            driven = np.array([place])
-        else:
-            # The query heads that share this key-value head.
-            driven = (place - self.n_heads) % self.n_kv_heads * group + np.arange(group)
-        return np.asarray(self.first_head(layer) + driven)
+            return np.array([first + self.n_heads])
+        if together:
+            return first + np.arange(self.n_heads)
+        if place < self.n_heads:
+            return np.array([first + place])
+        # The query heads that share this key-value head.
+        return first + (place - self.n_heads) % self.n_kv_heads * group + np.arange(group)
 
     def edge(self, sender: int, receiver: int) -> int:
         """Return the index of the edge from a sender to a receiver."""
@@ -228,6 +226,10 @@ class Graph:
     def name(self, edge: SupportsIndex) -> str:
         """Return the name of an edge."""
         return f"{self.senders.name(self.sender[edge])} -> {self.receivers.name(self.receiver[edge])}"
+
+    def names(self, edges: Indices) -> list[str]:
+        """Return the names of edges."""
+        return [self.name(edge) for edge in edges]
 
     def columns(self, edges: Indices) -> dict[str, Any]:
         """Return the columns of a table that name edges, one row per edge.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -58,21 +59,18 @@ def path_ends(
     """
     sets: list[tuple[str | None, list[Any]]]
     if isinstance(value, Mapping):
-        if not all(isinstance(name, str) and name for name in value):
+        if not value or not all(isinstance(name, str) and name for name in value):
             raise InputError(f"{option}={shown(value)} does not map names to the nodes to patch together.")
         sets = [(name, listed_parts(f"{option}[{name!r}]", some)) for name, some in value.items()]
     else:
         items = list(nodes.kinds) if value is None else listed_parts(option, value)
         # A list within the list is one set; a part may also be written as a pair of numbers.
-        sets = [
-            (None, [item]) if is_one(item) or read_part(item) else (" + ".join(map(str, item)), list(item))
-            for item in items
-        ]
+        single = [is_one(item) or bool(read_part(item)) for item in items]
+        parts = [[item] if one else listed_parts(option, item) for item, one in zip(items, single, strict=True)]
+        sets = [(None if one else " + ".join(map(str, some)), some) for some, one in zip(parts, single, strict=True)]
     ends: dict[str, Indices] = {}
     for name, several in sets:
         indices = graph.find(nodes, several)
-        if not len(indices):
-            raise InputError(f"{option}={shown(value)} has a set without nodes; give None for all.")
         if name is None:
             ends |= {nodes.name(index): np.array([index]) for index in indices}
             continue
@@ -86,8 +84,6 @@ def path_ends(
                 if not has_path(graph, graph.find(nodes, [one]), before[1]):
                     graph.refuse_order(shown(one), before[0])
         ends[name] = indices
-    if not ends:
-        raise InputError(f"{option}={shown(value)} is empty; give None for all.")
     return ends
 
 
@@ -273,7 +269,6 @@ def path_patch(
         model, clean, corrupted, metric, direction=direction, values=values, dataset=dataset, over=over,
         positions=positions, seed=seed, batch_size=batch_size,
     )  # fmt: skip
-    request = PathRequest(pairs, sent, received, through)
     tokens = graph.runs_from(np.array(starts)) * pairs.n_places * pairs.tokens.sum()
     what = f"{len(starts):,} paths of {len(pairs):,} pairs"
     say_how_long(model, what, tokens, "Fewer senders=, receivers= or pairs take less time.", progress=progress)
@@ -284,64 +279,55 @@ def path_patch(
         "over": over,
         **pairs.options,
     }
-    return run_or_resume(PathEffects, "path_patch", model, options, request.measure, out=out, progress=progress)
+    compute = partial(measure_paths, pairs, sent, received, through)
+    return run_or_resume(PathEffects, "path_patch", model, options, compute, out=out, progress=progress)
 
 
-@dataclass(frozen=True, eq=False)
-class PathRequest:
-    """The pairs and paths of a request; senders and receivers by name."""
+def measure_paths(
+    pairs: Pairs, senders: Mapping[str, Indices], receivers: Mapping[str, Indices], through: str, run: Run
+) -> PathEffects:
+    """Measure all paths, and assemble the result; a piece is a pair, and all receivers that start in one layer."""
+    pairs.fingerprint = run.record.fingerprint
+    sent, received = list(senders.values()), list(receivers.values())
+    layers = np.array([first_layer(pairs.graph, one) for one in received])
+    items = [(example, np.flatnonzero(layers == layer)) for example in range(len(pairs)) for layer in np.unique(layers)]
 
-    pairs: Pairs
-    senders: Mapping[str, Indices]
-    receivers: Mapping[str, Indices]
-    through: str
-
-    def measure(self, run: Run) -> PathEffects:
-        """Measure all paths, and assemble the result; a piece is a pair, and all receivers that start in one layer."""
-        pairs, n_examples = self.pairs, len(self.pairs)
-        pairs.fingerprint = run.record.fingerprint
-        layers = [first_layer(pairs.graph, one) for one in self.receivers.values()]
-        stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
-        baselines = baselines_of(pairs, run)
-        items = [(example, stage) for example in range(n_examples) for stage in stages]
-        size = (n_examples, pairs.n_places, len(self.senders), len(self.receivers), len(pairs.plan.metrics))
-        effects = torch.full(size, torch.nan, dtype=torch.float64)
-
-        def count(item: tuple[int, list[int]]) -> int:
-            return len(item[1]) * len(self.senders)
-
-        with run.bar("paths", "path", sum(map(count, items))) as bar:
-            pieces = run.pieces("layer", items, self._stage, bar, count)
-            for (i, stage), piece in zip(items, pieces, strict=True):
-                effects[i][:, :, stage] = piece["effects"]
-        # A row for each number; NaN means that there is no path.
-        example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
-        names = list(self.senders), list(self.receivers), pairs.metrics
-        senders, receivers, metrics = (np.array(some, dtype=object) for some in names)
-        columns: dict[str, Any] = {"example": example, "sender": senders[sender], "receiver": receivers[receiver]}
-        columns["through"] = self.through
-        if pairs.roles:
-            columns["role"] = np.array(pairs.roles, dtype=object)[place]
-        elif pairs.over:
-            columns["position"] = place
-        effect, direction = effects.numpy()[example, place, sender, receiver, m], run.record.options["direction"]
-        columns |= {"metric": metrics[m], "effect": effect}
-        columns |= beside_baselines(effect, baselines.numpy()[example, m], str(direction))
-        return PathEffects(pd.DataFrame(columns), run.record)
-
-    def _stage(self, item: tuple[int, list[int]]) -> dict[str, Tensor]:
+    def measure(item: tuple[int, Indices]) -> dict[str, Tensor]:
         """Return the effects of all senders through some receivers, `position sender receiver metric`."""
-        (example, stage), pairs = item, self.pairs
-        senders, receivers = list(self.senders.values()), [list(self.receivers.values())[i] for i in stage]
+        example, ends = item[0], [received[i] for i in item[1]]
         with torch.no_grad(), pairs.model.lock:
             runs = pairs.runs(example)
             # 0 where a path exists at a place of the example, NaN elsewhere.
-            leads = torch.tensor([[has_path(pairs.graph, s, r) for r in receivers] for s in senders])
+            leads = torch.tensor([[has_path(pairs.graph, s, r) for r in ends] for s in sent])
             effects = pairs.zeros(example, *leads.shape)
             effects[:, ~leads] = torch.nan
             for number, place in pairs.places(runs):
-                effects[number] = Paths(runs, place, self.through).effects(senders, receivers)
+                effects[number] = Paths(runs, place, through).effects(sent, ends)
         return {"effects": effects}
+
+    def count(item: tuple[int, Indices]) -> int:
+        return len(item[1]) * len(sent)
+
+    baselines = baselines_of(pairs, run)
+    effects = np.full((len(pairs), pairs.n_places, len(sent), len(received), len(pairs.metrics)), np.nan)
+    with run.bar("paths", "path", sum(map(count, items))) as bar:
+        for (example, stage), piece in zip(items, run.pieces("layer", items, measure, bar, count), strict=True):
+            effects[example][:, :, stage] = piece["effects"].numpy()
+    # A row for each number; NaN means that there is no path.
+    example, place, sender, receiver, m = np.nonzero(~np.isnan(effects))
+    of_sender, of_receiver, of_metric = (
+        np.array([*names], dtype=object) for names in (senders, receivers, pairs.metrics)
+    )
+    columns: dict[str, Any] = {"example": example, "sender": of_sender[sender], "receiver": of_receiver[receiver]}
+    columns["through"] = through
+    if pairs.roles:
+        columns["role"] = np.array(pairs.roles, dtype=object)[place]
+    elif pairs.over:
+        columns["position"] = place
+    effect, direction = effects[example, place, sender, receiver, m], str(run.record.options["direction"])
+    columns |= {"metric": of_metric[m], "effect": effect}
+    columns |= beside_baselines(effect, baselines.numpy()[example, m], direction)
+    return PathEffects(pd.DataFrame(columns), run.record)
 
 
 # The receivers' outputs for x_r + δ_r are computed first, once for each set of senders; δ_r is the change before r when

@@ -12,10 +12,9 @@ first. An edge is tried in the circuit C that remains when its turn comes:
 so that each effect includes all earlier decisions. An edge into a receiver from which no edge of C leads to the logits
 changes nothing: it is removed without a run. C starts with all edges, or with those that are given.
 
-Many edges are tried in one batch: the next ones, each in the circuit that remains if all earlier guesses are right. The
-measurements decide them one by one up to the first wrong guess, whose own run was still the right one; the later runs
-of the batch were made in another circuit, and only provide guesses for the next batch. So each decision is the same as
-if single edges were tried one at a time.
+Many edges are tried in one batch: the first, the first two, the first three ... of the next ones are taken out of C. As
+most edges are, that is what the circuit will be up to the first edge that stays. The batch decides the edges up to that
+one; the next batch begins after it. So each decision is the same as if single edges were tried one at a time.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int8
+from jaxtyping import Float, Int8
 from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.circuit import Circuit, checked_circuits, circuit_from_edges, graph_of
-from headwater.circuits.circuit_runs import MOST_PLACEBOS, beside_placebos, measured, summarized, with_placebos
+from headwater.circuits.circuit_runs import MOST_PLACEBOS, beside_placebos, measured, summarized
 from headwater.circuits.circuit_walk import CircuitRunner, pairs_to_keep
 from headwater.circuits.edge_effects import edges as effects_of_edges
 from headwater.circuits.graph import Graph
@@ -55,112 +54,86 @@ from headwater.runs.result import Result, table_html, whole_summary, with_interv
 
 DECISIONS = ("kept", "removed", "leads nowhere", "not tried", "left out")
 KEPT, REMOVED, NOWHERE, NOT_TRIED, LEFT_OUT = range(5)
-FIRST, LEAST, MOST = 8, 4, 128
+FIRST, LEAST, MOST = 8, 2, 128
 """Number of edges in the first batch, and the limits for any batch."""
 
 
-class Greedy:
-    """One search, from some edges (`start`) or all of them; `decided` is called with the number of decided edges.
+@dataclass(frozen=True)
+class Decisions:
+    """The outcome of a search, by edge."""
 
-    `evaluate` returns the metric of circuits, given as ascending edge indices. An edge stays out if its effect is below
-    `threshold`; with `sign` 1 or -1 only a loss (a fall or a rise of the metric) counts, with 0 any change. `together`:
-    each receiver drives all heads of its layer, see `headwater.circuits.graph`. `decision`, `effect` and `value` of
-    each edge are as in the table of a `CircuitSearch`. `runs` counts the circuits that were run, including those that
-    only provided guesses.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        evaluate: Callable[[Sequence[Indices]], Float[np.ndarray, " circuit"]],
-        threshold: float,
-        sign: int = 0,
-        budget: int | None = None,
-        together: bool = False,
-        start: Indices | None = None,
-        decided: Callable[[int], object] = lambda number: None,
-    ):
-        self.graph, self.evaluate, self.threshold, self.sign = graph, evaluate, threshold, sign
-        self.budget, self.together, self.decided = budget, together, decided
-        self.start = np.arange(graph.n_edges) if start is None else start
-        inside = np.isin(np.arange(graph.n_edges), self.start)
-        self.guessed_in: Bool[np.ndarray, " edge"] = np.zeros(graph.n_edges, dtype=bool)
-        self.decision: Int8[np.ndarray, " edge"] = np.where(inside, NOT_TRIED, LEFT_OUT).astype(np.int8)
-        self.effect, self.value = np.full((2, graph.n_edges), np.nan)
-        self.next, self.runs, self.tried = graph.n_edges - 1, 0, 0
+    decision: Int8[np.ndarray, " edge"]
+    """Indices into `DECISIONS`."""
+    effect: Float[np.ndarray, " edge"]
+    value: Float[np.ndarray, " edge"]
+    """The metric after the decision."""
+    runs: int
+    """Number of circuits that were run, including those of a batch after an edge that stays."""
 
     @property
     def inside(self) -> Indices:
         """The remaining edges, ascending."""
         return np.flatnonzero(np.isin(self.decision, (KEPT, NOT_TRIED)))
 
-    def search(self) -> Greedy:
-        """Try all edges, or as many as the budget allows; return the search itself."""
-        self.now = float(self.evaluate([self.start])[0])
-        self.runs, width = 1, FIRST
-        while self.next >= 0 and (batch := self._ahead(width)):
-            trials = [left for _, left in batch if left is not None]
-            values = self.evaluate(trials) if trials else np.zeros(0)
-            self.runs += len(trials)
-            # Twice the number decided: right guesses make larger batches, wrong guesses smaller ones.
-            width = min(MOST, max(LEAST, 2 * self._settle(batch, values)))
-            self.decided(self.graph.n_edges - 1 - self.next)
-        return self
 
-    def _ahead(self, width: int) -> list[tuple[int, Indices | None]]:
-        """Return the next edges, each with the circuit without it if all guesses are right; None: it leads nowhere."""
-        graph, batch, trials = self.graph, list[tuple[int, Indices | None]](), 0
-        # As guessed: the remaining circuit, and which senders have an edge in it that leads to the logits.
-        inside, reaches_output = np.isin(self.decision, (KEPT, NOT_TRIED)), np.zeros(len(graph.senders), dtype=bool)
-        reaches_output[graph.sender[self.decision == KEPT]] = True
-        if self.budget is not None:
-            width = min(width, self.budget - self.tried)
-        leads: dict[int, bool] = {}
-        # Edges are numbered by receiver, then sender, so descending order is ACDC's order.
-        for edge in self.start[self.start <= self.next][::-1].tolist():
-            receiver = int(graph.receiver[edge])
-            if receiver not in leads:
-                # All edges out of its node are decided. The logits are the target; they drive no sender.
-                driven = graph.driven(receiver, self.together)
-                leads[receiver] = not len(driven) or bool(reaches_output[driven].any())
+def decide_edges(
+    graph: Graph,
+    evaluate: Callable[[Sequence[Indices]], Float[np.ndarray, " circuit"]],
+    threshold: float,
+    sign: int = 0,
+    budget: int | None = None,
+    together: bool = False,
+    start: Indices | None = None,
+    report: Callable[[int], object] = lambda number: None,
+) -> Decisions:
+    """Try all edges, or those of `start`, or as many as the budget allows.
+
+    `evaluate` returns the metric of circuits, given as ascending edge indices. An edge stays out if its effect is below
+    `threshold`; with `sign` 1 or -1 only a loss (a fall or a rise of the metric) counts, with 0 any change. `together`:
+    each receiver drives all heads of its layer, see `headwater.circuits.graph`. `report` takes the number of edges that
+    are decided.
+    """
+    start = np.arange(graph.n_edges) if start is None else start
+    decision = np.where(np.isin(np.arange(graph.n_edges), start), NOT_TRIED, LEFT_OUT).astype(np.int8)
+    effect, values = np.full((2, graph.n_edges), np.nan)
+    # Edges are numbered by receiver, then sender, so descending order is ACDC's order.
+    order, decided, tried, runs, width = start[::-1].tolist(), 0, 0, 1, FIRST
+    # Whether a sender has an edge that stays: all edges out of a node are decided before those into it.
+    reaches_output = np.zeros(len(graph.senders), dtype=bool)
+    now = float(evaluate([start])[0])
+    while decided < len(order):
+        inside, batch, trials = np.isin(decision, (KEPT, NOT_TRIED)), list[tuple[int, bool]](), list[Indices]()
+        most = width if budget is None else min(width, budget - tried)
+        for place in range(decided, len(order)):
+            edge = order[place]
+            # The logits are the target; they drive no sender.
+            driven = graph.driven(int(graph.receiver[edge]), together)
+            leads = not len(driven) or bool(reaches_output[driven].any())
             # An edge that leads nowhere needs no run, so those at the end of a batch are included.
-            if leads[receiver] and trials >= width:
+            if leads and len(trials) == most:
                 break
             inside[edge] = False
-            batch.append((edge, np.flatnonzero(inside) if leads[receiver] else None))
-            trials += leads[receiver]
-            # The guess is the result of an earlier batch; otherwise removed, as most edges are.
-            inside[edge] = leads[receiver] and self.guessed_in[edge]
-            reaches_output[graph.sender[edge]] |= inside[edge]
-        return batch
-
-    def _settle(self, batch: Sequence[tuple[int, Indices | None]], values: Float[np.ndarray, " circuit"]) -> int:
-        """Decide edges up to the first wrong guess, and guess those after it; return the number of decided trials."""
-        number, decided, right, guessed = 0, 0, True, self.now
-        for edge, trial in batch:
-            if trial is None:
-                if right:
-                    self._decide(edge, NOWHERE, 0.0)
-                continue
-            value = float(values[number])
-            number, effect, guess = number + 1, value - guessed, bool(self.guessed_in[edge])
-            loss = -self.sign * effect if self.sign else abs(effect)
+            batch.append((edge, leads))
+            trials += [np.flatnonzero(inside)] * leads
+        if not batch:  # the budget is spent
+            break
+        results, before = iter(evaluate(trials).tolist() if trials else ()), tried
+        for edge, leads in batch:
+            value = next(results) if leads else now
+            effect[edge] = value - now if leads else 0.0
+            loss = -sign * effect[edge] if sign else abs(effect[edge])
             # Written so that an edge whose effect is NaN stays, too.
-            stays = not loss < self.threshold
-            if right:
-                self.now = self.now if stays else value
-                self._decide(edge, KEPT if stays else REMOVED, effect)
-                decided += 1
-            # Also after a wrong guess, because an effect measured in another circuit still predicts the decision.
-            right, self.guessed_in[edge] = right and stays == guess, stays
-            # The next trial was made in the circuit of this guess, so its effect is relative to that circuit's metric.
-            guessed = guessed if guess else value
-        self.tried += decided
-        return decided
-
-    def _decide(self, edge: int, decision: int, effect: float) -> None:
-        self.decision[edge], self.effect[edge], self.value[edge] = decision, effect, self.now
-        self.next = edge - 1
+            stays = leads and not loss < threshold
+            decision[edge] = KEPT if stays else REMOVED if leads else NOWHERE
+            now = now if stays else value
+            values[edge], decided, tried = now, decided + 1, tried + leads
+            if stays:
+                reaches_output[graph.sender[edge]] = True
+                break  # the next trials were made in a circuit without this edge
+        # Twice the number decided: the next batch is larger where few edges stay.
+        runs, width = runs + len(trials), min(MOST, max(LEAST, 2 * (tried - before)))
+        report(decided)
+    return Decisions(decision, effect, values, runs)
 
 
 FOUND = "found"
@@ -367,17 +340,17 @@ def find_circuit(
         done = searched(pairs, run, first)
         # Rows in the order in which edges were tried.
         order = np.arange(graph.n_edges)[::-1]
-        table = pd.DataFrame({"edge": [graph.name(edge) for edge in order]} | graph.columns(order))
+        table = pd.DataFrame({"edge": graph.names(order)} | graph.columns(order))
         table["decision"] = np.array(DECISIONS, dtype=object)[done.decision[order]]
         table["effect"], table["value"] = done.effect[order], done.value[order]
-        tested, shapes = with_placebos({FOUND: circuit_from_edges(graph, done.inside)}, placebos, seed)
-        alone = measured(pairs, tested, shapes, run.part("alone"))
+        found = {FOUND: circuit_from_edges(graph, done.inside)}
+        alone, shapes = measured(pairs, found, placebos, run.part("alone"))
         return CircuitSearch(table, run.record, alone, shapes, graph.sizes, done.runs)
 
     return run_or_resume(CircuitSearch, "find_circuit", model, options, work, out=out, seed=seed, progress=progress)
 
 
-def searched(pairs: Pairs, run: Run, start: Indices | None = None) -> Greedy:
+def searched(pairs: Pairs, run: Run, start: Indices | None = None) -> Decisions:
     """Search with the options in the record of a run, from all edges or from some."""
     options, graph, steps = run.record.options, pairs.graph, count()
     runner = CircuitRunner(pairs, run.record.fingerprint, pairs_to_keep(pairs, WALKS))
@@ -393,8 +366,8 @@ def searched(pairs: Pairs, run: Run, start: Indices | None = None) -> Greedy:
     # The direction of a loss: a metric may be larger in the corrupted run.
     sign = (1 if clean >= corrupted else -1) if options["by"] == "signed" else 0
     together = any(shares.norm is not None for shares in pairs.shares)
-    with run.bar("edges decided", "edge", graph.n_edges) as bar:
-        greedy = Greedy(
+    with run.bar("edges decided", "edge", graph.n_edges if start is None else len(start)) as bar:
+        return decide_edges(
             graph,
             evaluate,
             threshold=float(options["threshold"]),
@@ -402,6 +375,5 @@ def searched(pairs: Pairs, run: Run, start: Indices | None = None) -> Greedy:
             budget=options["budget"],
             together=together,
             start=start,
-            decided=lambda number: bar.update(number - bar.n),
+            report=lambda number: bar.update(number - bar.n),
         )
-        return greedy.search()
