@@ -156,7 +156,7 @@ def test_what_holds_no_circuit_is_not_read(tmp_path, found):
     (tmp_path / "text.parquet").write_text("no parquet")
     found.circuit(3).table.to_parquet(tmp_path / "table.parquet")
     found.save(tmp_path / "result")
-    said = {"text.parquet": "", "table.parquet": "", "missing.parquet": "no such file", "result": "it is a folder"}
+    said = {"text.parquet": "", "table.parquet": "", "missing.parquet": "[Nn]o such file", "result": "it is a folder"}
     for name, reason in said.items():
         with pytest.raises(RunFolderError, match=f"holds no circuit.*{reason}"):
             hw.Circuit.load(tmp_path / name)

@@ -353,7 +353,7 @@ def test_runs_of_another_model_metric_direction_or_circuit_are_not_compared():
 
     runs = run(edges.circuit(10), placebos=3)
     assert runs.claim(other=run(edges.circuit(10), values="zero")).table["other_ablation"].notna().all()
-    with pytest.raises(InputError, match="ran another circuit than circuit 0"):
+    with pytest.raises(InputError, match="other= has circuits="):
         runs.claim(other=run(edges.circuit(12), values="zero"))
     with pytest.raises(InputError, match="with other answers"):
         runs.claim(other=run(edges.circuit(10), another, values="zero"))

@@ -55,15 +55,6 @@ def as_json(cfg: dict[str, Any], scores: dict[str, float], inside: set[str], **n
     return json.dumps({"cfg": cfg, "nodes": nodes, "edges": edges})
 
 
-def as_first_json(cfg: dict[str, Any], scores: dict[str, float], inside: set[str]) -> str:
-    """What it wrote at first: a node is true or false, and a score may be missing."""
-    nodes = dict.fromkeys([*nodes_of(cfg)[0], "logits"], True)
-    edges = {
-        name: {"score": None if score < 0 else score, "in_graph": name in inside} for name, score in scores.items()
-    }
-    return json.dumps({"cfg": cfg, "nodes": nodes, "edges": edges})
-
-
 def as_pt(cfg: dict[str, Any], scores: dict[str, float], inside: set[str], **more: Any) -> dict[str, Any]:
     """What its `to_pt` saves."""
     senders, receivers = nodes_of(cfg)
@@ -106,14 +97,14 @@ def drawn(cfg: dict[str, Any], group: int) -> tuple[dict[str, float], set[str]]:
 
 
 @pytest.mark.diagonal
-@pytest.mark.parametrize("layout", ["json", "first json", "pt", "pt of all neurons"])
+@pytest.mark.parametrize("layout", ["json", "pt", "pt of all neurons"])
 @pytest.mark.parametrize(("cfg", "n_kv_heads"), [(SIZES, 4), (SIZES, 2), (PARALLEL, 4)])
 def test_files_as_eap_ig_writes_them_are_read_edge_by_edge(cfg, n_kv_heads, layout, tmp_path):
     graph, group = Graph(3, 4, n_kv_heads, cfg["parallel_attn_mlp"]), 4 // n_kv_heads
     scores, inside = drawn(cfg, group)
     if layout.endswith("json"):
         file = tmp_path / "graph.json"
-        file.write_text((as_first_json if layout == "first json" else as_json)(cfg, scores, inside))
+        file.write_text(as_json(cfg, scores, inside))
     else:
         file = tmp_path / "graph.pt"
         neurons = {"neurons_in_graph": torch.ones(16, 32).bool(), "neurons_scores": torch.zeros(16, 32)}
@@ -121,8 +112,7 @@ def test_files_as_eap_ig_writes_them_are_read_edge_by_edge(cfg, n_kv_heads, layo
     circuit = read_graph_file(file, graph)
     expected: dict[str, float] = {}
     for name in inside:
-        score = 0.0 if layout == "first json" and scores[name] < 0 else scores[name]
-        expected[ours(name, group)] = expected.get(ours(name, group), 0.0) + score
+        expected[ours(name, group)] = expected.get(ours(name, group), 0.0) + scores[name]
     assert len(scores) == graph.n_edges if group == 1 else len(scores) > graph.n_edges
     assert set(circuit.names) == set(expected)
     found = dict(zip(circuit.names, circuit.effects.tolist(), strict=True))

@@ -40,7 +40,6 @@ from headwater.causes.naming import (
 )
 from headwater.causes.prompts import (
     FEWEST_PAIRS,
-    HALVES,
     PairedPrompts,
     RelationPrompts,
     candidates,
@@ -211,20 +210,19 @@ def _say_how_long(
     """Report how long it takes if it is over a minute, from the number of tokens that are run."""
     heads, tokens, n = model.shape.n_layers * model.shape.n_heads, 0, len(requested)
     for i, some in tried.items():
-        tokens += sum(candidate.first.clean.numel() for candidate in some)
-        first, second = (max(some, key=lambda candidate: getattr(candidate, half).clean.numel()) for half in HALVES)
-        tokens += first.first.clean.numel() + 2 * second.second.clean.numel()  # attention; the gap, both sides
-        moved = [(first.first, heads)]
+        longest = max(some, key=lambda candidate: candidate.second.clean.numel())
+        first, second = longest.first.clean.numel(), longest.second.clean.numel()
+        # Every candidate; attention; the gap, both sides; and for the effects of heads both sides.
+        tokens += sum(candidate.first.clean.numel() for candidate in some) + 3 * first + 2 * second
+        # For each head one token through half of the layers.
+        tokens += len(longest.first) * heads // 2
         if i < n:  # comparison relations are not measured on the second half
-            moved.append((second.second, heads if n == 1 else min(heads, 2 * LEADERS)))
-        for pairs_of, count in moved:
-            # Both sides; and for each head one token through half of the layers.
-            tokens += 2 * pairs_of.clean.numel() + len(pairs_of) * count // 2
-    subject = f"{requested[0].relation.name} and the relations it is compared with"
-    what = f"{len(tried):,} relations" if n > 1 else subject
-    say_how_long(
-        model, what, tokens, f"Fewer relations, or fewer pairs than {pairs}, take less time.", progress=progress
+            tokens += 2 * second + len(longest.second) * (heads if n == 1 else min(heads, 2 * LEADERS)) // 2
+    what = (
+        f"{len(tried):,} relations" if n > 1 else f"{requested[0].relation.name} and the relations it is compared with"
     )
+    advice = f"Fewer relations, or fewer pairs than {pairs}, take less time."
+    say_how_long(model, what, tokens, advice, progress=progress)
 
 
 def _of_relation(model: HookedModel, tried: Sequence[RelationPrompts]) -> dict[str, Tensor]:

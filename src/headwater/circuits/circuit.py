@@ -162,11 +162,7 @@ class Circuit(Shown):
             if about[SEAL] != loaded._hash():
                 raise ValueError("it was changed since it was written")
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, InputError) as error:
-            reason = first_line(error)[:200]
-            if not file.exists():
-                reason = "there is no such file"
-            elif file.is_dir():
-                reason = "it is a folder: if it holds a result, use the load of the result's class"
+            reason = "it is a folder" if file.is_dir() else first_line(error)[:200]
             raise RunFolderError(f"{file} holds no circuit that Circuit.save wrote ({reason}).") from None
         return loaded
 

@@ -145,11 +145,8 @@ class CircuitRuns(ByMetric):
         if other is not None:
             if other.run.options["prompts"][0] != self.run.options["prompts"][0]:
                 raise InputError("other= has other prompts: run the same circuits on the same prompts.")
-            refuse_other_run("other", other.run, self.run, prompts=False)
-            other_name = _chosen(other.table, "circuit", circuit)
-            if other.run.options["circuits"][other_name] != self.run.options["circuits"][name]:
-                raise InputError(f"other= ran another circuit than {name}: run the same one with other values.")
-            others = _effects(other.table, other_name, metric)[0]
+            refuse_other_run("other", other.run, self.run, "circuits", prompts=False)
+            others = _effects(other.table, name, metric)[0]
         held_out = None if discovery is None else np.delete(effect, list(discovery))
         notes = notes_of_few(len(drawn), self.run.options.get("placebos", 0), "random circuits")
         notes += notes_of_seen(discovery or (), "circuit")

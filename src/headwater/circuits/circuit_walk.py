@@ -11,7 +11,6 @@ each example and metric, three references go with the metrics of the circuits:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
 import numpy as np
@@ -122,36 +121,27 @@ class CircuitRunner:
 # So the circuit of all edges but one gives the effect of that edge.
 
 
-@dataclass(frozen=True, eq=False)
-class ComplementRun:
-    """What is carried outside of a circuit in one example, at the recomputed positions."""
+def outside_values(runs: BothRuns) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return what is carried outside of a circuit in one example, at the recomputed positions.
 
-    sent: Float[Tensor, "sender position d_model"]
-    """Output of each sender."""
-    entering: Sequence[Float[Tensor, "position d_model"]]
-    """By layer, the input of its heads; after the last layer, the input of the logits."""
-    middle: Sequence[Float[Tensor, "position d_model"]]
-    """By layer, the input of its MLP."""
-
-    @classmethod
-    def of(cls, runs: BothRuns) -> ComplementRun:
-        """Return the outside values of an example: those of its other run, or of a kind of values."""
-        # This also checks that the shares of the heads add up.
-        sent, graph, reached = runs.sent(), runs.graph, slice(runs.start, runs.stop)
-        n_layers = graph.n_layers
-        if runs.pairs.has_other_run:
-            entering = [runs.other("resid_pre", layer)[reached] for layer in range(n_layers)]
-            attended = [residual + runs.other("attn_out", layer)[reached] for layer, residual in enumerate(entering)]
-            entering.append(runs.other("resid_post", n_layers - 1)[reached])
-        else:
-            entering, attended = [sent[0]], []
-            for layer, share in enumerate(runs.pairs.shares):
-                # The values come from no run, so streams are summed sender by sender. The biases belong to no edge.
-                first, mlp = graph.first_head(layer), graph.first_head(layer) + graph.n_heads
-                bias = share.of_bias(share.outputs(runs.base("z", layer)[reached]))
-                attended.append(entering[-1] + sent[first:mlp].sum(0) + bias.to(sent))
-                entering.append(attended[-1] + sent[mlp])
-        return cls(sent, entering, entering[:-1] if runs.wave.blocks.parallel else attended)
+    The outputs, `sender position d_model`; by layer, the input of its heads, and last that of the logits; by layer, the
+    input of its MLP; each `position d_model`.
+    """
+    # This also checks that the shares of the heads add up.
+    sent, graph, reached = runs.sent(), runs.graph, slice(runs.start, runs.stop)
+    if runs.pairs.has_other_run:
+        entering = [runs.other("resid_pre", layer)[reached] for layer in range(graph.n_layers)]
+        attended = [residual + runs.other("attn_out", layer)[reached] for layer, residual in enumerate(entering)]
+        entering.append(runs.other("resid_post", graph.n_layers - 1)[reached])
+    else:
+        entering, attended = [sent[0]], []
+        for layer, share in enumerate(runs.pairs.shares):
+            # The values come from no run, so streams are summed sender by sender. The biases belong to no edge.
+            first, mlp = graph.first_head(layer), graph.first_head(layer) + graph.n_heads
+            bias = share.of_bias(share.outputs(runs.base("z", layer)[reached]))
+            attended.append(entering[-1] + sent[first:mlp].sum(0) + bias.to(sent))
+            entering.append(attended[-1] + sent[mlp])
+    return sent, entering, entering[:-1] if runs.wave.blocks.parallel else attended
 
 
 HELD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
@@ -164,7 +154,8 @@ class CircuitWalk:
 
     def __init__(self, runs: BothRuns):
         self.runs, self.graph, self.shares = runs, runs.graph, runs.pairs.shares
-        self.rows, self.outside = EdgeRows(runs, runs.start), ComplementRun.of(runs)
+        self.rows = EdgeRows(runs, runs.start)
+        self.sent, self.entering, self.middle = outside_values(runs)
         self.receivers = [Receivers(self.rows, layer, attached=True) for layer in range(self.graph.n_layers)]
         self.projection = cache(partial(_Projection, self))
         # How many times smaller batches are because memory ran out.
@@ -223,7 +214,7 @@ class _Projection:
     def __init__(self, walk: CircuitWalk, layer: int):
         self.walk, self.layer = walk, layer
         self.receivers = walk.receivers[layer]
-        outside = walk.outside.entering[layer]
+        outside = walk.entering[layer]
         projected = self.receivers.projected(outside[None])
         self.outside = {kind: projected[kind].clone() for kind in QKV}
         normed = walk.rows.blocks.normed(layer, outside[None], mlp=False)
@@ -268,8 +259,8 @@ class _Batch:
     """One pass up the layers with some circuits, by their live edges."""
 
     def __init__(self, walk: CircuitWalk, circuits: Sequence[Indices]):
-        self.walk, self.outside, graph = walk, walk.outside, walk.graph
-        self.graph, self.n_circuits = graph, len(circuits)
+        self.walk, self.graph, self.n_circuits = walk, walk.graph, len(circuits)
+        graph = walk.graph
         edges, counts = np.concatenate(circuits), [len(one) for one in circuits]
         self.circuit = np.repeat(np.arange(len(circuits)), counts)
         self.receiver, self.sender = graph.receiver[edges], graph.sender[edges]
@@ -284,7 +275,7 @@ class _Batch:
         self.now = embedded.new_zeros(len(circuits), len(self.used), *embedded.shape)
         if self.slot[0] >= 0:
             # The embedding always sends its clean output, because no edge enters it.
-            self.now[:, 0] = embedded - walk.outside.sent[0]
+            self.now[:, 0] = embedded - walk.sent[0]
 
     def last(self) -> Float[Tensor, "circuit kept d_model"]:
         """Return the last residual stream at the positions that are read."""
@@ -292,9 +283,9 @@ class _Batch:
             self._heads(layer)
             self._mlp(layer)
         kept = self.walk.rows.kept
-        states = self.outside.entering[-1][kept].expand(self.n_circuits, -1, -1).clone()
+        states = self.walk.entering[-1][kept].expand(self.n_circuits, -1, -1).clone()
         logits = len(self.graph.receivers) - 1
-        circuit, _, inputs = self._mixed(range(logits, logits + 1), self.outside.entering[-1], kept)
+        circuit, _, inputs = self._mixed(range(logits, logits + 1), self.walk.entering[-1], kept)
         states[to_device(circuit, states.device)] = inputs
         return states
 
@@ -306,7 +297,7 @@ class _Batch:
         if not len(rows):
             return
         projection = self.walk.projection(layer)
-        circuit, receiver, inputs = self._mixed(self._reading(layer)[:-1], self.outside.entering[layer])
+        circuit, receiver, inputs = self._mixed(self._reading(layer)[:-1], self.walk.entering[layer])
         place = np.searchsorted(rows, circuit)
         # A head that no edge enters reads what is carried outside; the other heads are overwritten below.
         by_kind = {kind: base.expand(len(rows), -1, -1, -1).clone() for kind, base in projection.outside.items()}
@@ -319,7 +310,7 @@ class _Batch:
         # The model's own attention runs on all circuits at once, so its scale, mask and soft cap are not reimplemented.
         z = projection.receivers.heads_of(**by_kind)
         shares = self.walk.shares[layer]
-        outside = self.outside.sent[first : first + self.graph.n_heads]
+        outside = self.walk.sent[first : first + self.graph.n_heads]
         self._write(rows, used[rows], first, shares.of(shares.outputs(z)).movedim(2, 1) - outside)
 
     def _mlp(self, layer: int) -> None:
@@ -329,11 +320,11 @@ class _Batch:
         rows = np.flatnonzero(used.any(1))
         if not len(rows):
             return
-        outside, positions = self.outside.middle[layer], self.walk.rows.leaving(layer)
+        outside, positions = self.walk.middle[layer], self.walk.rows.leaving(layer)
         inputs = outside[positions].expand(len(rows), -1, -1).clone()
         circuit, _, mixed = self._mixed(self._reading(layer)[-1:], outside, positions)
         inputs[to_device(np.searchsorted(rows, circuit), inputs.device)] = mixed
-        changes = self.walk.rows.blocks.feed_forward(layer, inputs) - self.outside.sent[sender, positions]
+        changes = self.walk.rows.blocks.feed_forward(layer, inputs) - self.walk.sent[sender, positions]
         # In the last layer the MLP ran only at the positions that are read; its change elsewhere is never used.
         if not isinstance(positions, slice):
             changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, positions, changes)

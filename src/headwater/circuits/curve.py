@@ -100,22 +100,16 @@ class CircuitCurve(ByMetric):
         """Return the four numbers of each metric beside their placebos, and the limits of the result."""
         sentences, by = [], self.run.options["by"]
         words = {"cpr": "CPR, its area over sizes,", "cmd": "CMD, the area of its distance from 1,"}
-        words |= {"log_area": "its mean over log size"}
+        words |= {"log_area": "its mean over log size", "least_size": f"the smallest size with {ENOUGH}"}
         for metric, part in self.areas().groupby("metric", sort=False):
-            *areas, least = part.to_dict("records")
-            parts = [
-                f"{words[row['area']]} {with_interval(row['value'], row['low'], row['high'], '.3f')}"
-                + (f" (random circuits: {row['placebo']:.3f})" if np.isfinite(row["placebo"]) else "")
-                for row in areas
-            ]
-            sentences.append(f"Edges ranked by {by}, faithfulness on {metric}: {'; '.join(parts)}.".replace("_", " "))
-            chance = f" (random circuits: {least['placebo']:.1%})" if np.isfinite(least["placebo"]) else ""
-            value, low, high = (100 * float(least[name]) for name in ("value", "low", "high"))
-            size = with_interval(value, low, high, ".1f", " % of the edges")
-            if np.isfinite(value):
-                sentences.append(f"{size} reach faithfulness 0.9{chance}.".replace("%)", " %)"))
-            else:
-                sentences.append("No circuit of some edges reaches faithfulness 0.9.")
+            found = []
+            for row in part.to_dict("records"):
+                size = (
+                    with_interval(row["value"], row["low"], row["high"], ".3f") if np.isfinite(row["value"]) else "none"
+                )
+                chance = f" (random circuits: {row['placebo']:.3f})" if np.isfinite(row["placebo"]) else ""
+                found.append(f"{words[row['area']]} {size}{chance}")
+            sentences.append(f"Edges ranked by {by}, faithfulness on {metric}: {'; '.join(found)}.".replace("_", " "))
         return [*sentences, *circuit_runs.gap_sentences(self.table), *circuit_runs.discovery_sentences(self.run)]
 
     def _repr_html_(self) -> str:

@@ -5,8 +5,8 @@
 EAP-IG graphs have a k and a v for each query head. If several query heads share a key-value head, the graph here has
 one edge. Reading: the edge is in the circuit if all heads of the group agree on it (with `groups="any"`, if one of
 them has it; with "all", if all of them do), and its score is the sum of their scores. Writing: each of them gets the
-edge and an equal part of the score. Files of EAP-IG's first layout (a node is true or false) can be read, too. A
-graph of single neurons is not a graph of edges: a file that keeps only some of a node's neurons is refused.
+edge and an equal part of the score. A graph of single neurons is not a graph of edges: a file that keeps only some of a
+node's neurons is refused.
 """
 
 from __future__ import annotations
@@ -143,12 +143,8 @@ def _checked_file(path: str | Path) -> Path:
 
 def _of_json(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, object]]]:
     content = parse_json(file.read_bytes())
-    nodes = [one for one in content["nodes"].values() if isinstance(one, dict)]
-    _refuse_neurons([one["neurons"] for one in nodes if "neurons" in one])
-    edges = content["edges"].items()
-    # A file may leave scores out.
-    scores = (0.0 if one.get("score") is None else one["score"] for _, one in edges)
-    return content["cfg"], ((name, score, one["in_graph"]) for (name, one), score in zip(edges, scores, strict=True))
+    _refuse_neurons([one["neurons"] for one in content["nodes"].values() if "neurons" in one])
+    return content["cfg"], ((name, one["score"], one["in_graph"]) for name, one in content["edges"].items())
 
 
 def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, object]]]:

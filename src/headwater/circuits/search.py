@@ -199,35 +199,30 @@ class CircuitSearch(Result):
     def report(self) -> list[str]:
         """Return what remains, its faithfulness beside random circuits, and what was not tried."""
         row, options = whole_summary(self).to_dict("records")[0], self.run.options
-        metric, size = str(row["metric"]).replace("_", " "), f"{options['threshold']:g}"
-        change = f"changed the {metric} by {size}"
-        if options["by"] == "signed":
-            change = f"cost the answer {size} of {metric}"
-        sentences = []
-        if row["not_tried"]:
-            sentences.append(
-                f"This is not a circuit yet: {row['not_tried']:,} of {len(self.table):,} edges were not tried, because "
-                f"the budget of {options['budget']:,} was spent, and stay in. Give a larger budget=, or a smaller "
-                "start=: hw.edges(...).circuit(n)."
-            )
-        if row["left_out"]:
-            begun, first = len(self.table) - row["left_out"], self.faithfulness_at_first
-            which = "given" if options["start"] else "strongest in the whole model, screened by hw.edges"
-            sentences.append(
-                f"The search started from {begun:,} edges ({which}), with faithfulness {first:.2f}; the other "
-                f"{row['left_out']:,} were left out from the start."
-            )
-        runs = f"{row['runs']:,} run{'s' * (row['runs'] != 1)}"
-        left = (
-            f"{row['edges']:,} of {len(self.table):,} edges are left ({row['edges_on_a_path']:,} on a path); removing "
-            f"any of them when it was tried {change} or more."
-        )
-        sentences += [
-            f"{left if row['edges'] else f'No edge is left: removing one never {change}.'} {row['removed']:,} were "
-            f"removed and {row['nowhere']:,} led nowhere (on no path), in {runs} of a pair.",
-            f"The circuit alone has faithfulness {with_interval(row['faithfulness'], row['low'], row['high'])} over "
-            f"{row['examples']} pair{'s' * (row['examples'] != 1)}{beside_placebos(row)}.",
+        metric, n = str(row["metric"]).replace("_", " "), len(self.table)
+        change = "cost the answer" if options["by"] == "signed" else "made a difference of"
+        faithfulness = with_interval(row["faithfulness"], row["low"], row["high"])
+        sentences = [
+            f"{row['edges']:,} of {n:,} edges are left ({row['edges_on_a_path']:,} on a path), those whose removal, "
+            f"when they were tried, {change} {options['threshold']:g} of {metric} or more. {row['removed']:,} were "
+            f"removed and {row['nowhere']:,} led nowhere (on no path), in {row['runs']:,} runs of a pair.",
+            f"The circuit alone has faithfulness {faithfulness} over {row['examples']} "
+            f"pair{'s' * (row['examples'] != 1)}{beside_placebos(row)}.",
         ]
+        if row["left_out"]:
+            which = "given" if options["start"] else "strongest in the whole model, screened by hw.edges"
+            sentences.insert(
+                0,
+                f"The search started from {n - row['left_out']:,} edges ({which}), with faithfulness "
+                f"{self.faithfulness_at_first:.2f}; the other {row['left_out']:,} were left out from the start.",
+            )
+        if row["not_tried"]:
+            sentences.insert(
+                0,
+                f"This is not a circuit yet: {row['not_tried']:,} of {n:,} edges were not tried, because the budget of "
+                f"{options['budget']:,} was spent, and stay in. Give a larger budget=, or a smaller start=: "
+                "hw.edges(...).circuit(n).",
+            )
         if not row["faithfulness"] >= ENOUGH:
             advice = "a smaller threshold= or a larger budget=" if row["left_out"] else "a smaller threshold="
             sentences.append(f"This is not a circuit: it has less than half of the effect of all edges. Give {advice}.")
