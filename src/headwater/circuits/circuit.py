@@ -92,7 +92,7 @@ class Circuit(Shown):
         return self.graph.names(self.edges)
 
     @property
-    def table(self) -> pd.DataFrame:
+    def table(self) -> pd.DataFrame:  # type: ignore[override]
         """A row per edge: `edge, sender, sender_layer, sender_head, receiver, receiver_layer, receiver_head, effect`.
 
         Numbers that do not apply are `<NA>`; an unknown effect is NaN.
