@@ -311,8 +311,8 @@ def measure_paths(
     baselines = baselines_of(pairs, run)
     effects = np.full((len(pairs), pairs.n_places, len(sent), len(received), len(pairs.metrics)), np.nan)
     with run.bar("paths", "path", sum(map(count, items))) as bar:
-        for (example, stage), piece in zip(items, run.pieces("layer", items, measure, bar, count), strict=True):
-            effects[example][:, :, stage] = piece["effects"].numpy()
+        for (i, stage), piece in zip(items, run.pieces("layer", items, measure, bar, count), strict=True):
+            effects[i][:, :, stage] = piece["effects"].numpy()
     # A row for each number; NaN means that there is no path.
     example, place, sender, receiver, m = np.nonzero(~np.isnan(effects))
     of_sender, of_receiver, of_metric = (
