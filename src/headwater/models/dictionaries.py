@@ -20,7 +20,8 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -399,16 +400,13 @@ def features(
 #     abstopk    f = the k of p that are largest in size, with their signs, others 0   Zhu et al. 2025
 #     decode     f W_dec + b_dec
 #
-# The folder specifies σ: the ReLU, tanh of the ReLU, or the k largest. Two options standardize: `layer_norm` (subtract
-# the mean, divide by the standard deviation + 1e-5; decoding multiplies by the standard deviation and adds the mean)
-# and `constant_norm_rescale` (to the norm √d). `expected_average_only_in` is a factor that sae-lens folds into the
-# weights when it saves, or stores in `activation_scaler.json`. With `rescale_acts_by_decoder_norm`, which only topk and
-# abstopk use, p is multiplied by the norms of the rows of W_dec, and f divided by them before decoding. A
-# `scaling_factor` of features that is not 1 needs the config's `finetuning_scaling_factor`.
+# The folder specifies σ: the ReLU, tanh of the ReLU, or the k largest. Two options standardize: `layer_norm` and
+# `constant_norm_rescale` (to the norm √d). `expected_average_only_in` is a factor that sae-lens folds into the weights
+# when it saves, or stores in `activation_scaler.json`. With `rescale_acts_by_decoder_norm`, which only topk and abstopk
+# use, p is multiplied by the norms of the rows of W_dec, and f divided by them before decoding.
 #
-# Keys of cfg.json differ by version: `hook_point` and `hook_point_layer` (versions 1 and 2), `hook_name` and
-# `hook_layer` (3 to 5), `metadata.hook_name` (6). Other architectures are refused, among them transcoders, which read
-# and write different activations.
+# Keys of cfg.json differ by version: `hook_point` (versions 1 and 2), `hook_name` (3 to 5), `metadata.hook_name` (6).
+# Other architectures are refused, among them transcoders, which read and write different activations.
 
 
 CONFIG, WEIGHTS, SCALER = "cfg.json", "sae_weights.safetensors", "activation_scaler.json"
@@ -431,6 +429,8 @@ OTHER_NAMES = (
 )
 """Other names of sites: a bridge's names for the same place, and transformers' modules of whole blocks."""
 NORMS = ("none", "layer_norm", "constant_norm_rescale", "expected_average_only_in")
+FLAGS = (True, False)
+CENTRED = "center_writing_weights"
 EPSILON = 1e-5
 """Added to the standard deviation, as in sae-lens."""
 
@@ -449,39 +449,34 @@ class Autoencoder:
     rescaled: bool = False
     """Whether to scale features by the norms of their decoder directions."""
     norm: str = "none"
-    moved: dict[tuple[torch.device, torch.dtype], Autoencoder] = field(default_factory=dict)
-    """Copies on other devices or in other precisions."""
 
-    def digest(self) -> str:
-        """Return a digest of its weights and of the options of the computation."""
-        fields = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self) if spec.name != "moved"}
-        return digest({**fields, "weights": dict(self.weights)})
+    @cached_property
+    def _copies(self) -> dict[tuple[torch.device, torch.dtype], dict[str, Tensor]]:
+        """The weights by device and dtype; as a cached property it is no part of the identity."""
+        return {}
 
-    def on(self, rows: Tensor) -> Autoencoder:
-        """Return the autoencoder on the device and in the precision of `rows`; itself if they match already."""
-        encoder, key = self.weights["W_enc"], (rows.device, rows.dtype)
-        if (encoder.device, encoder.dtype) == key:
-            return self
-        if key not in self.moved:
-            self.moved[key] = dataclasses.replace(self, weights={name: w.to(rows) for name, w in self.weights.items()})
-        return self.moved[key]
+    def _weights_for(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the weights on the device and in the precision of `rows`."""
+        key = rows.device, rows.dtype
+        if key not in self._copies:
+            self._copies[key] = {name: weight.to(rows) for name, weight in self.weights.items()}
+        return self._copies[key]
 
     def encode(self, rows: Float[Tensor, "row d"]) -> Float[Tensor, "row feature"]:
         """Return the features of activations."""
-        dictionary = self.on(rows)
-        w = dictionary.weights
+        w = self._weights_for(rows)
         read = rows - w["b_dec"] if self.centre else rows
         if self.architecture == "gated":
-            magnitude = dictionary._activated(read @ (w["W_enc"] * w["r_mag"].exp()) + w["b_mag"])
+            magnitude = self._activated(read @ (w["W_enc"] * w["r_mag"].exp()) + w["b_mag"])
             return magnitude * (read @ w["W_enc"] + w["b_gate"] > 0)
         before = read @ w["W_enc"] + w["b_enc"]
         before = before * w["W_dec"].norm(dim=-1) if self.rescaled else before
-        features = dictionary._activated(before)
+        features = self._activated(before)
         return features * (before > w["threshold"]) if self.architecture == "jumprelu" else features
 
     def decode(self, features: Float[Tensor, "row feature"]) -> Float[Tensor, "row d"]:
         """Return the activations of features."""
-        w = self.on(features).weights
+        w = self._weights_for(features)
         features = features * w["scaling_factor"] if "scaling_factor" in w else features
         features = features / w["W_dec"].norm(dim=-1) if self.rescaled else features
         return features @ w["W_dec"] + w["b_dec"]
@@ -519,29 +514,35 @@ def load_sae(folder: str | Path, *, keep_error: bool = True, name: str | None = 
         InputError: a file is missing or damaged, the architecture or place is unknown, or weights do not fit.
     """
     path, keep_error = checked_path("folder", folder), checked_flag("keep_error", keep_error)
-    config = _config(path)
-    hook, site, layer = _place(config, path)
-    coder = _autoencoder(config, _weights(path), path)
-    standardize: Callable[..., Any] | None = None if coder.norm == "none" else coder.standardize
+    config, tensors = _read_folder(path)
+    hook, site, layer = _place(config, path / CONFIG)
+    coder = _autoencoder(config, tensors, path)
     origin = _origin(config, hook, site, path / CONFIG)
     found = features(coder.encode, coder.decode, at=site.name, layer=layer, keep_error=keep_error, name=name)
+    standardize = None if coder.norm == "none" else coder.standardize
     return dataclasses.replace(found, standardize=standardize, origin=origin, count=coder.weights["W_enc"].shape[1])
 
 
-def _config(path: Path) -> dict[str, Any]:
-    """Return the config, merged with the entries that version 6 stores under `metadata`."""
+def _read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the config, and the weights in float32 or wider."""
     for file in (CONFIG, WEIGHTS):
         if not (path / file).is_file():
             raise InputError(f"{path} holds no {file}: a folder of sae-lens has {CONFIG} and {WEIGHTS}.")
-    config = _object(path / CONFIG)
-    # Top-level entries win: older versions have only these.
+    config = _json_object(path / CONFIG)
+    # Version 6 stores entries under `metadata`; top-level entries win, since older versions have only these.
     config = (config["metadata"] if isinstance(config.get("metadata"), dict) else {}) | config
     if config.get("norm_scaling_factor") is None and (path / SCALER).is_file():
-        config["norm_scaling_factor"] = _object(path / SCALER).get("scaling_factor")
-    return config
+        config["norm_scaling_factor"] = _json_object(path / SCALER).get("scaling_factor")
+    try:
+        weights = {name: w if w.dtype == torch.float64 else w.float() for name, w in load_file(path / WEIGHTS).items()}
+    except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
+        raise InputError(f"{path / WEIGHTS} cannot be read: {error}.") from None
+    if "log_threshold" in weights and "threshold" not in weights:
+        weights["threshold"] = weights["log_threshold"].exp()
+    return config, weights
 
 
-def _object(file: Path) -> dict[str, Any]:
+def _json_object(file: Path) -> dict[str, Any]:
     check_readable(file, "the config of an autoencoder")
     try:
         content = parse_json(file.read_bytes())
@@ -552,16 +553,17 @@ def _object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _flag(config: Mapping[str, object], key: str, default: bool, where: Path) -> bool:
+def _option(config: Mapping[str, Any], where: Path, key: str, default: Any, valid: Sequence[object]) -> Any:
+    """Return an entry of the config, which must be one of the valid values; the default if there is none."""
     value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise InputError(f"{where} has {key} {shown(value)}; it must be true or false.")
+    if value is not None and value not in valid:
+        raise InputError(f"{where} has {key} {shown(value)}; supported are {', '.join(map(str, valid))}.")
     return default if value is None else value
 
 
 def _origin(config: Mapping[str, Any], hook: str, site: Site, where: Path) -> Origin:
     """Return what the config says about the training runs."""
-    options, without = config.get("model_from_pretrained_kwargs") or {}, config.get("exclude_special_tokens")
+    options, without = config.get("model_from_pretrained_kwargs"), config.get("exclude_special_tokens")
     span, context = config.get("seqpos_slice") or (None,), config.get("context_size")
     try:
         without = without if isinstance(without, bool | None) else tuple(whole_numbers(without))
@@ -575,41 +577,29 @@ def _origin(config: Mapping[str, Any], hook: str, site: Site, where: Path) -> Or
             f"{shown(span)} the numbers of a slice, with context_size where one counts from the end."
         ) from None
     return Origin(
-        config["model_name"] if isinstance(config.get("model_name"), str) else None,
-        hook,
-        None if config.get("prepend_bos") is None else _flag(config, "prepend_bos", True, where),
-        isinstance(options, dict) and options.get("center_writing_weights") is True and site.axes[-1] == "d_model",
-        without or False,
-        span,
-        context if isinstance(context, int) else 0,
+        model=config["model_name"] if isinstance(config.get("model_name"), str) else None,
+        hook=hook,
+        begins=_option(config, where, "prepend_bos", None, FLAGS),
+        centred=site.axes[-1] == "d_model" and isinstance(options, dict) and options.get(CENTRED) is True,
+        without=without or False,
+        span=span,
+        context=context if isinstance(context, int) else 0,
     )
 
 
-def _weights(path: Path) -> dict[str, Tensor]:
-    try:
-        weights = {name: w if w.dtype == torch.float64 else w.float() for name, w in load_file(path / WEIGHTS).items()}
-    except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
-        raise InputError(f"{path / WEIGHTS} cannot be read: {error}.") from None
-    if "log_threshold" in weights and "threshold" not in weights:
-        weights["threshold"] = weights["log_threshold"].exp()
-    return weights
-
-
-def _place(config: Mapping[str, object], path: Path) -> tuple[str, Site, int]:
+def _place(config: Mapping[str, object], where: Path) -> tuple[str, Site, int]:
     """Return the hook, site and layer whose activation the autoencoder was trained on."""
     hook = config.get("hook_name", config.get("hook_point"))
     if not isinstance(hook, str):
-        raise InputError(f"{path / CONFIG} names no hook_name: it is unknown what the autoencoder reads.")
+        raise InputError(f"{where} names no hook_name: it is unknown what the autoencoder reads.")
     if config.get("hook_head_index", config.get("hook_point_head_index")) is not None:
-        raise InputError(
-            f"{path / CONFIG} describes an autoencoder of a single head of {hook}; only whole activations can be read."
-        )
+        raise InputError(f"{where} describes an autoencoder of one head of {hook}; only whole activations can be read.")
     place_found = place_named(hook)
     for pattern, site in OTHER_NAMES:
         place_found = (SITES[site], int(other[1])) if (other := re.fullmatch(pattern, hook)) else place_found
     if place_found is None or place_found[0].axes[0] != "position":
         known = ", ".join(site.hook for site in SITES.values() if site.axes[0] == "position")
-        raise InputError(f"{path / CONFIG} reads {hook!r}, which is not a site here; sites are: {known}.")
+        raise InputError(f"{where} reads {hook!r}, which is not a site here; sites are: {known}.")
     return hook, *place_found
 
 
@@ -623,17 +613,13 @@ def _autoencoder(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path:
             f"supported are {', '.join(ARCHITECTURES)}, which write what they read (no transcoders). sae-lens converts "
             "batchtopk to jumprelu when it saves for inference."
         )
-    norm = config.get("normalize_activations") or "none"
-    norm = NORMS[3] if norm is True else norm
-    activation = config.get("activation_fn_str", config.get("activation_fn")) or "relu"
+    norm = _option(config, where, "normalize_activations", "none", (*NORMS, *FLAGS))
+    norm = {True: NORMS[3], False: "none"}.get(norm, norm)
+    key = "activation_fn_str" if "activation_fn_str" in config else "activation_fn"
+    activation = _option(config, where, key, "relu", ("relu", "tanh-relu", *TOP_K))
     activation = architecture if architecture in TOP_K else activation
-    for key, value, known in (
-        ("normalize_activations", norm, NORMS),
-        ("activation_fn_str", activation, ("relu", "tanh-relu", *TOP_K)),
-    ):
-        if value not in known:
-            raise InputError(f"{where} has {key} {shown(value)}; supported are {', '.join(known)}.")
-    weights = _checked(config, architecture, tensors, path)
+    weights = _checked_weights(config, architecture, tensors, path)
+    n = weights["W_enc"].shape[1]
     if norm == "expected_average_only_in":
         # W_enc reads x · factor, the decoder's output is divided by it; b_enc follows the product and stays.
         factor, norm = config.get("norm_scaling_factor"), "none"
@@ -644,17 +630,17 @@ def _autoencoder(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path:
             )
         weights["W_enc"] = weights["W_enc"] * factor
         weights |= {name: weights[name] / factor for name in ("W_dec", "b_dec")}
-    k, options, n = None, config.get("activation_fn_kwargs") or {}, weights["W_enc"].shape[1]
+    k, options = None, config.get("activation_fn_kwargs")
     if activation in TOP_K:
         k = config.get("k", options.get("k") if isinstance(options, dict) else None)
         if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= n:
             raise InputError(f"{where} must say how many of {n} features are kept; k is {shown(k)}.")
-    centre = _flag(config, "apply_b_dec_to_input", True, where)
-    rescaled = k is not None and _flag(config, "rescale_acts_by_decoder_norm", False, where)
+    centre = _option(config, where, "apply_b_dec_to_input", True, FLAGS)
+    rescaled = k is not None and _option(config, where, "rescale_acts_by_decoder_norm", False, FLAGS)
     return Autoencoder(architecture, weights, activation, k, centre, rescaled, norm)
 
 
-def _checked(
+def _checked_weights(
     config: Mapping[str, Any], architecture: str, tensors: Mapping[str, Tensor], path: Path
 ) -> dict[str, Tensor]:
     """Return the weights that the architecture needs, after checking their sizes."""
@@ -662,25 +648,23 @@ def _checked(
     if encoder is None or encoder.ndim != 2:
         raise InputError(f"{path / WEIGHTS} has no matrix W_enc; it holds {', '.join(sorted(tensors)) or 'nothing'}.")
     d, n = encoder.shape
+    for key, size in (("d_in", d), ("d_sae", n)):
+        _option(config, path / CONFIG, key, size, (size,))
     sizes: dict[str, tuple[int, ...]] = {"W_enc": (d, n), "W_dec": (n, d), "b_dec": (d,)}
     sizes |= dict.fromkeys(ARCHITECTURES[architecture], (n,))
     scales = tensors.get("scaling_factor")
     if scales is not None and not torch.allclose(scales, torch.ones_like(scales)):
-        if not _flag(config, "finetuning_scaling_factor", False, path / CONFIG):
+        if not _option(config, path / CONFIG, "finetuning_scaling_factor", False, FLAGS):
             raise InputError(
                 f"{path / WEIGHTS} has a scaling_factor that is not 1, and {CONFIG} does not say "
                 "finetuning_scaling_factor: it is unknown whether to multiply by it."
             )
         sizes["scaling_factor"] = (n,)
-    for name, size in sizes.items():
-        if name not in tensors:
-            raise InputError(f"{path / WEIGHTS} has no {name}, which a {architecture} autoencoder needs.")
-        if tuple(tensors[name].shape) != size or not is_finite(tensors[name]):
+    for name, expected in sizes.items():
+        if name not in tensors or tuple(tensors[name].shape) != expected or not is_finite(tensors[name]):
+            found = f"is {tuple(tensors[name].shape)} or holds NaN or infinity" if name in tensors else "is missing"
             raise InputError(
-                f"{path / WEIGHTS}: {name} is {tuple(tensors[name].shape)} or holds NaN or infinity; W_enc implies "
-                f"finite numbers, {size}."
+                f"{path / WEIGHTS}: {name} {found}; a {architecture} autoencoder with this W_enc needs finite numbers, "
+                f"{expected}."
             )
-    for key, size_found in (("d_in", d), ("d_sae", n)):
-        if config.get(key, size_found) != size_found:
-            raise InputError(f"{path / CONFIG} says {key}={shown(config[key])}, but W_enc is {d} by {n}.")
     return {name: tensors[name] for name in sizes}
