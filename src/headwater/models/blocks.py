@@ -55,6 +55,8 @@ from headwater.models.forward import (
 from headwater.models.model import is_bridge, logit_scale, residual_scale
 from headwater.models.sites import STATES, hook_name, place_named
 from headwater.models.transformers_names import NewGELUActivation
+from headwater.runs.identity import unknown_in
+from headwater.runs.record import PAST_HOOKS
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -411,9 +413,9 @@ def cannot_step(model: HookedModel) -> str | None:
     # TransformerLens's own wiring hooks (OPT's MLP) are harmless; any other hook could change a step's result.
     if any(getattr(getattr(handle, "user_hook", None), "__module__", "") != WIRING for handle in handles):
         return "it already has hooks"
-    # They act on whole modules, some of which are not called in steps, and expect rows of whole prompts.
-    if model.has_torch_hooks:
-        return "its modules have hooks of torch that they did not have when it was loaded"
+    # They may act on whole modules, some of which are not called in steps, and expect rows of whole prompts.
+    if changed := unknown_in(model.interventions.get(PAST_HOOKS)):
+        return f"it was changed since it was loaded: {changed}"
     if keeps_an_index(raw):
         return "its attention caches an index of tokens in addition to keys and values"
     if is_bridge(raw) and (family := known_family(model.config)) is not None and family.positions_by_place:

@@ -12,17 +12,15 @@ that represents the weights exactly. It is the SHA-256 of
 
 When weights are hashed again:
 
-- In memory, when any parameter or buffer is a different object, has a different version (`Tensor._version` counts
-  in-place edits), or a different checksum over all its bytes, which runs at the speed of memory: 128-bit XXH3 on the
-  host, sums of words along two axes on other devices. The checksum detects edits through `.data`, and edits of tensors
-  made under `torch.inference_mode()`, which have no version.
-- On disk, when the path, size or inode of a file, or the time of its content or its entry has changed. A file younger
-  than `YOUNG` seconds is always read. The fingerprint of large files is also stored next to Hugging Face's cache.
+- In memory, when a parameter or buffer is a different object, or has a different version (`Tensor._version` counts
+  in-place edits) or checksum over all its bytes: 128-bit XXH3 on the host, sums of words along two axes on other
+  devices. The checksum detects edits through `.data`, and of tensors made under `torch.inference_mode()`, which have no
+  version.
+- On disk, when the path, size, inode or a time of a file has changed. A file younger than `YOUNG` is always read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -40,17 +38,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from huggingface_hub import cached_assets_path
 from torch import Tensor
 from torch.nn.modules import module as torch_modules
 from xxhash import xxh3_128_digest
 
-from headwater.errors import HeadwaterError
 from headwater.models.conversion import Conversion, join_heads
 from headwater.models.families import Family, ModelShape, family_of, known_family, shape_of, text_config
 from headwater.progress import progress_bar
 from headwater.runs.identity import UNKNOWN, content_of, without_type_checks
-from headwater.runs.storage import write_atomically
 
 SPAN = 2**22
 """Number of values to hash at a time."""
@@ -63,8 +58,6 @@ SMALL = 2**16
 """Up to this number of bytes, a tensor's checksum is a hash of all its bytes."""
 YOUNG = 2.0
 """Seconds: a younger file may change again with the same modification time."""
-LARGE = 2**30
-"""From this number of bytes on, the fingerprint of files is stored on disk."""
 WITHOUT_EFFECT = frozenset(
     "architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id gradient_checkpointing id2label "  # noqa: SIM905
     "initializer_range label2id name_or_path output_attentions output_hidden_states pad_token_id problem_type "
@@ -201,20 +194,9 @@ def fingerprint_of_files(files: Iterable[Path], about: Any, compute: Callable[[]
         return compute()
     listed = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for path, s in looks]
     key = hashlib.sha256(json.dumps([listed, about], sort_keys=True, default=str).encode()).hexdigest()
-    if key in _OF_FILES:
-        return _OF_FILES[key]
-    digest, is_large = "", sum(look.st_size for _, look in looks) >= LARGE
-    if is_large:
-        with contextlib.suppress(OSError, ValueError):
-            digest = (cached_assets_path("headwater", "fingerprints") / key).read_text(encoding="ascii")
-    if len(digest) != 64:
-        digest = compute()
-        if is_large:
-            with contextlib.suppress(OSError, HeadwaterError):  # an unwritable folder only costs time
-                file = cached_assets_path("headwater", "fingerprints") / key
-                write_atomically(file, lambda temporary: temporary.write_text(digest, encoding="ascii"))
-    _OF_FILES[key] = digest
-    return digest
+    if key not in _OF_FILES:
+        _OF_FILES[key] = compute()
+    return _OF_FILES[key]
 
 
 def _hash_of(values: Tensor) -> bytes:
@@ -262,16 +244,14 @@ def _checksums(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
 
 # Changes made to a model without `model.hooks`: differences between its modules now and when it was loaded.
 #
-# Without any, weights and config determine what the model computes.
-#
 # 1. Hooks of torch or TransformerLens on a module, and methods patched on a module or its class: the record cannot name
 #    what they compute. Hooks of libraries belong to the loaded model (TransformerLens, accelerate and peft hook the
 #    modules they wrap); a hook or a `forward` written elsewhere counts no matter when it was added.
 # 2. Numbers and strings of a module, such as the eps of a norm, and its class: the record names their values.
 #
-# Numbers in tuples, lists or other objects are not compared; nor are tensors under names that begin with "_", or
-# whether there is one, because attention stores its last result there. Every run compares the several hundred modules
-# of a model, by the identity of the objects that they hold (`SameObjects`): a tenth of the time of reading attributes.
+# Numbers in tuples, lists or other objects are not compared; nor are tensors under names that begin with "_", where
+# attention stores its last result. Every run compares all modules by the identity of the objects that they hold
+# (`SameObjects`): a tenth of the time of reading attributes.
 
 
 TORCH_HOOKS = {
@@ -359,10 +339,7 @@ class KnownModules:
         self._loaded: SameModules | None = None
 
     def as_loaded(self) -> SameModules | None:
-        """Return the modules if their contents equal those at load and there are no other hooks; else None.
-
-        The result is the same object as last time if the modules hold the same objects.
-        """
+        """Return the modules if their contents equal those at load and there are no other hooks; else None."""
         if self._other_forwards() or any(_global_hooks()):
             return None
         if self._loaded is None or not self._loaded.are_as_they_were():
@@ -383,31 +360,25 @@ class KnownModules:
         unnamed += [f"a forward of the class {kind.__name__}" for kind in self._other_forwards()]
         gone = dict(self._before)
         for path, module in _modules(self._raw):
-            where = _readable(path, module)
-            for kind, name, now in _differences(gone.pop(path, {}), _contents(module)):
+            where, before, now = _readable(path, module), gone.pop(path, {}), _contents(module)
+            if before.get((CLASS, "")) is not now[CLASS, ""]:
+                before = {}  # everything in a module of another class is new
+            for key in now | before:
+                (kind, name), was, one = key, before.get(key, GONE), now.get(key, GONE)
+                if was is one or was == one or _may_change(module, kind, was, one):
+                    continue
                 if kind == CLASS:
-                    named = values if _sources(now) <= LIBRARIES else unnamed
-                    named.append(f"{where} is a {now.__name__}")
+                    (values if _sources(one) <= LIBRARIES else unnamed).append(f"{where} is a {one.__name__}")
                 elif kind == VALUE:
-                    values.append(f"{where}.{name} is gone" if now is GONE else f"{where}.{name} = {now!r}")
+                    values.append(f"{where}.{name} {'is gone' if one is GONE else f'= {one!r}'}")
                 else:
                     what = f"a {name} of {where}" if kind == METHOD else f"a {kind} on {where}"
-                    unnamed.append(f"no longer {what}" if now is GONE else what)
+                    unnamed.append(f"no longer {what}" if one is GONE else what)
         values += [f"{_readable(path)} is gone" for path in gone]
         if unnamed:
             more = f" and {len(unnamed) - SHOWN} more" if len(unnamed) > SHOWN else ""
             return [*values, {UNKNOWN: f"{', '.join(unnamed[:SHOWN])}{more}"}]
         return values
-
-    def have_other_hooks(self) -> bool:
-        """Return whether a module has other hooks of torch than at load."""
-        if self.as_loaded() is not None:
-            return False
-        return any(
-            kind in TORCH_HOOKS.values()
-            for path, module in _modules(self._raw)
-            for kind, *_ in _differences(self._before.get(path, {}), _contents(module))
-        )
 
     def _other_forwards(self) -> list[type]:
         return [kind for kind, forward in self._forwards.items() if getattr(kind, "forward", None) is not forward]
@@ -458,31 +429,23 @@ def _is_method(module: torch.nn.Module, name: str, value: object) -> bool:
     return not is_put_back
 
 
+def _may_change(module: torch.nn.Module, kind: str, *functions: object) -> bool:
+    """Return whether a hook or method may come or go, because a library wrote all of it.
+
+    Libraries hook the modules that they wrap. But at a hook point TransformerLens attaches the functions that callers
+    pass, so its hooks there count.
+    """
+    if kind in (CLASS, VALUE):
+        return False
+    sources = _sources(*(one for one in functions if one is not GONE))
+    if kind == METHOD:
+        return sources <= HARMLESS_LIBRARIES
+    usual = HARMLESS_LIBRARIES if is_a(module, "HookPoint") else LIBRARIES - {"builtins"}
+    return sources <= LIBRARIES and bool(sources & usual)
+
+
 def _belongs(kind: str, name: Any, one: Any) -> bool:
     return kind in (CLASS, VALUE) or (kind == METHOD and name != "forward") or _sources(one) <= LIBRARIES
-
-
-def _differences(before: Contents, now: Contents) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what changed in a module, as its kind, its name and what is there now, without what libraries may change.
-
-    Hooks of a library may come and go on modules that it wraps. But at a hook point TransformerLens attaches the
-    functions that callers pass, so its hooks there count.
-    """
-    if (module := now[CLASS, ""]) is not before.get((CLASS, "")):
-        yield CLASS, "", module
-        before = {(CLASS, ""): module}
-    usual = HARMLESS_LIBRARIES if is_a(module, "HookPoint") else LIBRARIES - {"builtins"}
-    for key in now | before:
-        both = before.get(key, GONE), now.get(key, GONE)
-        if both[0] is both[1] or both[0] == both[1]:
-            continue
-        sources = set() if key[0] == VALUE else _sources(*(one for one in both if one is not GONE))
-        if key[0] == METHOD:
-            is_harmless = sources <= HARMLESS_LIBRARIES
-        else:
-            is_harmless = sources <= LIBRARIES and bool(sources & usual)
-        if not is_harmless:
-            yield *key, both[1]
 
 
 def is_a(thing: object, *names: str) -> bool:

@@ -221,11 +221,6 @@ class HookedModel(TransformerLensNames):
         acting["generation_config"] = settings(self.raw, TOKEN_RULES)
         return {option: what for option, what in acting.items() if what}
 
-    @property
-    def has_torch_hooks(self) -> bool:
-        """Whether a module has hooks of torch that it did not have when the model was loaded."""
-        return self._modules.have_other_hooks()
-
     @contextlib.contextmanager
     def hooks(self, hooks: Iterable[Hook | PromptHook]) -> Iterator[None]:
         """Attach hooks for the duration of the context; no other thread can run the model meanwhile.
