@@ -2,21 +2,15 @@
 
 Equal values have equal digests in every process: no addresses, no line numbers or file names, sets in a fixed order.
 
-The digest of a user's function covers everything that it computes with:
+The digest of a user's function covers its code, also of nested functions; its defaults, attributes and closure; and
+the values of the globals that it reads. The user's own functions and classes among these are hashed in the same way;
+objects of libraries (Python's, an installed package's, headwater's) count by name and version. A bound method or
+callable object counts by its class and its state. An object with a text attribute `identity` counts by that text and
+its type's name. Objects whose state cannot be read (a lock, an open file, a generator) have no identity, and neither
+has an object that contains one: a run that depends on it cannot use a folder.
 
-1. its code: bytecode, constants, names, also of nested functions;
-2. its defaults, its attributes, and the values in its closure;
-3. the values of the globals that it reads. Library objects (Python's, an installed package's, headwater's) count by
-   name and version; the user's own functions and classes are hashed recursively in the same way.
-
-A bound method or callable object is hashed by its class, in the same way, and its state. An object with a text
-attribute `identity` is trusted: that text and its type's name represent it. Objects whose state cannot be read (a
-lock, an open file, a generator) have no identity, and neither has an object that contains one: a run that depends on
-it is recorded as having no identity, and cannot use a folder.
-
-The limit: data that a function fetches during a call, and does not hold, are not covered. Examples are a file, an
-environment variable, a module through `importlib` or `sys.modules`, a replaced attribute of a library. The function can
-hold such data as a default or a global instead, or describe in its `identity` what it reads (docs/scaling.md).
+The limit: data that a function fetches during a call, and does not hold, are not covered, such as a file, or a module
+through `importlib`. The function can hold such data as a default, or name it in its `identity` (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -35,7 +29,6 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator, Mapping
-from importlib.metadata import distributions
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -246,20 +239,13 @@ class _Digests:
     def _parts(self, kind: str, *values: object) -> bytes:
         return hashed(kind, *map(self.of, values))
 
-    def _named(self, name: str, value: object) -> bytes:
-        try:
-            return self.of(value)
-        except UnknownIdentityError as error:
-            error.places.append(f"`{name}`")
-            raise
-
     def _container(self, value: Any) -> bytes:
         kind = type(value).__name__
         if isinstance(value, set | frozenset):
             # Sorted by hash: the order of a set of texts differs between processes.
             return hashed("set", *sorted(map(self.of, value)))
         if isinstance(value, dict):
-            return hashed(kind, *(p for k, v in value.items() for p in (self.of(k), self._named(str(k)[:40], v))))
+            return hashed(kind, *(self.of(part) for pair in value.items() for part in pair))
         # Convert long lists of tokens to JSON in one call, not number by number.
         if all(type(item) in JSON_TYPES for item in value):
             return hashed(kind, json.dumps(value).encode())
@@ -359,15 +345,7 @@ def _without_computed(cls: type, state: object) -> object:
 
 
 class UnknownIdentityError(InputError):
-    """A value has no identity; `places` is the path to it, innermost first."""
-
-    def __init__(self, what: str):
-        super().__init__(what)
-        self.what, self.places = what, list[str]()
-
-    def __str__(self) -> str:
-        way = " of ".join(self.places[-3:])
-        return f"{way} is {self.what}" if way else self.what
+    """A value has no identity."""
 
 
 def hashed(kind: str, *parts: bytes | memoryview) -> bytes:
@@ -459,17 +437,8 @@ def is_library(module: str | None) -> bool:
     file = getattr(sys.modules.get(top), "__file__", None)
     if file is None:  # also for standard library modules that are not loaded, or frozen
         return top in sys.stdlib_module_names
-    path = Path(os.path.realpath(file))
-    folder = path.parents[1] if path.name == "__init__.py" else path.parent
     # By its location, not its name: a user's file may be called profile.py.
-    return str(path).startswith(_library_folders()) or top in _installed_in(folder)
-
-
-@functools.cache
-def _installed_in(folder: Path) -> frozenset[str]:
-    """Return the modules that pip installed into a PYTHONPATH folder, without editable installs, which may change."""
-    installed = (one for one in distributions(path=[str(folder)]) if one.read_text("RECORD"))
-    return frozenset(file.parts[0].split(".")[0] for one in installed for file in one.files or ())
+    return os.path.realpath(file).startswith(_library_folders())
 
 
 def reads(code: types.CodeType) -> Iterator[tuple[str, ...]]:
