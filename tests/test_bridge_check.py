@@ -47,8 +47,8 @@ def small_gpt2(**option):
     return of_config(tf.GPT2Config(vocab_size=len(tiny_tokenizer()), **sizes, **option), scale=5)
 
 
-def test_an_option_that_transformer_lens_does_not_know_is_refused_by_the_module_it_changes():
-    with pytest.raises(ModelError, match=r"the first module that differs is transformer\.h\.0\.attn\."):
+def test_an_option_that_transformer_lens_does_not_know_is_refused():
+    with pytest.raises(ModelError, match="does not know an option of the config"):
         hw.load(small_gpt2(scale_attn_weights=False), tokenizer=tiny_tokenizer())
 
 
@@ -59,21 +59,15 @@ def test_an_option_that_transformer_lens_knows_is_right():
     torch.testing.assert_close(hw.load(hf, tokenizer=tiny_tokenizer()).run([IDS]), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "module"),
-    [
-        ("llama", "model.layers.1.self_attn", lambda hf: hf.model.layers[1].self_attn),
-        ("gpt2", "transformer.h.2.attn", lambda hf: hf.transformer.h[2].attn),
-        ("gemma2", "model.layers.0.self_attn", lambda hf: hf.model.layers[0].self_attn),
-    ],
-)
-def test_a_forward_of_the_callers_own_that_would_be_ignored_is_refused_by_its_modules_name(family, name, module):
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_forward_of_the_callers_own_that_would_be_ignored_is_refused(family):
     hf = tiny_model(family)
-    theirs = module(hf).forward
-    module(hf).forward = lambda *args, **options: tuple(
+    attention = hf.transformer.h[2].attn if family == "gpt2" else hf.model.layers[1].self_attn
+    theirs = attention.forward
+    attention.forward = lambda *args, **options: tuple(
         -part if i == 0 else part for i, part in enumerate(theirs(*args, **options))
     )
-    with pytest.raises(ModelError, match=f"The logits of .*first module that differs is {name}\\."):
+    with pytest.raises(ModelError, match=r"The logits of .* ignores a module's own forward"):
         hw.load(hf, tokenizer=tiny_tokenizer())
 
 

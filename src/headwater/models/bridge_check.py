@@ -1,13 +1,8 @@
-"""Checks of a model: a bridge that computes the same, finite numbers, evaluation mode, a tokenizer that fits.
-
-Also the tolerances of such comparisons (`rounding`), and the check of a knockout's pattern (`edges_are_cut`).
-"""
+"""Checks of a model: a bridge that computes the same, finite numbers, evaluation mode, a tokenizer that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,10 +25,10 @@ if TYPE_CHECKING:
 #
 # They run once, at load:
 #
-# 1. Before TransformerLens takes a model apart, five tokens go through it, and the output of each module is kept.
+# 1. Before TransformerLens takes a model apart, five tokens go through it.
 # 2. Afterwards the same tokens go through the bridge, together with a row that ends in other tokens. The logits must
-#    equal those of step 1 up to rounding. If they do not, the error names the first module with a different output,
-#    such as one with a custom forward method or a config option that TransformerLens does not know.
+#    equal those of step 1 up to rounding; they do not for a module with a custom forward method, or a config option
+#    that TransformerLens does not know.
 # 3. In the same run every site is checked, layer by layer: its activation must have the size given by `model.shape`.
 #    Multi-head latent attention has heads of other sizes, a mixture of experts has no row of neurons, a recurrent layer
 #    has no attention.
@@ -46,35 +41,26 @@ if TYPE_CHECKING:
 
 N_TOKENS = 5
 """Number of tokens per row; not a usual number of heads, so that the axes of a site differ in size."""
-DEPTH = 4
-"""Modules nested deeper than this, such as experts, are not recorded."""
 LEAST = 1e-2
 """Lower bound of the largest absolute value to which the tolerance of a comparison is relative."""
 WRAPPED = "._original_component"
 FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The results of one run of the wrapped model; of each module, by name, the first tensor of its output."""
-
-    tokens: Int[Tensor, "1 position"]
-    logits: Float[Tensor, "1 position d_vocab"]
-    outputs: dict[str, Tensor]
+Reference: TypeAlias = tuple[Int[Tensor, "1 position"], Float[Tensor, "1 position d_vocab"]]
+"""Tokens, and their logits in a run of the wrapped model."""
 
 
+@torch.no_grad()
 def record_reference(hf: Any, name: str) -> Reference:
     """Run a few tokens through a transformers model before TransformerLens takes it apart."""
     config = text_config(hf.config)
     n_ctx = max(getattr(config, "max_position_embeddings", None) or 0, 0) or N_TOKENS  # XLNet has -1
     tokens = few_tokens(config.vocab_size, n_ctx, next(iter(hf.parameters())).device)
-    with watched(hf) as outputs:
-        try:
-            with torch.no_grad():
-                logits = hf(tokens).logits
-        except FAULTS as error:
-            raise ModelError(f"{name} returns no logits for token ids alone: {one_line(error)}") from None
-    return Reference(tokens, logits, outputs)
+    try:
+        return tokens, hf(tokens).logits
+    except FAULTS as error:
+        raise ModelError(f"{name} returns no logits for token ids alone: {one_line(error)}") from None
 
 
 def few_tokens(d_vocab: int, n_ctx: int, device: torch.device) -> Int[Tensor, "1 position"]:
@@ -83,30 +69,10 @@ def few_tokens(d_vocab: int, n_ctx: int, device: torch.device) -> Int[Tensor, "1
     return ((torch.arange(n) + 1) * d_vocab // (n + 2))[None].to(device)
 
 
-@contextmanager
-def watched(hf: Any) -> Iterator[dict[str, Tensor]]:
-    """Record the first output of each of a transformers model's modules by name, in the order in which they finish."""
-    outputs: dict[str, Tensor] = {}
-
-    def note(module: object, args: object, out: Any, name: str) -> None:
-        if isinstance(out, Mapping):
-            out = tuple(out.values())
-        tensors = [value for value in (out if isinstance(out, list | tuple) else [out]) if isinstance(value, Tensor)]
-        if tensors and name not in outputs:
-            outputs[name] = tensors[0].detach().clone()
-
-    modules = {name.replace(WRAPPED, ""): module for name, module in reversed(list(hf.named_modules()))}
-    with ExitStack() as stack:
-        for name, module in modules.items():  # where a module has a wrapper, this is the wrapper
-            if name and name.count(".") <= DEPTH:
-                stack.callback(module.register_forward_hook(partial(note, name=name)).remove)
-        yield outputs
-
-
 @torch.no_grad()
 def compare_with_reference(model: Model, reference: Reference | None) -> None:
     """Run the same tokens through the bridge, compare the logits, and store on the model how it can be used."""
-    tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device) if reference is None else reference.tokens
+    tokens = reference[0] if reference else few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device)
     blocks = list(getattr(model.raw, "blocks", ()))
     expert_layers = {layer for layer, block in enumerate(blocks) if _has_experts(block)}
     experts = {layer for layer in expert_layers if _has_experts(getattr(blocks[layer], "mlp", None))}
@@ -121,27 +87,17 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
             f"{model.name} ({model.shape.architecture}) has no residual stream from block to block here: there is no "
             f"activation named {last!r}. Run it with transformers."
         )
-    with watched(model.raw.original_model if reference else torch.nn.Module()) as outputs:
-        try:
-            logits = raw_logits(
-                model, rows, [hook for hook in site_hooks(model.shape, recorded) if hook[0] in hook_dict]
-            )
-        except FAULTS as error:
-            raise ModelError(f"{model.name} cannot be run by TransformerLens: {one_line(error)}") from None
+    try:
+        logits = raw_logits(model, rows, [hook for hook in site_hooks(model.shape, recorded) if hook[0] in hook_dict])
+    except FAULTS as error:
+        raise ModelError(f"{model.name} cannot be run by TransformerLens: {one_line(error)}") from None
     size = len(rows), tokens.shape[1]
     model.misfits, model.read_only = unusable_sites(model.shape, recorded, size, experts, expert_layers)
-    if reference is not None and not same_but_for_rounding(reference.logits, logits[:1]):
-        difference = float((reference.logits - logits[:1]).abs().max())
-        differing = (
-            name
-            for name, output in reference.outputs.items()
-            # In the bridge's run, a further row follows the reference's.
-            if name in outputs and not same_but_for_rounding(output, outputs[name][: len(output)])
-        )
+    if reference is not None and not same_but_for_rounding(reference[1], logits[:1]):
+        difference = float((reference[1] - logits[:1]).abs().max())
         raise ModelError(
-            f"The logits of TransformerLens differ from those of {model.name} itself by up to {difference:.2g}: "
-            f"the first module that differs is {next(differing, 'none')}. Load the model without the unusual option "
-            "that causes this."
+            f"The logits of TransformerLens differ from those of {model.name} itself by up to {difference:.2g}: it "
+            "does not know an option of the config, or ignores a module's own forward. Load the model without these."
         )
     # A tighter tolerance than above: both rows come from one run, not from two implementations.
     if not same_but_for_rounding(logits[0, :n_first], logits[1, :n_first], 0.75) and _has_slope(model, tokens, n_first):
