@@ -65,7 +65,7 @@ OTHER_NAMES = {
     "as_json": "json",
 }
 NOT_OFFERED = {
-    "load": {"what", "tokenizer", "revision", "trust_remote_code", "pickled", "merge_adapters", "bos"},
+    "load": {"what", "tokenizer", "revision", "trust_remote_code", "merge_adapters", "bos"},
     "classify_heads": {"norm_gain", "attention", "every_excess"},
     "compare_heads": {"norm_gain"},
     "load_questions": {"source", "format"},

@@ -6,7 +6,6 @@ ones.
 
 import contextlib
 import dataclasses
-import io
 import json
 import tempfile
 import warnings
@@ -26,7 +25,6 @@ from torch import Tensor
 from headwater.likelihood.files import ScoredTexts
 from headwater.models import checkpoint
 from headwater.models.checkpoint import load_tokenizer
-from headwater.models.loading import _read_state
 from headwater.patching.sweep import Sweep
 from headwater.reference.published import Reproduction
 from headwater.runs.folder import RunFolder
@@ -149,20 +147,6 @@ def read_tokenizer(folder: Path) -> None:
     load_tokenizer(folder)
 
 
-def pickled(state: Any, zipped: bool) -> Files:
-    out = io.BytesIO()
-    torch.save(state, out, _use_new_zipfile_serialization=zipped)
-    return {"model.pth": out.getvalue()}
-
-
-STATE = {"W_E": torch.ones(2, 3), "blocks.0.b": torch.zeros(3, dtype=torch.bfloat16)}
-
-
-def read_state(folder: Path) -> None:
-    (file,) = folder.iterdir()
-    _read_state(file, pickled=True)
-
-
 def only(*names: str) -> st.SearchStrategy[Files]:
     return st.just({name: checkpoint_files()[name] for name in names})
 
@@ -170,9 +154,6 @@ def only(*names: str) -> st.SearchStrategy[Files]:
 READERS: dict[str, Callable[[], Reader]] = {
     "a run": lambda: Reader(
         run_folders({kind: written(lambda folder, kind=kind: small(kind).save(folder)) for kind in RESULTS}), read_run
-    ),
-    "a state dict": lambda: Reader(
-        st.sampled_from([pickled(STATE, True), pickled(STATE, False), {"model.safetensors": save(STATE)}]), read_state
     ),
     "weights": lambda: Reader(weight_files(checkpoint_files()["model.safetensors"]), read_weights),
     "a config": lambda: Reader(only("config.json"), read_config),

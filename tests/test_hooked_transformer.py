@@ -6,7 +6,6 @@ is an instance; from 4.0 on the class is gone, and what remains of it are checkp
 
 import importlib.metadata
 import json
-import pickle
 
 import pytest
 import torch
@@ -147,7 +146,7 @@ def hooked_transformer(same_weights):
 def folder(same_weights, tmp_path):
     _, config, state = same_weights
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "torch.float32", "device": "cuda"}))
-    torch.save(state, tmp_path / "model.pth")
+    save_file(state, tmp_path / "model.safetensors")
     return tmp_path
 
 
@@ -398,7 +397,7 @@ def test_ordinary_code_for_a_hooked_transformer_gives_the_same_on_a_headwater_mo
 
 
 def test_ordinary_code_runs_on_a_checkpoint_of_a_hooked_transformer_as_on_the_bridge(folder, bridge):
-    found, expected = ordinary_code(hw.load(folder, pickled=True, tokenizer=tiny_tokenizer())), ordinary_code(bridge)
+    found, expected = ordinary_code(hw.load(folder, tokenizer=tiny_tokenizer())), ordinary_code(bridge)
     for one in (found, expected):  # a rebuilt checkpoint may order the width of queries and keys in another way
         one["QK"] = one.pop("W_Q") @ one.pop("W_K").transpose(-1, -2)
     assert_alike(found, expected)
@@ -413,58 +412,51 @@ def test_a_hooked_transformer_whose_norms_are_folded_is_announced(same_weights, 
 
 @pytest.mark.oracle
 def test_a_checkpoint_of_a_hooked_transformer_has_the_caches_and_head_scores_of_the_bridge(folder, bridge):
-    assert_same(hw.load(folder, pickled=True, tokenizer=tiny_tokenizer()), bridge)
+    assert_same(hw.load(folder, tokenizer=tiny_tokenizer()), bridge)
 
 
-def test_the_checkpoint_may_be_a_file_or_safetensors_and_hold_computed_buffers(folder, same_weights, bridge):
-    state = same_weights[2] | {
-        "blocks.0.attn.mask": torch.ones(64, 64).tril(),
-        "blocks.0.attn.IGNORE": torch.tensor(-1.0),
-    }
-    from_file = hw.load(folder / "model.pth", pickled=True, tokenizer=tiny_tokenizer())
-    (folder / "model.pth").unlink()
-    save_file(state, folder / "weights.safetensors")
-    from_safetensors = hw.load(folder, pickled=True, tokenizer=tiny_tokenizer())
-    for model in (from_file, from_safetensors):
-        torch.testing.assert_close(model.run(TEXTS[0]), bridge.run(TEXTS[0]), **CLOSE)
+def test_a_checkpoint_may_hold_computed_buffers(folder, same_weights, bridge):
+    buffers = {"blocks.0.attn.mask": torch.ones(64, 64).tril(), "blocks.0.attn.IGNORE": torch.tensor(-1.0)}
+    save_file(same_weights[2] | buffers, folder / "model.safetensors")
+    model = hw.load(folder, tokenizer=tiny_tokenizer())
+    torch.testing.assert_close(model.run(TEXTS[0]), bridge.run(TEXTS[0]), **CLOSE)
 
 
 def test_a_checkpoint_that_does_not_fit_its_config_is_refused(folder, same_weights):
     _, config, state = same_weights
     (folder / "config.json").write_text(json.dumps(config | {"n_heads": 2, "d_head": 16}))
     with pytest.raises(ModelError, match="does not fit"):
-        hw.load(folder, pickled=True)
+        hw.load(folder)
     (folder / "config.json").write_text(json.dumps(config))
-    torch.save(
-        {name: tensor for name, tensor in state.items() if "blocks.2.mlp.W_out" not in name}, folder / "model.pth"
-    )
+    lacking = {name: tensor for name, tensor in state.items() if "blocks.2.mlp.W_out" not in name}
+    save_file(lacking, folder / "model.safetensors")
     with pytest.raises(ModelError, match="does not fit"):
-        hw.load(folder, pickled=True)
+        hw.load(folder)
 
 
-def test_a_checkpoint_that_is_damaged_or_runs_code_is_refused(folder):
-    file = folder / "model.pth"
+def test_a_checkpoint_needs_one_whole_state_dict(folder):
+    file = folder / "model.safetensors"
     whole = file.read_bytes()
-    for content in (whole[: len(whole) // 2], pickle.dumps({"state_dict": pytest.fail}, protocol=2)):
-        file.write_bytes(content)
-        with pytest.raises(ModelError, match="damaged"):
-            hw.load(folder, pickled=True)
-
-
-def test_a_checkpoint_needs_one_state_dict(folder):
-    torch.save({}, folder / "other.pt")
-    with pytest.raises(ModelError, match="must hold one state dict"):
-        hw.load(folder, pickled=True)
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="damaged"):
+        hw.load(folder)
+    (folder / "other.safetensors").write_bytes(whole)
+    with pytest.raises(ModelError, match=r"as one \.safetensors file, and holds 2"):
+        hw.load(folder)
+    save_file({"a": torch.ones(2, dtype=torch.long)}, file)
+    (folder / "other.safetensors").unlink()
+    with pytest.raises(ModelError, match="does not fit"):
+        hw.load(folder)
 
 
 def test_a_checkpoint_of_blocks_that_cannot_be_rebuilt_is_refused(folder, same_weights):
     (folder / "config.json").write_text(json.dumps(same_weights[1] | {"parallel_attn_mlp": True}))
     with pytest.raises(ModelError, match="parallel_attn_mlp"):
-        hw.load(folder, pickled=True)
+        hw.load(folder)
 
 
 def test_without_a_tokenizer_the_checkpoint_takes_ids_only(folder):
-    model = hw.load(folder, pickled=True)
+    model = hw.load(folder)
     assert model.run([[5, 6]]).shape == (1, 2, len(tiny_tokenizer()))
     with pytest.raises(InputError, match="tokenizer"):
         model.run("Paris")

