@@ -10,25 +10,19 @@ it equals what the MLP adds to the residual stream; MAPS's code omits the norm a
 has its own norm (GPT-NeoX: post_attention_layernorm) or shares the block's only norm (Phi). GPT-2's positional
 embedding is included in `layer0` only.
 
-One block is built from transformers' own modules with the first block's tensors; no other block is loaded.
-
-For a model in memory, this module also checks the meaning of parameters against computations on single tokens.
-
-Factors and embeddings read from modules by name are right only if the architecture uses them as expected, and
-TransformerLens wraps some eighty architectures. A sequence of one token, which attends only to itself, shows it:
+From files, one block is built from transformers' own modules with the first block's tensors. For a model in memory,
+factors and embeddings read from modules by name are right only if the architecture uses them as expected. A sequence of
+one token, which attends only to itself, shows it:
 
     embedding   the input of the first block is E; with added positions, E plus the same vector for every token
     first MLP   block 0, with input E and attention's output set to 0, returns E + MLP₀(LN(E))
     heads       with x the input of attention, p a head's weight on the token (1, or less with a sink):
                 z[h] = p[h] · (x W_V[g] + b_V[g])        output of attention = Σ_h z[h] W_O[h] + b_O
-
-A failed check raises an error with the name of the architecture and the difference.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -168,7 +162,7 @@ EmbeddingName: TypeAlias = Literal["raw", "mlp0", "embed+mlp0", "layer0"]
 KINDS = get_args(EmbeddingName)
 LLAMA_3_VOCABULARY = 128256
 WORKSPACE_ENTRIES = 2**23
-"""Most entries of the MLP's hidden layer, or of attention scores, to compute at once (32 MB in float32)."""
+"""Most entries of the MLP's hidden layer to compute at once (32 MB in float32)."""
 
 
 def published_embedding(shape: ModelShape) -> str:
@@ -231,29 +225,16 @@ def layer0(
 ) -> Float[Tensor, "source d_model"]:
     """Return the residual stream after the first block, at the token in [BOS, token].
 
-    All tokens of a chunk are in one sequence after one BOS, all at position 1, and each attends only to BOS and itself.
-    If attention takes positions from columns (ALiBi), each token has its own sequence with its own BOS. `rows` and
-    `bos` are rows of the embedding matrix as stored, not scaled.
+    `rows` and `bos` are rows of the embedding matrix as stored, not scaled.
     """
     family, model, outputs = family_of(config), block_model(config, read, rows), list[Tensor]()
     if family.final_norm is not None:
         # A base model ends in its final norm, which does not apply to the residual stream after block 0.
         model.set_submodule(family.final_norm, nn.Identity())
-    embedding, shape = model.get_submodule(family.embedding), shape_of(config)
-    # The MLP's hidden layer grows with the size of the chunk, the scores of all heads with its square.
-    size = min(WORKSPACE_ENTRIES // shape.d_mlp, math.isqrt(WORKSPACE_ENTRIES // shape.n_heads))
-    for chunk in rows.split(max(1, size)):
+    embedding = model.get_submodule(family.embedding)
+    for chunk in chunks(rows, 2 * shape_of(config).d_mlp):
         embedding.weight = nn.Parameter(torch.cat([bos, chunk]), requires_grad=False)
-        if family.positions_by_place:
-            pairs = to_device(torch.tensor([[0, 1 + i] for i in range(len(chunk))]), rows.device)
-            outputs.append(model(pairs, use_cache=False).last_hidden_state[:, 1])
-            continue
-        tokens = torch.arange(len(chunk) + 1, device=rows.device)
-        visible = torch.eye(len(tokens), device=rows.device, dtype=torch.bool)
-        visible[:, 0] = True
-        mask = torch.zeros_like(visible, dtype=rows.dtype).masked_fill(~visible, torch.finfo(rows.dtype).min)
-        output = model(
-            tokens[None], attention_mask=mask[None, None], position_ids=tokens[None].clamp(max=1), use_cache=False
-        )
-        outputs.append(output.last_hidden_state[0, 1:])
+        tokens = torch.arange(1, len(chunk) + 1)
+        pairs = to_device(torch.stack([torch.zeros_like(tokens), tokens], 1), rows.device)
+        outputs.append(model(pairs, use_cache=False).last_hidden_state[:, 1])
     return torch.cat(outputs)
