@@ -77,7 +77,16 @@ class RunFolder:
         self._identity, self._names = run.identity, (PIECES, *file_names(kind))
         self.run = self._processes.on_main(f"opening the folder of {run.analysis}", lambda: self._open(run))
         if self._processes.count > 1:
-            self._refuse_unless_shared()
+            written = self._processes.on_main("the record of a run", lambda: read_sealed(self.path / RUN_FILE))
+            is_there = _await(lambda: self._has_record(written) or None)
+            where = (
+                None if is_there else f"process {self._processes.index} on {platform.node()}, {self.path.absolute()}"
+            )
+            if missing := list(filter(None, self._processes.together("the folder", where))):
+                raise RunFolderError(
+                    f"The processes do not share the output folder of process 0: {missing[0]}, does not hold its run. "
+                    "Give every process the same folder, on a file system that all machines see."
+                )
 
     @property
     def finished(self) -> bool:
@@ -115,23 +124,10 @@ class RunFolder:
         self._processes.together(f"the result of {self.run.analysis}", None)
         self._processes.on_main(f"writing the result of {self.run.analysis}", lambda: self._close(result))
 
-    def _refuse_unless_shared(self) -> None:
-        """Check that every process finds the record that the main process has just written."""
-        written = self._processes.on_main("the record of a run", lambda: read_sealed(self.path / RUN_FILE))
-
-        def record_is_there() -> bool | None:
-            with contextlib.suppress(RunFolderError):
-                return read_sealed(self.path / RUN_FILE) == written or None
-            return None
-
-        seen = _await(record_is_there)
-        blind = f"process {self._processes.index} on {platform.node()} does not find it in {self.path.absolute()}"
-        answers = self._processes.together("finding the folder", (None if seen else blind, str(self.path.absolute())))
-        if missing := next((what for what, _ in answers if what), None):
-            raise RunFolderError(
-                f"The processes do not share the output folder: process 0 has its run in {answers[0][1]}, and "
-                f"{missing}. Give every process the same folder, on a file system that all machines see."
-            )
+    def _has_record(self, written: dict[str, Any]) -> bool:
+        with contextlib.suppress(RunFolderError):
+            return read_sealed(self.path / RUN_FILE) == written
+        return False
 
     def _open(self, run: RunRecord) -> RunRecord:
         earlier = refuse_other_run(self.path, run, self._names)
@@ -228,14 +224,11 @@ def _await(look: Callable[[], Value | None]) -> Value | None:
 
 # Several processes on one run, as `accelerate launch` starts them: who computes which piece, and who writes the result.
 #
-# A run is a list of independent pieces. Of N processes, process p computes pieces p, p + N, ... and writes them into
-# the run's folder, which all processes can reach; it reads the pieces of the others from there. Every process computes
-# the rest from the pieces in the same way, so all return the same result, and the main process writes it.
+# Of N processes, process p computes pieces p, p + N, ... and reads the others' from the run's folder. Every process
+# computes the rest from the pieces in the same way, so all return the same result, and the main process writes it.
 #
 # Processes form a group if torch's process group is initialised: `accelerate.Accelerator()` or `PartialState()` does
 # this, and so does `accelerate launch -m headwater`. Without one there is a single process, and all this is a no-op.
-#
-# They synchronise at named steps (`Processes.together`): if one has ended or is at another step, all raise an error.
 
 
 LONGEST_WAIT = datetime.timedelta(days=7)
