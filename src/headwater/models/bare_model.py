@@ -1,13 +1,10 @@
 """The transformers model inside a bridge, without TransformerLens's wrappers except around layers with hooks.
 
-A bridge puts wrappers and hook points around every module of the model it wraps. On one token they cost up to twice as
-much as the module itself. `bare_model` rebuilds the model without them. The rebuilt model shares the parameters,
-buffers and torch hooks of the original, so a change to these acts on both. Its configs are copies that request
-attention in one pass (`scaled_dot_product_attention`) where the result is the same. Where a hook must act, its wrapper
-stays: the wrapper of a block alone, or the wrapper of attention, MLP or norm with everything inside it. Attention that
-keeps its wrapper is computed entirely by the bridge, which accepts only the masks of eager attention. The model caches
-the rebuild without any wrapper for as long as each module and config in it holds the very same objects
-(`headwater.models.fingerprint`).
+On one token, a bridge's wrappers and hook points cost up to twice as much as the modules themselves. `bare_model`
+rebuilds the model without them. The rebuilt model shares the parameters, buffers and torch hooks of the original. Its
+configs are copies that request attention in one pass (`scaled_dot_product_attention`) where the result is the same.
+Where a hook must act, its wrapper stays: the wrapper of a block alone, or of attention, MLP or norm with everything
+inside it. Attention that keeps its wrapper is computed by the bridge, which accepts only the masks of eager attention.
 
 `bare_model` returns a rebuild only where it computes what the bridge computes:
 
@@ -206,11 +203,8 @@ def is_the_same_in_one_pass(model: Model) -> bool:
 
 # The residual stream after given layers of an unedited model, for results that are not compared with another run.
 #
-# The model runs without TransformerLens's wrappers (`BareModel`, above) and stops after the last layer needed: the
-# output of a block is the residual stream after it. Where the output might be something else, the bridge runs.
-#
-# Both agree with the run of the model up to the rounding of its dtype. A sweep or a knockout uses neither, because it
-# compares its runs with one another.
+# The model runs without TransformerLens's wrappers and stops after the last layer needed. It agrees with the bridge up
+# to rounding; a sweep or a knockout does not use it, because it compares its runs with one another.
 
 
 @torch.inference_mode()

@@ -39,7 +39,6 @@ from headwater.options import checked_path
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "consolidated*")
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # model*: Mistral's repositories contain the weights a second time, as consolidated.safetensors.
 NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinja")
 APART = "config.json and weights do not belong together"
@@ -300,10 +299,6 @@ def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[s
 def open_safetensors(file: Path) -> Iterator[Any]:
     """Open a safetensors file; the error for a file that cannot be read names it."""
     try:
-        with file.open("rb") as opened:
-            # Git leaves a pointer in place of a large file until Git LFS has fetched it.
-            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise ModelError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder.")
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (SafetensorError, OSError, ValueError) as error:
@@ -315,7 +310,6 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 #
 # fp8     W[i, j] = Q[i, j] · scale[i // b, j // b]        Q in float8, b × b blocks of one scale each
 #
-# A weight `NAME.weight` in float8 is stored with its scales, `NAME.weight_scale_inv`; torch alone can unpack it.
 # bitsandbytes, GPTQ, AWQ and others store packed weights, which only their own kernels unpack.
 
 
@@ -362,10 +356,9 @@ def dequantized(
 # Tokenizers, loaded exactly as their files specify.
 #
 # transformers builds the tokenizer of a GGUF file from the file's vocabulary, merges and special tokens. This code sets
-# what transformers leaves out: how a byte-level vocabulary splits texts into words (`tokenizer.ggml.pre`, a name for
-# rules that llama.cpp knows), and whether texts begin with the BOS token. transformers 5.23 itself applies the splits
-# of Llama 3 and Qwen 2. It does not know digits one by one (smollm, starcoder), stablelm2, the splits of files that
-# name none, Qwen 2's NFC, and Llama 3's words that are one token whatever the merges.
+# what transformers 5.23 leaves out: how a byte-level vocabulary splits texts into words (`tokenizer.ggml.pre`, a name
+# for rules that llama.cpp knows), Qwen 2's NFC, Llama 3's words that are one token whatever the merges, and whether
+# texts begin with the BOS token.
 
 
 TOKENIZER_FILES = (

@@ -286,9 +286,8 @@ def _is_turned(file: GGUFFile, own: str) -> bool:
 # tensors: name, sizes (the fastest axis first), type, offset
 # data, from the next multiple of the alignment on
 #
-# This module reads the header, since `gguf.GGUFReader` takes seconds for the lists of tokens; the package `gguf` knows
-# the size in bytes of a block of each type and the values it encodes (`gguf.dequantize`). A matrix is dequantised in
-# blocks of rows, to use little memory besides the result.
+# This module reads the header, since `gguf.GGUFReader` takes seconds for the lists of tokens. A matrix is dequantised
+# in blocks of rows, to use little memory besides the result.
 
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
