@@ -81,16 +81,6 @@ def test_commands_take_the_names(name, run):
         assert json.loads(run(*command, "--json")[1])["model"] == (name or "embedded")
 
 
-def test_the_first_edition_in_a_folder_is_of_another_version(world, tmp_path, monkeypatch):
-    old = tmp_path / "old" / "world" / "model"
-    old.mkdir(parents=True)
-    manifest = json.loads((world / "model" / "world.json").read_text())
-    (old / "world.json").write_text(json.dumps(manifest | {"version": 1}))
-    monkeypatch.setattr("headwater.models.packaged.files", lambda package: tmp_path / "old")
-    with pytest.raises(ModelError, match="of version 1; this headwater reads version 2"):
-        hw.load()
-
-
 def test_a_model_that_does_not_come_with_headwater_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.setattr("headwater.models.packaged.files", lambda package: tmp_path / "empty")
     with pytest.raises(ModelError, match=r"instruct is absent or incomplete .* `python -m tools.world train`"):

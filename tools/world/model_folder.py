@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from headwater.errors import ModelError, RunFolderError
-from headwater.models.packaged import MANIFEST, VERSION
+from headwater.models.packaged import MANIFEST
 from headwater.planted.circuits import BOS_ID, PAD_ID
 from headwater.runs.storage import read_json, write_json
 
@@ -90,7 +90,7 @@ def _write_folder(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, r
     tokenizer.save_pretrained(out)
     weights = out / "model.safetensors"
     about = {"bytes": weights.stat().st_size, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
-    write_json(out / MANIFEST, {"version": VERSION, "recipe": dataclasses.asdict(recipe), **about})
+    write_json(out / MANIFEST, {"recipe": dataclasses.asdict(recipe), **about})
 
 
 def opened(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:

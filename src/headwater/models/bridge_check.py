@@ -47,6 +47,8 @@ WRAPPED = "._original_component"
 FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
 
 
+Recorded: TypeAlias = dict[tuple[str, int], Any]
+"""By site and layer: what passed through its hook."""
 Reference: TypeAlias = tuple[Int[Tensor, "1 position"], Float[Tensor, "1 position d_vocab"]]
 """Tokens, and their logits in a run of the wrapped model."""
 
@@ -87,8 +89,19 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
             f"{model.name} ({model.shape.architecture}) has no residual stream from block to block here: there is no "
             f"activation named {last!r}. Run it with transformers."
         )
+
+    def record(activation: Any, hook: object, place: tuple[str, int]) -> None:
+        # Only states are cloned: they are added up after the run, and the model may modify them in place.
+        is_state = place[0] in STATES and isinstance(activation, Tensor)
+        recorded[place] = activation.clone() if is_state else activation
+
+    hooks = [
+        (site.hook_name(layer), partial(record, place=(site.name, layer)))
+        for site, layer in product(SITES.values(), range(model.shape.n_layers))
+        if site.hook_name(layer) in hook_dict
+    ]
     try:
-        logits = raw_logits(model, rows, [hook for hook in site_hooks(model.shape, recorded) if hook[0] in hook_dict])
+        logits = raw_logits(model, rows, hooks)
     except FAULTS as error:
         raise ModelError(f"{model.name} cannot be run by TransformerLens: {one_line(error)}") from None
     size = len(rows), tokens.shape[1]
@@ -133,22 +146,6 @@ def _has_slope(model: Model, tokens: Int[Tensor, "1 position"], n_first: int) ->
 def _has_experts(part: object) -> bool:
     modules = part.named_modules() if isinstance(part, torch.nn.Module) else ()
     return any("expert" in f"{name} {type(module).__name__}".lower() for name, module in modules)
-
-
-Recorded: TypeAlias = dict[tuple[str, int], Any]
-"""By site and layer: what passed through its hook."""
-
-
-def site_hooks(shape: ModelShape, recorded: Recorded) -> list[tuple[str, object]]:
-    """Return a hook for every site of every layer, which records the activation."""
-
-    def record(activation: Any, hook: object, place: tuple[str, int]) -> None:
-        # Only states are cloned: they are added up after the run, and the model may modify them in place.
-        is_state = place[0] in STATES and isinstance(activation, Tensor)
-        recorded[place] = activation.clone() if is_state else activation
-
-    places = product(SITES.values(), range(shape.n_layers))
-    return [(site.hook_name(layer), partial(record, place=(site.name, layer))) for site, layer in places]
 
 
 def unusable_sites(

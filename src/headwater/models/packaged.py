@@ -5,8 +5,8 @@ the name stands for the model on the hub.
 
 There are two embedded models, `embedded` and `embedded-instruct` (the same, trained further on conversations). Next to
 them are the files of their world: questions, depth graph, membership texts, words of tasks. The manifest `world.json`
-is next to the weights, written by the run that trained them: the version of the format, the size of
-`model.safetensors` and its SHA-256. Weights that differ from their manifest are refused.
+is next to the weights, written by the run that trained them, with the SHA-256 of `model.safetensors`; other weights are
+refused.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ def packaged_file(name: str) -> Path | None:
     return next((file for folder in folders for file in sorted(folder.glob("*.gguf"))), None)
 
 
-VERSION = 2
-"""Version of the manifest. Version 1, in headwater 0.1.0, described one model that answered with one word."""
 MANIFEST = "world.json"
 REBUILD = "Install headwater again, or train it again: `python -m tools.world train` in a checkout of headwater."
 BASE = "embedded"
@@ -72,11 +70,6 @@ def checked_folder(path: Path) -> Path:
     weights = path / "model.safetensors"
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["version"] != VERSION:
-            raise ModelError(
-                f"The embedded model in {path} is of version {manifest['version']}; this headwater reads version "
-                f"{VERSION}. {REBUILD}"
-            )
         is_whole = hashlib.sha256(weights.read_bytes()).hexdigest() == manifest["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"The embedded model {path} is absent or incomplete ({one_line(error)}). {REBUILD}") from None
