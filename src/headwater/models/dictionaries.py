@@ -616,8 +616,9 @@ def _autoencoder(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path:
     norm = _option(config, where, "normalize_activations", "none", (*NORMS, *FLAGS))
     norm = {True: NORMS[3], False: "none"}.get(norm, norm)
     key = "activation_fn_str" if "activation_fn_str" in config else "activation_fn"
-    activation = _option(config, where, key, "relu", ("relu", "tanh-relu", *TOP_K))
-    activation = architecture if architecture in TOP_K else activation
+    activation = architecture
+    if architecture not in TOP_K:
+        activation = _option(config, where, key, "relu", ("relu", "tanh-relu", *TOP_K))
     weights = _checked_weights(config, architecture, tensors, path)
     n = weights["W_enc"].shape[1]
     if norm == "expected_average_only_in":
