@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -249,6 +250,14 @@ class Shards:
         tensors = read_tensors(self._files[number], check=number not in self._checked)
         self._checked.add(number)
         return tensors
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Shards) or len(self) != len(other):
+            return False
+        pairs = zip(self, other, strict=True)
+        return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"Shards({len(self)} parts{'' if self.in_memory else ' in files'})"
