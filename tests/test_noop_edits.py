@@ -1,17 +1,12 @@
 """Cells that write what stands there already have effect 0 and are not run; all others are what whole runs give."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
 import headwater as hw
 from headwater.errors import InterventionError
-from headwater.models.sites import SITES
 from headwater.patching import walk
-from headwater.patching.edits import Edit, Variant, Variants
-from headwater.patching.runners import noop_runs
 from tests.own_models import own_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -76,29 +71,6 @@ def test_sweeps_with_cells_that_change_nothing_equal_whole_runs(options):
     whole = hw.patch(model, clean, corrupted, engine="whole runs", **options, **QUIET)
     np.testing.assert_allclose(found.table["effect"], whole.table["effect"], atol=1e-5)
     assert (whole.table["effect"].abs() > 1e-3).any()
-
-
-def test_a_run_is_a_no_op_where_all_it_writes_is_the_same_at_its_example_and_no_other_follows_it():
-    same = np.zeros((2, 3, 2), dtype=bool)
-    same[0, :, 1] = same[1, 2] = True  # head 1 of the first example, both heads of the second one's last token
-    written = [{"heads": (1,)}, {"heads": (0, 1)}, {"positions": (2,)}, {"positions": (1, 2), "heads": (1,)}]
-    written += [{"heads": (1,), "source_layer": 0}, {"heads": (1,)}]
-    layers = [range(1, 2)] * 5 + [range(1, 3)]
-    changes = [Variant((Edit(SITES["z"], n, **at),), (2,), ()) for n, at in zip(layers, written, strict=True)]
-    changes.append(
-        Variant((*changes[0].edits, Edit(SITES["pattern"], range(1, 2), severed=torch.ones(3, 3).bool())), (2,), ())
-    )
-    which = np.repeat(np.arange(len(changes)), 2)
-    variants = Variants(tuple(changes), which, np.tile([0, 1], len(changes)), np.full(len(which), -1))
-    expected = [1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
-    assert noop_runs(variants, {("z", 1): same}).astype(int).tolist() == expected
-    parent = np.full(len(which), -1)
-    parent[1] = 0
-    assert noop_runs(replace(variants, parent=parent), {("z", 1): same}).astype(int).tolist() == [
-        0,
-        *expected[1:],
-    ]
-    assert not noop_runs(variants, {}).any()
 
 
 def test_an_edit_that_was_made_for_some_rows_only_is_told(monkeypatch):

@@ -34,7 +34,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all
-from headwater.models.sites import Site, SiteName, kv_site_of, sites_named
+from headwater.models.sites import Site, SiteName, Stage, kv_site_of, main_site, sites_named
 from headwater.options import checked_count, checked_name, checked_seed, one_or_several, resolve_indices, shown
 from headwater.patching.components import joint_template, read_nodes
 from headwater.patching.edits import (
@@ -391,16 +391,23 @@ class SweepSpec:
         matched: Sequence[Mapping[int, int] | None],
     ) -> CellTable:
         """Return the cells of every example. Prompts that share their steps share one list of templates."""
-        cache: dict[tuple[int, int], list[CellTemplate]] = {}
+        cache: dict[Hashable, list[CellTemplate]] = {}
         rows = []
         for example in range(len(pair.base)):
             i = example // pair.draws
-            # Tokens before the first difference are known to be equal only if they are at the same positions.
-            since = replacement.since(example) if matched[i] is None else 0
+            # Tokens are known to be equal only if they are at the same positions.
+            changed = replacement.changed_tokens(example) if matched[i] is None else None
+            since = min(changed or (0,))
             for site, of_site in zip(self.sites, steps[i], strict=True):
                 if (same := (id(of_site), since)) not in cache:
                     cache[same] = list(self._templates(site, of_site, replacement, since))
-                rows.append((example, cache[same]))
+                templates = cache[same]
+                if changed and site is main_site(Stage.BLOCK_INPUT):
+                    # At all other tokens both runs enter the first layer alike: these cells need no run.
+                    if (same := (id(of_site), changed)) not in cache:
+                        cache[same] = [one.noop if one.writes_inputs_outside(changed) else one for one in templates]
+                    templates = cache[same]
+                rows.append((example, templates))
         return CellTable.of(rows)
 
     def _templates(self, site: Site, steps: Steps, replacement: Replacement, since: int) -> Iterator[CellTemplate]:

@@ -121,6 +121,18 @@ class CellTemplate:
     token_at: tuple[int, ...] | None = None
     """The positions whose tokens the table shows."""
 
+    @cached_property
+    def noop(self) -> CellTemplate:
+        """The same cells in examples in which their edits change nothing; made once for all of these."""
+        return replace(self, edits=tuple(replace(edit, since=NEVER) for edit in self.edits))
+
+    def writes_inputs_outside(self, tokens: tuple[int, ...]) -> bool:
+        """Return whether all edits write to the first layer alone, from the same layer, and to none of these tokens."""
+        return all(
+            edit.layers == range(1) and edit.source_layer is None and not {*(edit.positions or tokens)} & {*tokens}
+            for edit in self.edits
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class CellTable:
@@ -245,8 +257,6 @@ class Variants:
     """By run: the index of its example in the group."""
     parent: Indices
     """By run: the run of its parent, which makes these edits and, in later layers, more of them; -1 without one."""
-    noop: Bool[np.ndarray, " _"] | None = None
-    """By run: whether its edits are known to be no-ops."""
 
     def __len__(self) -> int:
         return len(self.which)
@@ -257,8 +267,7 @@ class Variants:
     @property
     def can_change_output(self) -> Bool[np.ndarray, " _"]:
         """By run: whether a reading can differ from the reading without the edits."""
-        can = np.array([variant.can_change_output for variant in self.distinct], dtype=bool)[self.which]
-        return can if self.noop is None else can & ~self.noop
+        return np.array([variant.can_change_output for variant in self.distinct], dtype=bool)[self.which]
 
 
 def refuse_too_many_cells(n_cells: int) -> None:

@@ -234,11 +234,6 @@ def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tupl
     return editable
 
 
-def first_difference(a: Prompt, b: Prompt) -> int:
-    """Return the first position at which two aligned prompts differ: before it, their runs are equal."""
-    return next((i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=True)) if x != y), len(a))
-
-
 def side_by_side(a: Prompt, b: Prompt) -> str:
     """Format two tokenizations in columns, with a mark where they differ."""
     width, rows = max([len(repr(s)) for s in a.strings] + [9]), []

@@ -36,7 +36,7 @@ from headwater.models.sites import Site, Stage, main_site
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_seed, shown
 from headwater.patching.edits import EditedRows, Place, ReplacementSpec, ReplacementValues
-from headwater.patching.prompts import BATCH, PromptPair, Prompts, first_difference, read_prompts
+from headwater.patching.prompts import BATCH, PromptPair, Prompts, read_prompts
 from headwater.registry import Registry
 
 TensorLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
@@ -136,9 +136,13 @@ class Replacement(ABC):
             self.outcome = LEFT if torch.equal(changed, activation) else CHANGED
         return changed
 
+    def changed_tokens(self, example: int) -> tuple[int, ...] | None:
+        """Return the tokens at which an example's two runs begin to differ, if its values are the other run's."""
+        return None
+
     def since(self, example: int) -> int:
         """Return the position before which the values of an example equal those of its own run."""
-        return 0
+        return min(self.changed_tokens(example) or (0,))
 
     @property
     def covers_new_tokens(self) -> bool:
@@ -193,15 +197,16 @@ class OtherRun(Replacement):
         """Return the other run's activations."""
         return request.other
 
-    def since(self, example: int) -> int:
-        """Return the first position at which the two runs differ; 0 if writing equal values back changes something."""
+    def changed_tokens(self, example: int) -> tuple[int, ...] | None:
+        """Return the tokens that differ; None if writing equal values back changes something."""
         pair = self.inputs.pair
         if not all(site.is_lossless for site in self.inputs.sites):
-            return 0
+            return None
         if pair.corruption is not None:
-            return min(pair.corruption.at[example // pair.draws])
+            return pair.corruption.at[example // pair.draws]
         assert pair.other is not None
-        return first_difference(pair.base[example], pair.other[example])
+        tokens = zip(pair.base[example].ids, pair.other[example].ids, strict=True)
+        return tuple(i for i, (ours, theirs) in enumerate(tokens) if ours != theirs)
 
 
 @VALUES.add("zero")

@@ -4,17 +4,16 @@
     WholeRuns     ordinary forwards of whole prompts, with hooks that make each row's edits or keep its readings
 
 `WholeRuns` is the reference that the walk must equal, and works for every model. A third runner, `AttributionRunner`,
-takes gradients and runs no variant. A cell whose edits no read position can see has effect 0, without a run; in the
-walk so does a cell whose edit writes the numbers already there. Positions before the first different token are never
-recomputed; at the others the numbers themselves are compared.
+takes gradients and runs no variant. A cell whose edits no read position can see has effect 0, without a run, as has one
+that replaces the first layer's input at tokens that are the same in both prompts. Positions before the first different
+token are never recomputed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -179,8 +178,6 @@ class WalkRunner(Runner):
         """Deliver the readings of variants of the group's runs, all in one walk."""
         tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
         answers = None if self._answers is None else self._answers.repeat(len(self._sides), 1)
-        # Pairs that differ in one token enter the first layer alike everywhere else: 10 of its 12 cells need no run.
-        variants = replace(variants, noop=noop_runs(variants, self._same))
         walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, answers)
         try:
             walk.run()
@@ -195,29 +192,6 @@ class WalkRunner(Runner):
             raise NumericsError(not_finite(model, "the logits", *where, edited=True)) from None
         # Remembered if memory ran out, so that the next wave does not try the large tile again.
         self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
-
-    @cached_property
-    def _same(self) -> dict[Place, Bool[np.ndarray, "example position *head"]]:
-        """By place: where an edit's value equals the unedited activation; only places with some equal values."""
-        values, equal = self.values, dict[Place, Tensor]()
-        # The result of a change is known only once the run exists to be changed.
-        if values.change is not None or values.samples != 1:
-            return {}
-        for (name, layer), written in values.by_site.items():
-            site = self.group.sites[name]
-            current = self.recording.activations.get(site.hook_name(layer))
-            if current is not None and not (site.has_keys or site.has_units):
-                current = site.read(current[: len(self.group.examples)])
-                if current.shape == written.shape:
-                    # Exactly equal, not close: a skipped run must give what it would have given, to the bit.
-                    equal[name, layer] = (current == written).all(-1)
-        if not equal:
-            return {}
-        # One copy for all places, since each copy waits for the device.
-        fetched = torch.cat([one.flatten() for one in equal.values()]).cpu()
-        parts = fetched.split([one.numel() for one in equal.values()])
-        by_place = {place: one.view(equal[place].shape).numpy() for place, one in zip(equal, parts, strict=True)}
-        return {place: same for place, same in by_place.items() if same.any()}
 
     def _why_whole_runs(self, batch: Batch) -> str | None:
         """Run the longest prompt, then step it through the blocks; return why that cannot be trusted, if it cannot."""
@@ -302,38 +276,6 @@ class WalkRunner(Runner):
         if self._answers is None:
             return self.blocks.logits(residual)
         return self.blocks.logits_of(residual, self._answers[0].expand(len(residual), -1))
-
-
-def noop_runs(
-    variants: Variants, same: Mapping[Place, Bool[np.ndarray, "example position *head"]]
-) -> Bool[np.ndarray, " _"]:
-    """Return which runs have only no-op edits; `same` says by place where the written values change nothing."""
-    is_noop = np.zeros(len(variants), dtype=bool)
-    if not same:
-        return is_noop
-    order = np.argsort(variants.which, kind="stable")
-    ends = np.searchsorted(variants.which[order], np.arange(len(variants.distinct)), side="right")
-    for runs, variant in zip(np.split(order, ends[:-1]), variants.distinct, strict=True):
-        places = [(edit, layer) for edit in variant.edits for layer in edit.layers]
-        # Every edit must write its own layer's values, at places where some values are the same.
-        if places and all(
-            edit.writes
-            and edit.units is None
-            and edit.source_layer_of(layer) == layer
-            and (edit.site.name, layer) in same
-            for edit, layer in places
-        ):
-            is_noop[runs] = True
-            for edit, layer in places:
-                there = same[edit.site.name, layer]
-                there = there if edit.positions is None else there[:, list(edit.positions)]
-                there = there if edit.heads is None else there[:, :, list(edit.heads)]
-                is_noop[runs] &= there[variants.example[runs]].reshape(len(runs), -1).all(1)
-    has_parent = variants.parent >= 0
-    # The cells of a nest share the parent's run: neither it nor a run that starts from it can be skipped by itself.
-    is_noop[has_parent] = False
-    is_noop[variants.parent[has_parent]] = False
-    return is_noop
 
 
 class WholeRuns(Runner):
