@@ -213,32 +213,22 @@ class Variant:
     """With non-causal attention, the length of the prompt: an edit anywhere reaches all of it."""
 
     @cached_property
-    def first_layer(self) -> int:
-        """The layer of the first edit."""
-        return min(edit.layers.start for edit in self.edits)
-
-    @cached_property
-    def stage(self) -> Stage:
-        """The stage of the first layer at which the first edit acts."""
+    def joins(self) -> tuple[int, Stage]:
+        """The layer of the first edit, and the stage at which it acts there."""
+        layer = min(edit.layers.start for edit in self.edits)
         # Later layers are computed anyway; only the stages in the first layer decide what can be taken as recorded.
-        first_edits = (edit for edit in self.edits if edit.layers.start == self.first_layer)
+        first_edits = (edit for edit in self.edits if edit.layers.start == layer)
         acting = {edit.site.stage if edit.writes else Stage.ATTENTION for edit in first_edits}
         stages = {stage for stage in acting if stage is not None}  # None if the site does not specify it
         first = min(stages)
         if Stage.NEURONS in stages and first < Stage.NEURONS:  # in both parts of the block: both are computed
-            return min(first, Stage.PATTERN)
-        return first
+            first = min(first, Stage.PATTERN)
+        return layer, first
 
     @cached_property
     def first_change(self) -> int:
         """The first position whose state an edit can change."""
         return min(edit.first_position for edit in self.edits)
-
-    @cached_property
-    def first_position(self) -> int:
-        """Start of the recomputed positions: the first change, or the first position read if that is earlier."""
-        # Positions between the first read and the first change are recomputed too: a row is one span of tokens.
-        return 0 if self.whole is not None else min(self.first_change, self.kept[0])
 
     @cached_property
     def can_change_output(self) -> bool:

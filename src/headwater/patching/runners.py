@@ -240,8 +240,8 @@ class WalkRunner(Runner):
         """Return the hook names of the base run's activations that rows start from."""
         names = [main_site(Stage.BLOCK_INPUT).hook_name(0)]
         variants = [Variant(template.edits, (0,), ()) for template in self.group.cells.used if template.edits]
-        for layer, entered in sorted({(variant.first_layer, variant.stage) for variant in variants}):
-            sites = [main_site(stage) for stage in taken_as_recorded(entered, self.blocks.parallel)]
+        for layer, joined in sorted({variant.joins for variant in variants}):
+            sites = [main_site(stage) for stage in taken_as_recorded(joined, self.blocks.parallel)]
             # A model without MLPs has no recorded MLP output.
             there = [site for site in sites if site.absent(self.plan.model.shape) is None]
             names += [site.hook_name(layer) for site in (main_site(Stage.BLOCK_INPUT), *there)]

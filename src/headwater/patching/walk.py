@@ -126,7 +126,7 @@ class Tile:
     @cached_property
     def positions(self) -> Int[Tensor, "row position"]:
         """The position of each token; padding repeats the row's last position."""
-        return self.starts[:, None] + self._within
+        return self.starts[:, None] + torch.minimum(self._columns, self.lengths[:, None] - 1)
 
     @cached_property
     def places(self) -> Int[Tensor, " token"]:
@@ -146,9 +146,8 @@ class Tile:
         # A view: rows of one length are laid out without a copy.
         if self._is_full:
             return tokens.view(len(self.rows), self.width, -1)
-        begins = to_device(self.begins, tokens.device)
         # Padding repeats the row's last token, so that it holds finite numbers; nothing reads them.
-        return tokens[begins[:, None] + self._within]
+        return tokens[self.positions + to_device(self.begins - self.rows.start, tokens.device)[:, None]]
 
     def packed(self, rows: Float[Tensor, "row position d"]) -> Float[Tensor, "token d"]:
         """Undo `padded`: lay rows end to end, without padding."""
@@ -182,10 +181,6 @@ class Tile:
         numbers = np.repeat(first - self.begins, self.rows.length) + np.arange(self.n_tokens)
         return to_device(numbers, self.starts.device)
 
-    @cached_property
-    def _within(self) -> Int[Tensor, "row position"]:
-        return torch.minimum(self._columns, self.lengths[:, None] - 1)
-
 
 def groups_of_rows(tile: Tile) -> Int[np.ndarray, "group slot"] | None:
     """Group the rows of each example in a tile, so that attention takes a group as one row; None if that gains nothing.
@@ -216,12 +211,15 @@ def rows_of(variants: Variants) -> RowTable:
     parent, is_live = variants.parent, variants.can_change_output
     numbers = []
     for variant in variants.distinct:
-        joins = (variant.first_layer, int(variant.stage)) if variant.can_change_output else (0, 0)
+        layer, stage = variant.joins if variant.can_change_output else (0, 0)
         after_last_edit = max((edit.layers.stop for edit in variant.edits), default=0)
         deepest_read = max((layer for _, layer in variant.readings), default=-1)
-        # Recomputed up to the last position read; with non-causal attention that position reads the whole prompt.
-        stop_position = variant.kept[-1] + 1 if variant.whole is None else variant.whole
-        numbers.append((*joins, after_last_edit, deepest_read, variant.first_position, stop_position))
+        # Recomputed from the first change, or the first position read if that is earlier, up to the last one read: a
+        # row is one span of tokens. With non-causal attention it is the whole prompt.
+        span = (0, variant.whole)
+        if variant.whole is None:
+            span = min(variant.first_change, variant.kept[0]), variant.kept[-1] + 1
+        numbers.append((layer, int(stage), after_last_edit, deepest_read, *span))
     layer, stage, edits_stop, read, start, end = np.array(numbers, dtype=np.int64).reshape(-1, 6)[variants.which].T
     # A variant that reads nothing after its last edit never needs a row: its parent's row has what it reads.
     leaves = (parent >= 0) & (edits_stop < edits_stop[parent]) & (read >= edits_stop)
@@ -263,96 +261,6 @@ def tiled(rows: RowTable, recorded: Indices, folded: bool, tile_tokens: Callable
             n = len(fits) if fits.all() else int(fits.argmin())
             yield waiting[:n]
             waiting = waiting[n:]
-
-
-class Masks:
-    """The attention masks of one walk.
-
-    `applied` lists, by edit and layer, the variants in which the edit was made; `severed` adds the severing edits.
-    """
-
-    def __init__(
-        self, recording: Recording, variants: Variants, n_heads: int, applied: dict[tuple[int, int], list[Indices]]
-    ):
-        self.recording, self.variants, self._n_heads, self._applied = recording, variants, n_heads, applied
-        self._like = recording.activations[main_site(Stage.BLOCK_INPUT).hook_name(0)]
-        self._added: dict[int, Tensor] = {}
-        """By visibility matrix: the additive mask computed from it."""
-        cuts = (edit for variant in variants.distinct for edit in variant.edits if not edit.writes)
-        self.severed_layers = {layer for cut in cuts if not cut.after_softmax for layer in cut.layers}
-        """The layers where edges of some row are severed before the softmax."""
-        self._keyless: list[tuple[int, Tile, Bool[Tensor, "row head_or_one position"]]] = []
-        """By layer and tile, where edges are severed: the tokens left without a key."""
-
-    def mask(self, layer: int, tile: Tile) -> Float[Tensor, "row head_or_one position key"]:
-        """Return the additive mask of the keys that each token may read."""
-        mask = self.of_layer(layer)[tile.positions[:, :, None], tile.key_positions[:, None, :]][:, None]
-        if (severed := self.severed(layer, tile, zero=False)) is not None:
-            # finfo.min as in transformers' masks: -inf would make NaN of a row left without a key.
-            mask = mask.masked_fill(severed, torch.finfo(mask.dtype).min)
-            self._keyless.append((layer, tile, (mask != 0).all(-1)))
-        return mask
-
-    def severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
-        """Return which edges of a tile's rows are severed, before or after (`zero`) the softmax; None if none are."""
-        rows, distinct = tile.rows, self.variants.distinct
-        cutting: dict[int, list[Edit]] = {}
-        for number in np.unique(rows.which):
-            cuts_of_variant = (edit for edit in distinct[number].edits if not edit.writes and layer in edit.layers)
-            cutting[number] = [edit for edit in cuts_of_variant if edit.after_softmax == zero]
-        severed: Tensor | None = None
-        # The n-th cuts of all rows at once: one by one, a severed head took 18 to 20 launches.
-        for turn in range(max(map(len, cutting.values()))):
-            cuts = [cutting[number][turn] if turn < len(cutting[number]) else None for number in rows.which]
-            edges, numbers = self._edges_cut
-            which = np.array([0 if cut is None else numbers[id(cut.edges)] for cut in cuts])
-            at = to_device(which, edges.device)[:, None, None], tile.positions[:, :, None]
-            # Keys that do not belong to the row read column 0: they are masked anyway.
-            cut_edges = edges[*at, tile.key_positions.clamp_min(0)[:, None, :]][:, None]
-            if any(cut is not None and cut.heads is not None for cut in cuts):
-                heads = np.zeros((len(cuts), self._n_heads), dtype=bool)
-                for of_row, cut in zip(heads, cuts, strict=True):
-                    of_row[slice(None) if cut is None or cut.heads is None else list(cut.heads)] = True
-                cut_edges = cut_edges & to_device(heads, cut_edges.device)[:, :, None, None]
-            severed = cut_edges if severed is None else severed | cut_edges
-            for i, cut in enumerate(cuts):
-                if cut is not None:
-                    self._applied.setdefault((id(cut), layer), []).append(rows.variant[i : i + 1])
-        return severed
-
-    def check_that_every_token_has_a_key(self) -> None:
-        """Check the masks of all severed edges once, at the end, so that no device is waited for during the walk."""
-        if not self._keyless or not any(torch.stack([found.any() for *_, found in self._keyless]).tolist()):
-            return
-        layer, tile, keyless = next(one for one in self._keyless if bool(one[2].any()))
-        row, *_, column = keyless.nonzero()[0].tolist()
-        raise InterventionError(
-            f"Knocking out these edges leaves token {int(tile.positions[row, column])} of example "
-            f"{tile.rows.example[row]} no key to attend to in layer {layer}. Leave it at least one key, or use "
-            "variant='zero'."
-        )
-
-    def of_layer(self, layer: int) -> Float[Tensor, "query key"]:
-        """Return the mask added to the scores; the last key, number -1, is a placeholder that no query sees."""
-        # Layers with the same visibility (all full, or all sliding) share one tensor, and so one mask.
-        visible = self.recording.visible[layer]
-        if id(visible) not in self._added:
-            least = torch.finfo(self._like.dtype).min
-            mask = visible.new_full((len(visible), visible.shape[1] + 1), least, dtype=self._like.dtype)
-            self._added[id(visible)] = mask.masked_fill_(torch.nn.functional.pad(visible, (0, 1)), 0.0)
-        return self._added[id(visible)]
-
-    @cached_property
-    def _edges_cut(self) -> tuple[Bool[Tensor, "_ query key"], dict[int, int]]:
-        """The severed edges: an empty matrix, then each distinct matrix once; and the number of each matrix."""
-        edits = [edit for variant in self.variants.distinct for edit in variant.edits if not edit.writes]
-        matrices = {id(edit.edges): edit.edges for edit in edits}
-        longest = max(len(matrix) for matrix in matrices.values())
-        # Number 0 severs nothing: it is for rows without a cut in this turn of `severed`.
-        edges = torch.zeros(1 + len(matrices), longest, longest, dtype=torch.bool, device=self._like.device)
-        for padded, matrix in zip(edges[1:], matrices.values(), strict=True):
-            padded[: len(matrix), : len(matrix)] = matrix
-        return edges, {one: 1 + number for number, one in enumerate(matrices)}
 
 
 class NotFiniteError(Exception):
@@ -418,7 +326,13 @@ class Walk:
         """The layers in whose attention or MLP something is edited by a hook."""
         self._applied: dict[tuple[int, int], list[Indices]] = {}
         """By edit and layer: the variants in which it was made."""
-        self._masks = Masks(recording, variants, blocks.model.shape.n_heads, self._applied)
+        cuts = (edit for variant in distinct for edit in variant.edits if not edit.writes)
+        self._severed_layers = {layer for cut in cuts if not cut.after_softmax for layer in cut.layers}
+        """The layers where edges of some row are severed before the softmax."""
+        self._layer_masks: dict[int, Tensor] = {}
+        """By visibility matrix: the additive mask computed from it."""
+        self._keyless: list[tuple[int, Tile, Bool[Tensor, "row head_or_one position"]]] = []
+        """By layer and tile, where edges are severed before the softmax: the tokens left without a key."""
 
     def run(self) -> None:
         """Walk down the layers and deliver each reading of each variant whose edits can affect what it reads."""
@@ -438,9 +352,7 @@ class Walk:
                 recorded = alike[self.rows.stage_in(layer)]
                 for rows in tiled(self.rows, recorded, self._folds(layer), lambda: self.tile_tokens):
                     self._within_memory(rows, partial(self._step, layer))
-        # Checked first: a token without a key attends to all keys equally, future keys too; its result is finite.
-        self._masks.check_that_every_token_has_a_key()
-        self._check_that_all_is_finite()
+        self._check_keys_and_numbers()
         self._read_logits()
         self._check_that_every_edit_was_made()
 
@@ -493,7 +405,7 @@ class Walk:
         rows, attention = tile.padded(residual), partial(self.blocks.attention, layer, call=self.recording.calls[layer])
         if self._folds(layer) and (groups := groups_of_rows(tile)) is not None:
             return tile.packed(self._attention_in_groups(layer, tile, rows, groups, attention))
-        places_and_keys = tile.positions, self._masks.mask(layer, tile), tile.prefix(self.recording, layer)
+        places_and_keys = tile.positions, self._mask(layer, tile), tile.prefix(self.recording, layer)
         if self._needs_all(layer, tile, "attention"):
             self._tile = layer, tile
             written = attention(rows, *places_and_keys, recorded=tile.examples)
@@ -529,7 +441,7 @@ class Walk:
         starts = tile.starts[index].repeat_interleave(tile.width, 1)[:, :, None]
         keys = torch.cat([torch.where(before < starts, before, -1), keys], -1)
         # Where rows are grouped nothing is severed before the softmax.
-        mask = self._masks.of_layer(layer)[positions[:, :, None], keys][:, None]
+        mask = self._mask_of_layer(layer)[positions[:, :, None], keys][:, None]
         caches = self.recording.keys[layer], self.recording.values[layer]
         prefix = SharedPrefix(*(cache[:, :, : tile.prefix_length][examples] for cache in caches))
         written = attention(rows[index].flatten(1, 2), positions, mask, prefix, recorded=examples)
@@ -537,8 +449,66 @@ class Walk:
 
     def _folds(self, layer: int) -> bool:
         """Return whether rows may be folded in a layer's attention: no step in it may need a token's row."""
-        alone = self.blocks.has_own_steps or layer in self._hooked["attention"] or layer in self._masks.severed_layers
+        alone = self.blocks.has_own_steps or layer in self._hooked["attention"] or layer in self._severed_layers
         return layer < self.last_layer and not alone
+
+    def _mask(self, layer: int, tile: Tile) -> Float[Tensor, "row head_or_one position key"]:
+        """Return the additive mask of the keys that each token may read."""
+        mask = self._mask_of_layer(layer)[tile.positions[:, :, None], tile.key_positions[:, None, :]][:, None]
+        if (severed := self._severed(layer, tile, zero=False)) is not None:
+            # finfo.min as in transformers' masks: -inf would make NaN of a row left without a key.
+            mask = mask.masked_fill(severed, torch.finfo(mask.dtype).min)
+            self._keyless.append((layer, tile, (mask != 0).all(-1)))
+        return mask
+
+    def _severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
+        """Return which edges of a tile's rows are severed, before or after (`zero`) the softmax; None if none are."""
+        rows, distinct = tile.rows, self.variants.distinct
+        cutting: dict[int, list[Edit]] = {}
+        for number in np.unique(rows.which):
+            cuts_of_variant = (edit for edit in distinct[number].edits if not edit.writes and layer in edit.layers)
+            cutting[number] = [edit for edit in cuts_of_variant if edit.after_softmax == zero]
+        severed: Tensor | None = None
+        # The n-th cuts of all rows at once: one by one, a severed head took 18 to 20 launches.
+        for turn in range(max(map(len, cutting.values()))):
+            cuts = [cutting[number][turn] if turn < len(cutting[number]) else None for number in rows.which]
+            edges, numbers = self._edges_cut
+            which = np.array([0 if cut is None else numbers[id(cut.edges)] for cut in cuts])
+            at = to_device(which, edges.device)[:, None, None], tile.positions[:, :, None]
+            # Keys that do not belong to the row read column 0: they are masked anyway.
+            cut_edges = edges[*at, tile.key_positions.clamp_min(0)[:, None, :]][:, None]
+            if any(cut is not None and cut.heads is not None for cut in cuts):
+                heads = np.zeros((len(cuts), self.blocks.model.shape.n_heads), dtype=bool)
+                for of_row, cut in zip(heads, cuts, strict=True):
+                    of_row[slice(None) if cut is None or cut.heads is None else list(cut.heads)] = True
+                cut_edges = cut_edges & to_device(heads, cut_edges.device)[:, :, None, None]
+            severed = cut_edges if severed is None else severed | cut_edges
+            for i, cut in enumerate(cuts):
+                if cut is not None:
+                    self._applied.setdefault((id(cut), layer), []).append(rows.variant[i : i + 1])
+        return severed
+
+    def _mask_of_layer(self, layer: int) -> Float[Tensor, "query key"]:
+        """Return the mask added to the scores; the last key, number -1, is a placeholder that no query sees."""
+        # Layers with the same visibility (all full, or all sliding) share one tensor, and so one mask.
+        visible = self.recording.visible[layer]
+        if id(visible) not in self._layer_masks:
+            least = torch.finfo(self.residual.dtype).min
+            mask = visible.new_full((len(visible), visible.shape[1] + 1), least, dtype=self.residual.dtype)
+            self._layer_masks[id(visible)] = mask.masked_fill_(torch.nn.functional.pad(visible, (0, 1)), 0.0)
+        return self._layer_masks[id(visible)]
+
+    @cached_property
+    def _edges_cut(self) -> tuple[Bool[Tensor, "_ query key"], dict[int, int]]:
+        """The severed edges: an empty matrix, then each distinct matrix once; and the number of each matrix."""
+        edits = [edit for variant in self.variants.distinct for edit in variant.edits if not edit.writes]
+        matrices = {id(edit.edges): edit.edges for edit in edits}
+        longest = max(len(matrix) for matrix in matrices.values())
+        # Number 0 severs nothing: it is for rows without a cut in this turn of `_severed`.
+        edges = torch.zeros(1 + len(matrices), longest, longest, dtype=torch.bool, device=self.residual.device)
+        for padded, matrix in zip(edges[1:], matrices.values(), strict=True):
+            padded[: len(matrix), : len(matrix)] = matrix
+        return edges, {one: 1 + number for number, one in enumerate(matrices)}
 
     def _feed_forward(
         self, layer: int, tile: Tile, middle: Tensor, recorded: tuple[Stage, ...]
@@ -574,8 +544,11 @@ class Walk:
         # The edits of a variant with a parent are made in the parent's row.
         for number in np.unique(self.variants.which[self.variants.parent < 0]):
             variant = self.variants.distinct[number]
-            recorded = taken_as_recorded(variant.stage, self.blocks.parallel) if variant.can_change_output else ()
-            for edit in variant.edits if variant.can_change_output else ():
+            if not variant.can_change_output:
+                continue
+            first_layer, stage = variant.joins
+            recorded = taken_as_recorded(stage, self.blocks.parallel)
+            for edit in variant.edits:
                 # Severing after the softmax sets zeros in the pattern; severing before it changes the mask, not a hook.
                 site = edit.site if edit.writes else main_site(Stage.PATTERN) if edit.after_softmax else None
                 if site is None or site.within is None:
@@ -583,7 +556,7 @@ class Walk:
                 # In the layer where it joins, a row skips the parts before its first edit: no hook would see it.
                 passed = Stage.MLP_OUTPUT in recorded if site.within == "mlp" else bool(recorded)
                 for layer in edit.layers:
-                    if layer <= self.last_layer and not (passed and layer == variant.first_layer):
+                    if layer <= self.last_layer and not (passed and layer == first_layer):
                         sites[site.name, layer] = site
         for (_, layer), site in sites.items():
             self._hooked[str(site.within)].add(layer)
@@ -600,7 +573,7 @@ class Walk:
             if site.has_keys:
                 span_edits = self._span_edits(site, layer, tile, 1)
                 write_patterns(edited, span_edits, tile.key_positions, self.values, site, layer)
-                if (severed := self._masks.severed(layer, tile, zero=True)) is not None:
+                if (severed := self._severed(layer, tile, zero=True)) is not None:
                     edited.masked_fill_(severed, 0.0)
             else:
                 # Attention receives padded rows, an MLP tokens end to end.
@@ -701,8 +674,17 @@ class Walk:
                 self._within_memory(rest[:most], deliver)
                 rest = rest[most:]
 
-    def _check_that_all_is_finite(self) -> None:
-        """Check each token's sum, which is not finite if one of its numbers is not, and then the suspect tokens."""
+    def _check_keys_and_numbers(self) -> None:
+        """Check once, at the end, so that no device is waited for during the walk."""
+        # Keys first: a token without a key attends to all keys equally, future keys too; its result is finite.
+        if self._keyless and any(torch.stack([found.any() for *_, found in self._keyless]).tolist()):
+            layer, tile, keyless = next(one for one in self._keyless if bool(one[2].any()))
+            row, *_, column = keyless.nonzero()[0].tolist()
+            raise InterventionError(
+                f"Knocking out these edges leaves token {int(tile.positions[row, column])} of example "
+                f"{tile.rows.example[row]} no key to attend to in layer {layer}. Leave it at least one key, or use "
+                "variant='zero'."
+            )
         # A sum reads the memory once, without a mask of its size; but it may overflow where every number is finite.
         suspect = ~self.residual.sum(-1, dtype=torch.float32).isfinite()
         if not bool(suspect.any()):
