@@ -151,9 +151,10 @@ class Plan:
         last = max((edit.layers.stop for edit in edits), default=1) - 1
         return metric.site, metric.layer if metric.layer is not None else last
 
-    def readings(self, edits: Sequence[Edit]) -> set[Reading]:
-        """Return all readings after these edits."""
-        return {*self.states, *(self.reading(metric, edits) for metric in self.metrics)}
+    @cached_property
+    def metric_readings(self) -> list[tuple[Reading, ...]]:
+        """By template of cells: the reading of each metric."""
+        return [tuple(self.reading(metric, one.edits) for metric in self.metrics) for one in self.cells.templates]
 
     @property
     def metric_options(self) -> list[dict[str, Any]]:
@@ -194,7 +195,8 @@ class Group:
         """By place: the hook name of the other run's activation that values are computed from."""
         if plan.replacement is not None and plan.replacement.takes_other_run:
             self.value_names = {(site, layer): self.sites[site].hook_name(layer) for site, layer in self.sources}
-        self.readings = sorted({one for template in self.cells.used for one in plan.readings(template.edits)})
+        of_metrics = (plan.metric_readings[number] for number in np.unique(self.cells.template))
+        self.readings = sorted({*plan.states, *(reading for some in of_metrics for reading in some)})
         self.read_names = [SITES[site].hook_name(layer) for site, layer in self.readings if site != LOGITS]
         """The hook names of the activations that are read."""
 
@@ -254,7 +256,8 @@ class Group:
         listed, distinct = list(number), []
         for template, i in pairs.T:
             edits, (kept, length) = cells.templates[template].edits, listed[i]
-            distinct.append(Variant(edits, kept, tuple(sorted(self.plan.readings(edits))), whole=length))
+            readings = tuple(sorted({*self.plan.states, *self.plan.metric_readings[template]}))
+            distinct.append(Variant(edits, kept, readings, whole=length))
         return Variants(tuple(distinct), which.reshape(-1), example, cells.parents())
 
 
@@ -398,15 +401,13 @@ class Readout:
         self.base, self.other, self._visible, self._answer_tokens = base, other, visible, answers
         # Metrics against the clean run (KL) compare with it whichever side is edited.
         self._clean = base if self.plan.pair.base_is_clean else other
-        self._places: list[tuple[Int[np.ndarray, "example position"], Indices]] = []
-        """By metric: the index, by example, of its positions among those kept for all metrics; and their number."""
+        self._columns: list[tuple[list[tuple[int, ...]], Indices]] = []
+        """By metric: where its positions may be among those kept for all metrics; and which of these an example has."""
         for m in range(len(self.plan.metrics)):
-            own = [self.plan.spans[i][m].base for i in self.examples]
-            counts = np.array([len(positions) for positions in own])
-            places = np.zeros((len(own), max(counts, default=0)), dtype=np.int64)
-            for i, positions in enumerate(own):
-                places[i, : len(positions)] = [group.kept[i].index(position) for position in positions]
-            self._places.append((places, counts))
+            spans = [self.plan.spans[i][m].base for i in self.examples]
+            own = [tuple(map(kept.index, span)) for kept, span in zip(group.kept, spans, strict=True)]
+            distinct = list(dict.fromkeys(own))
+            self._columns.append((distinct, np.array([distinct.index(columns) for columns in own])))
         # The base run of an attribution has a graph, which baselines do not need and would keep alive.
         with torch.no_grad():
             self._of_base = self._baseline(base)
@@ -417,8 +418,8 @@ class Readout:
         chosen = self.plan.cells.part(cells)
         measured = Measured.empty(len(chosen), len(self.plan.metrics))
         rows = chosen.example - self.examples.start
-        for m, metric in enumerate(self.plan.metrics):
-            readings = [self.plan.reading(metric, template.edits) for template in chosen.templates]
+        for m in range(len(self.plan.metrics)):
+            readings = [of_metrics[m] for of_metrics in self.plan.metric_readings]
             for reading in {readings[number] for number in np.unique(chosen.template)}:
                 reading_cells = np.flatnonzero(np.array([each == reading for each in readings])[chosen.template])
                 index, examples = torch.from_numpy(reading_cells), torch.from_numpy(rows[reading_cells])
@@ -440,13 +441,15 @@ class Readout:
         """Apply one metric to rows that belong to these examples of the group."""
         metric, owners = self.plan.metrics[m], np.asarray(owners)
         measured = torch.empty(len(owners), dtype=torch.float64)
-        counts = self._places[m][1][owners]
-        # The number of a role's tokens varies by prompt: each call of a metric gets rows with one number of positions.
-        for count in np.unique(counts):
-            rows = np.flatnonzero(counts == count)
-            part = read if len(rows) == len(owners) else read[to_device(rows, read.device)]
-            who = owners[rows]
-            values = self._metric_positions(m, part, who)
+        distinct, which = self._columns[m]
+        # The number of a role's tokens varies by prompt: each call of a metric gets rows with the same positions.
+        for number in np.unique(which[owners]):
+            rows = np.flatnonzero(which[owners] == number)
+            who, columns = owners[rows], torch.tensor(distinct[number])
+            values = read if len(rows) == len(owners) else read[to_device(rows, read.device)]
+            # With one metric, or several of the same positions, the reading is passed on without a copy.
+            is_all = columns.tolist() == list(range(read.shape[1]))
+            values = values if is_all else values[:, to_device(columns, read.device)]
             if self._answer_tokens is None or reading[0] != LOGITS:
                 among = torch.from_numpy(who + self.examples.start)
                 answers = [to_device(ids[among], read.device) for ids in self.plan.answers[m]]
@@ -454,13 +457,13 @@ class Readout:
                 # Only answers were read: columns follow those of the logit metrics in turn, see `Plan.only_answers`.
                 pairs = zip(self.plan.answers[:m], self.plan.metrics, strict=False)
                 column = sum(len(ids) for ids, one in pairs if one.site == LOGITS)
-                columns = range(column, column + len(self.plan.answers[m]))
-                answers = [torch.full((len(who),), k, device=read.device) for k in columns]
+                numbers = range(column, column + len(self.plan.answers[m]))
+                answers = [torch.full((len(who),), k, device=read.device) for k in numbers]
             clean = None
             if metric.against_clean and self._clean is not None:
                 # Detached: with attribution the clean run is only compared with, not differentiated.
-                clean_values = torch.stack([self._clean[reading][i].detach() for i in who])
-                clean = self._metric_positions(m, clean_values, who)
+                clean = torch.stack([self._clean[reading][i].detach() for i in who])
+                clean = clean if is_all else clean[:, to_device(columns, read.device)]
             # Checked before the metric is used: a metric that mixes rows would mix cells of one tile. Once per
             # sweep, as the check runs the metric again on some rows.
             if metric.name not in self.plan.checked:
@@ -499,17 +502,6 @@ class Readout:
                         columns[examples, m] = self.apply(m, reading, values, examples)
             table[reading] = columns
         return table
-
-    def _metric_positions(self, m: int, read: Tensor, owners: Indices) -> Tensor:
-        """Take one metric's positions from those kept for all metrics; these examples have the same number of them."""
-        places, counts = self._places[m]
-        count = int(counts[owners[0]]) if len(owners) else 0
-        index = places[owners, :count]
-        # With one metric, or several of the same positions, the reading is passed on without a copy.
-        if count == read.shape[1] and bool((index == np.arange(count)).all()):
-            return read
-        rows = torch.arange(len(read), device=read.device)[:, None]
-        return read[rows, to_device(index, read.device)]
 
     def _visible_edges(self, templates: Sequence[CellTemplate]) -> Float[Tensor, " template"]:
         """Count the visible edges that cells sever, over their layers and heads."""

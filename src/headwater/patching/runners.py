@@ -87,11 +87,10 @@ class Runner(ABC):
         plan, readout, chosen = self.plan, self.readout, self.plan.cells.part(cells)
         variants = self.group.variants(chosen)
         measured_cells = readout.unedited(cells)
-        readings = [[plan.reading(metric, one.edits) for metric in plan.metrics] for one in chosen.templates]
 
         def deliver(reading: Reading, indices: Indices, read: Tensor) -> None:
             for m in range(len(plan.metrics)):
-                asks = np.array([own[m] == reading for own in readings])[chosen.template[indices]]
+                asks = np.array([own[m] == reading for own in plan.metric_readings])[chosen.template[indices]]
                 if asks.any():
                     asking = indices[asks]
                     # Usually the metric applies to all variants of a reading: then the logits are not copied.
