@@ -43,7 +43,7 @@ from headwater.patching.activation_patching import (
     materialize,
     windows_of,
 )
-from headwater.patching.edits import AxisName, CellTable, CellTemplate, Edit, Reading
+from headwater.patching.edits import AxisName, CellTable, CellTemplate, Edit
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import PromptPair, Prompts, read_prompts
@@ -151,22 +151,14 @@ def knockout(
     axes = axes_of(materialize(over), ("layer",), ("layer", "head"), "A knockout")
     windows = windows_of(window, axes)
     named = edges_by_role(named_edges(block))
-    matrices = [
-        [edges.matrix(prompt, i, len(base), ahead=model.is_bidirectional) for _, edges in named]
-        for i, prompt in enumerate(base)
-    ]
-    cells = CellTable.of(
-        (example, _templates(model, labels, edges, matrix, axes, windows, layers, variant))
-        for example, of_example in enumerate(matrices)
-        for (labels, edges), matrix in zip(named, of_example, strict=True)
-    )
-    plan = Plan(model, PromptPair(base), cells, metrics, batch_size=batch_size)
+    rows, matrices = _templates(model, base, named, axes, windows, layers, variant)
+    plan = Plan(model, PromptPair(base), CellTable.of(rows), metrics, batch_size=batch_size)
     where = [layers_and_heads(layers, edges.heads, model.shape) for _, edges in named]
     of_layers = [tuple(numbers) for numbers, _ in where]
     options = {
         "block": [" ".join(labels.values()) for labels, _ in named],
         # The edges themselves, not their description: different words can name the same tokens, and vice versa.
-        "matrices": [torch.nonzero(matrix).tolist() for of_example in matrices for matrix in of_example],
+        "matrices": [torch.nonzero(matrix).tolist() for matrix in matrices],
         "heads": [resolve_indices(heads, model.shape.n_heads, "head") for _, heads in where],
         "layers": of_layers[0] if len(set(of_layers)) == 1 else of_layers,
         "window": windows,
@@ -210,52 +202,45 @@ def edges_by_role(named: Mapping[str, Edges]) -> list[tuple[dict[str, str], Edge
 
 def _templates(
     model: HookedModel,
-    labels: Mapping[str, str],
-    edges: Edges,
-    matrix: Bool[Tensor, "query key"],
+    base: Sequence[Prompt],
+    named: Sequence[tuple[Mapping[str, str], Edges]],
     axes: tuple[str, ...],
     windows: Mapping[str, int | str],
     layers: Sequence[int],
     variant: str,
-) -> list[CellTemplate]:
-    """List the templates of one prompt, whose severed edges are `matrix`."""
-    # No state before the first query that loses a key can change: rows begin there.
-    first_query, severed = int(matrix.any(-1).int().argmax()), to_device(matrix, model.device)
-    (pattern,) = sites_named("pattern", model)
-    having = [layer for layer in range(model.shape.n_layers) if not pattern.lacks(model, layer)]
-    around, _ = layers_and_heads(having, edges.heads, model.shape)
-    layers, head_numbers = layers_and_heads(layers, edges.heads, model.shape)
-    heads = resolve_indices(head_numbers, model.shape.n_heads, "head")
-    steps = {
-        "head": axis_steps(heads, "head" in axes, windows.get("head"), len(heads) == model.shape.n_heads, heads),
-        "layer": axis_steps(layers, "layer" in axes, windows.get("layer"), False, around),
-    }
-    cut = partial(Edit, pattern, since=first_query, severed=severed, after_softmax=variant == "zero")
-    templates = []
-    for step in grid(steps):
-        edits = tuple(cut(run, heads=step["head"].covers) for run in layer_runs(step["layer"].covers or ()))
-        # Only layers without a gap begin as the longer window does; others need separate runs.
-        in_nest = "layer" in windows and len(edits) == 1
-        nest = (*labels.values(), step["head"].label, edits[0].layers.start) if in_nest else None
-        templates.append(CellTemplate(dict(labels) | labels_of(step, windows), edits, nest))
-    return templates
+) -> tuple[list[tuple[int, list[CellTemplate]]], list[Bool[Tensor, "query key"]]]:
+    """List the templates of each prompt and entry of `named` in turn, and the edges that they sever."""
+    (pattern,), shape = sites_named("pattern", model), model.shape
+    having = [layer for layer in range(shape.n_layers) if not pattern.lacks(model, layer)]
+    rows: list[tuple[int, list[CellTemplate]]] = []
+    matrices: list[Tensor] = []
+    for (example, prompt), (labels, edges) in product(enumerate(base), named):
+        matrices.append(matrix := edges.matrix(prompt, example, len(base), ahead=model.is_bidirectional))
+        around, _ = layers_and_heads(having, edges.heads, shape)
+        chosen, head_numbers = layers_and_heads(layers, edges.heads, shape)
+        heads = resolve_indices(head_numbers, shape.n_heads, "head")
+        steps = {
+            "head": axis_steps(heads, "head" in axes, windows.get("head"), len(heads) == shape.n_heads, heads),
+            "layer": axis_steps(chosen, "layer" in axes, windows.get("layer"), False, around),
+        }
+        # No state before the first query that loses a key can change: rows begin there.
+        first_query, severed = int(matrix.any(-1).int().argmax()), to_device(matrix, model.device)
+        cut = partial(Edit, pattern, since=first_query, severed=severed, after_softmax=variant == "zero")
+        templates = []
+        for step in grid(steps):
+            edits = tuple(cut(run, heads=step["head"].covers) for run in layer_runs(step["layer"].covers or ()))
+            # Only layers without a gap begin as the longer window does; others need separate runs.
+            in_nest = "layer" in windows and len(edits) == 1
+            nest = (*labels.values(), step["head"].label, edits[0].layers.start) if in_nest else None
+            templates.append(CellTemplate(dict(labels) | labels_of(step, windows), edits, nest))
+        rows.append((example, templates))
+    return rows, matrices
 
 
 def _layers_with_attention(layers: Iterable[int] | int | None, model: HookedModel) -> tuple[int, ...]:
     """Return the requested layers that have attention."""
     (pattern,) = sites_named("pattern", model)
     return pattern.among(resolve_indices(layers, model.shape.n_layers, "layer"), model)
-
-
-def _states_named(sites: str | Sequence[str], model: HookedModel) -> tuple[str, ...]:
-    """Look up residual-stream sites; refuse others, and models in which some layer lacks these sites or attention."""
-    (pattern,), read = sites_named("pattern", model), sites_named(sites, model)
-    if other := [site.name for site in read if site.name not in STATES]:
-        raise InputError(f"{other[0]} is not a state of the residual stream. Valid: {', '.join(STATES)}.")
-    # Called only for its error: every layer must have these sites and attention.
-    for site, layer in product((pattern, *read), range(model.shape.n_layers)):
-        site.among([layer], model)
-    return tuple(site.name for site in read)
 
 
 @checked_call
@@ -295,9 +280,9 @@ def knocked_out_states(
     """
     check_call(model, batch_size)
     checked_name("variant", variant, VARIANTS)
-    shape, names, chosen = model.shape, _states_named(sites, model), _layers_with_attention(layers, model)
-    readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
-    plan = _states_plan(model, prompts, block, readings, at, variant, chosen, batch_size)
+    shape, names = model.shape, [site.name for site in sites_named(sites, model)]
+    layers = _layers_with_attention(layers, model)
+    plan = _states_plan(model, prompts, block, names, range(shape.n_layers), at, variant, layers, batch_size)
     n = len(plan.pair.base)
     before, after = ({name: torch.empty(shape.n_layers, n, shape.d_model) for name in names} for _ in range(2))
     for examples, measured in collect_states(plan, progress):
@@ -323,19 +308,18 @@ def windowed_states(
 
     The arguments are those of `knocked_out_states`; `window` is the number of layers to sever in.
     """
-    _states_named(site, model)
-    n_layers, readings = model.shape.n_layers, tuple((site, layer) for layer in read)
-    plan = _states_plan(model, prompts, block, readings, at, variant, range(n_layers), batch_size, window)
+    n_layers = model.shape.n_layers
+    plan = _states_plan(model, prompts, block, [site], read, at, variant, range(n_layers), batch_size, window)
     cells, n = plan.cells, len(plan.pair.base)
     above = sorted(set(range(n_layers)) - {template.labels["layer"] for _, template in cells})
     states = torch.empty(n_layers, len(read), n, model.shape.d_model)
     for done, measured in collect_states(plan, progress=False):
         part = cells.part(done)
         centers, examples = [template.labels["layer"] for _, template in part], part.example.tolist()
-        for place, reading in enumerate(readings):
-            states[centers, place, examples] = measured.after[reading].float().cpu()
+        for place, read_layer in enumerate(read):
+            states[centers, place, examples] = measured.after[site, read_layer].float().cpu()
             for layer in above:
-                states[layer, place, examples] = measured.before[reading].float().cpu()
+                states[layer, place, examples] = measured.before[site, read_layer].float().cpu()
     return states
 
 
@@ -343,24 +327,27 @@ def _states_plan(
     model: HookedModel,
     prompts: Prompts,
     block: Blocked,
-    readings: tuple[Reading, ...],
+    sites: Sequence[str],
+    read: Sequence[int],
     at: Where,
     variant: VariantName,
     layers: Sequence[int],
     batch_size: int | None,
     window: int | None = None,
 ) -> Plan:
-    """Return the plan that reads states after a knockout in all layers, or in a window around each of them."""
-    base, deepest = read_prompts(model, prompts), max(layer for _, layer in readings)
-    named = named_edges(block)
+    """Return the plan that reads states of some layers after a knockout in all layers, or in windows around each."""
+    if other := [site for site in sites if site not in STATES]:
+        raise InputError(f"{other[0]} is not a state of the residual stream. Valid: {', '.join(STATES)}.")
+    # Called only for its error: every layer must have these sites and attention.
+    for site, layer in product(sites_named(["pattern", *sites], model), range(model.shape.n_layers)):
+        site.among([layer], model)
+    base, named = read_prompts(model, prompts), named_edges(block)
     if len(named) > 1:
         raise InputError(f"block= names {len(named)} sets of edges ({', '.join(named)}): give one of them.")
-    (edges,) = named.values()
     axes, windows = ((), {}) if window is None else (("layer",), {"layer": window})
-    rows = []
-    for i, prompt in enumerate(base):
-        matrix = edges.matrix(prompt, i, len(base), ahead=model.is_bidirectional)
-        templates = _templates(model, EDGES, edges, matrix, axes, windows, layers, variant)
-        # A knockout that begins after every layer that is read changes nothing there.
-        rows.append((i, [one for one in templates if min(edit.layers.start for edit in one.edits) <= deepest]))
+    edges = [(EDGES, *named.values())]
+    rows, _ = _templates(model, base, edges, axes, windows, layers, variant)
+    # A knockout that begins after every layer that is read changes nothing there.
+    rows = [(i, [one for one in some if min(edit.layers.start for edit in one.edits) <= max(read)]) for i, some in rows]
+    readings = tuple(product(sites, read))
     return Plan(model, PromptPair(base), CellTable.of(rows), (), batch_size=batch_size, states=readings, states_at=at)
