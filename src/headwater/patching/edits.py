@@ -361,17 +361,19 @@ def write_tokens(
         edit = span_edit.edit
         # An index of edits of all heads has no head axis: it cannot share a scatter with one that has.
         groups.setdefault((edit.source_layer_of(layer), edit.heads is None, edit.units is None), []).append(span_edit)
-    for (source, _, whole), group in groups.items():
-        tokens, *at = _indices(group, activation.device)
-        if not len(tokens):
+    for (source, all_heads, whole), group in groups.items():
+        index = _written_rows(group)
+        if not index.size:
             continue
-        heads, units = at[3:], None if whole else _units(group, activation.device)
+        _, offset, place, head, example, sample, position = to_device(index, activation.device)
+        tokens, heads = offset + place, [] if all_heads else [head]
+        units = None if whole else _units(group, activation.device)
         if values.change is None and whole and not site.has_units:  # fixed values: no need to read the current ones
-            example, position, sample, *_ = at
             taken = values.taken(site, source, example, sample, position, *heads)
             assert taken is not None
             activation[tokens, *heads] = taken
             continue
+        at = (example, position, sample, *heads)
         edited = partial(_edited, values=values, site=site, layer=layer, source=source, at=at, units=units)
         activation[tokens, *heads] = site.written(activation[tokens, *heads], edited)
 
@@ -387,7 +389,8 @@ def _edited(
 ) -> Tensor:
     """Return rows after edits: `current`, `row (head) width`, is a copy, which may be written in place.
 
-    `at` is what `_indices` returns after the token; `units` what `_units` returns, unless all entries are written.
+    `at` is their example, position, sample and, where heads are chosen, head; `units` is what `_units` returns, unless
+    all entries are written.
     """
     example, position, sample, *heads = at
     if values.change is None and units is not None:
@@ -445,13 +448,13 @@ def write_patterns(
         turns[row] += 1
     # In turns: a later edit of a row must act on the result of the one before.
     for (_, source, length), group in sorted(together.items(), key=lambda one: one[0]):
-        index = _pattern_rows(group, activation.shape[1])
+        index = _written_rows(group, activation.shape[1])
         keys = _chosen_keys(group, activation.shape[-1])
         most = max(1, PATTERNS_AT_ONCE // activation.shape[-1])
         for start in range(0, index.shape[1], most):
-            of_span_edit, row, head, query, *at = to_device(index[:, start : start + most], activation.device)
+            at = to_device(index[:, start : start + most], activation.device)
+            of_span_edit, row, query, head, example, sample, position = at
             named = columns[row]
-            example, sample, position = at
             replacement = values.taken(site, source, example, sample, head, position)
             current = activation[row, head, query]
             if values.change is not None:
@@ -470,17 +473,20 @@ def write_patterns(
             activation[row, head, query] = written
 
 
-def _pattern_rows(span_edits: Sequence[TokenSpanEdit], n_heads: int) -> Int[np.ndarray, "7 row"]:
-    """Return span edit, row, head, query, example, sample and position of each written row (a query of a head)."""
+def _written_rows(span_edits: Sequence[TokenSpanEdit], n_heads: int = 1) -> Int[np.ndarray, "7 row"]:
+    """Return span edit, offset, place in the span, head, example, sample and position of each written row.
+
+    An edit of all heads has a row for each of `n_heads`, or one for all of them.
+    """
     parts = []
     for number, span_edit in enumerate(span_edits):
-        positions, heads = span_edit.positions, span_edit.edit.heads
+        positions, heads = span_edit.positions[:, None], span_edit.edit.heads
         listed = np.arange(n_heads) if heads is None else np.array(heads, dtype=np.int64)
-        shape = (len(span_edit.example), len(listed), len(positions))
-        row, example = (one[:, None, None] for one in (span_edit.offset, span_edit.example))
-        at = (number, row, listed[:, None], positions - span_edit.start, example, span_edit.edit.sample, positions)
+        offset, example = (one[:, None, None] for one in (span_edit.offset, span_edit.example))
+        at = (number, offset, positions - span_edit.start, listed, example, span_edit.edit.sample, positions)
+        shape = (len(span_edit.example), len(positions), len(listed))
         parts.append(np.stack([np.broadcast_to(one, shape).reshape(-1) for one in at]))
-    return np.concatenate(parts, 1)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, 1)
 
 
 def _chosen_keys(span_edits: Sequence[TokenSpanEdit], n_keys: int) -> Bool[np.ndarray, "_ key"] | None:
@@ -494,24 +500,8 @@ def _chosen_keys(span_edits: Sequence[TokenSpanEdit], n_keys: int) -> Bool[np.nd
     return chosen
 
 
-def _indices(span_edits: Sequence[TokenSpanEdit], device: torch.device) -> list[Tensor]:
-    """Return token, example, position, sample and, where heads are chosen, head of each row."""
-    parts = []
-    for span_edit in span_edits:
-        positions, heads = span_edit.positions, span_edit.edit.heads
-        # Offset minus start: added to a position it gives the token's index in the activation.
-        of_example = np.stack([span_edit.offset - span_edit.start, span_edit.example])[:, :, None, None]
-        shape = (len(span_edit.example), len(positions), 1 if heads is None else len(heads))
-        shift, example = np.broadcast_to(of_example, (2, *shape))
-        position = np.broadcast_to(positions[:, None], shape)
-        index = [position + shift, example, position, np.full(shape, span_edit.edit.sample)]
-        index += [] if heads is None else [np.broadcast_to(np.array(heads, dtype=np.int64), shape)]
-        parts.append(np.stack(index).reshape(len(index), -1))
-    return list(to_device(parts[0] if len(parts) == 1 else np.concatenate(parts, 1), device))
-
-
 def _units(span_edits: Sequence[TokenSpanEdit], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return, for each written entry, the index of its row among the rows of `_indices`, and the index of its unit."""
+    """Return, for each written entry, the index of its row in `_written_rows`, and the index of its unit."""
     rows, units, before = [], [], 0
     for span_edit in span_edits:
         length, chosen = len(span_edit.example) * len(span_edit.positions), np.array(span_edit.edit.units)
