@@ -200,35 +200,30 @@ def read_sets(
         raise InputError("sets= is empty: there is nothing to ablate.")
     sets: list[ComponentSet] = []
     for name, members in named:
-        read = _read_set(model, _by_kind(members, name), name, complement)
+        read = _read_set(model, members, name, complement)
         # Sets without names may have equal names, as "9 heads": the later ones are numbered.
         count = sum(other.name.split(" #")[0] == read.name for other in sets)
         sets.append(replace(read, name=f"{read.name} #{count + 1}") if count else read)
     return tuple(sets)
 
 
-def _by_kind(members: object, name: object) -> dict[str, Any]:
-    """Return the members of a set by kind; a list contains heads, and MLPs by name."""
-    where = "A set" if name is None else f"The set {shown(name)}"
-    if is_one(members):
-        raise InputError(f"{where} is {shown(members)}: give a mapping such as {{'heads': [(0, 1)], 'mlps': [4]}}.")
-    if hasattr(members, "columns"):
-        return {"heads": members}
-    if not isinstance(members, Mapping):
-        listed = list(members)  # type: ignore[call-overload]
-        mlps = [one for one in listed if (part := read_part(one)) and part.kind == "mlp"]
-        return {"heads": [one for one in listed if one not in mlps]} | {"mlps": mlps} if mlps else {"heads": listed}
-    if unknown := [kind for kind in members if kind not in (*KINDS, FEATURES)]:
-        raise InputError(f"{where} names {shown(unknown[0])}.{did_you_mean(unknown[0], (*KINDS, FEATURES))}")
-    return {kind: listed for kind, listed in members.items() if listed is not None}
-
-
-def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, complement: bool) -> ComponentSet:
-    members = {kind: _members(model, kind, listed) for kind, listed in given.items()}
+def _read_set(model: HookedModel, listed: Any, name: object, complement: bool) -> ComponentSet:
+    """Read the members of a set, given by kind; a list contains heads, and MLPs by name."""
+    called, kinds = "The set" if name is None else f"The set {shown(name)}", (*KINDS, FEATURES)
+    if is_one(listed):
+        raise InputError(f"{called} is {shown(listed)}: give a mapping such as {{'heads': [(0, 1)], 'mlps': [4]}}.")
+    if hasattr(listed, "columns"):  # a table of heads
+        listed = {"heads": listed}
+    elif not isinstance(listed, Mapping):
+        parts = list(listed)
+        mlps = [one for one in parts if (part := read_part(one)) and part.kind == "mlp"]
+        listed = {"heads": [one for one in parts if one not in mlps]} | {"mlps": mlps} if mlps else {"heads": parts}
+    if unknown := [kind for kind in listed if kind not in kinds]:
+        raise InputError(f"{called} names {shown(unknown[0])}.{did_you_mean(unknown[0], kinds)}")
+    members = {kind: _members(model, kind, some) for kind, some in listed.items() if some is not None}
     if not any(members.values()):
-        called, kinds = "The set" if name is None else f"The set {shown(name)}", (*KINDS, FEATURES)
         raise InputError(f"{called} is empty: name {', '.join(f'{kind}=' for kind in kinds)}, one or several of them.")
-    edits = [edit for kind, listed in members.items() for edit in _edits(model, kind, listed, complement)]
+    edits = [edit for kind, some in members.items() for edit in _edits(model, kind, some, complement)]
     if not edits:
         raise InputError(f"The complement of all {' and '.join(members)} is empty: there is nothing left to ablate.")
     return ComponentSet(str(name) if name is not None else _name(members, complement), members, tuple(edits))

@@ -294,11 +294,8 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
         examples = range(group[0], group[-1] + 1)
         cells = plan.cells.among(examples)
         part, filled = plan.cells.part(cells), np.cumsum(of_cell[cells.start : cells.stop])
-        # A wave may begin only at a cell that is not in one nest with the cell before it.
-        number = {nest: i for i, nest in enumerate(dict.fromkeys(one.nest for one in part.templates))}
-        by_template = [-1 if one.nest is None else number[one.nest] for one in part.templates]
-        nest = np.array(by_template, dtype=np.int64)[part.template]
-        begins = 1 + np.flatnonzero((nest[1:] < 0) | (nest[1:] != nest[:-1]))
+        # A wave may not begin between a cell and its parent, which comes after it.
+        begins = 1 + np.flatnonzero(part.parents()[:-1] < 0)
         start, before = 0, 0
         while start < len(part):
             over = int(np.searchsorted(filled, before + most, side="right"))
