@@ -36,13 +36,13 @@ def models():
 @pytest.fixture
 def forwards(monkeypatch):
     """How many rows each forward of edited prompts had."""
-    rows, plain = [], runners.run_variants
+    rows, plain = [], runners.WholeRuns.forward
 
-    def counted(model, prompts, *args):
-        rows.append(len(prompts))
-        return plain(model, prompts, *args)
+    def counted(self, *args):
+        rows.append(len(args[-1]))
+        plain(self, *args)
 
-    monkeypatch.setattr(runners, "run_variants", counted)
+    monkeypatch.setattr(runners.WholeRuns, "forward", counted)
     return rows
 
 
@@ -105,15 +105,15 @@ def test_a_run_has_half_of_its_rows_where_memory_runs_out(models, forwards, monk
     options = {"sites": "resid_pre", "metric": hw.logit_difference(5, 9), **QUIET}
     expected = hw.patch(model, clean, corrupted, **options)
     assert forwards == [20]
-    counted = runners.run_variants
+    counted = runners.WholeRuns.forward
 
-    def too_large(model, prompts, *args):
-        if len(prompts) > 6:
+    def too_large(self, *args):
+        if len(args[-1]) > 6:
             raise torch.OutOfMemoryError("out of memory")
-        return counted(model, prompts, *args)
+        counted(self, *args)
 
     forwards.clear()
-    monkeypatch.setattr(runners, "run_variants", too_large)
+    monkeypatch.setattr(runners.WholeRuns, "forward", too_large)
     assert_same_table(hw.patch(model, clean, corrupted, **options).table, expected.table, CLOSE)
     assert forwards == [5, 5, 5, 5]
 

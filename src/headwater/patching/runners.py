@@ -304,23 +304,48 @@ class WholeRuns(Runner):
 
         Rows of a forward read the same positions of equally deep layers, so that no unread logits are computed.
         """
-
-        def forward(rows: Indices) -> None:
-            examples, distinct = variants.example[rows].tolist(), [variants[index] for index in rows.tolist()]
-            before, prompts = self.group.corrupting("base", rows=examples), self._prompts.take(examples)
-            for reading, read in run_variants(
-                self.plan.model, prompts, distinct, examples, self.values, before
-            ).items():
-                deliver(reading, rows[list(read)], torch.stack(list(read.values())))
-
-        groups: dict[tuple[object, ...], list[int]] = {}
-        keys = [(variant.kept, deepest(variant), variant.whole) for variant in variants.distinct]
+        groups: dict[tuple[tuple[int, ...], int, int | None], list[int]] = {}
         for index in np.flatnonzero(variants.can_change_output).tolist():
-            groups.setdefault(keys[variants.which[index]], []).append(index)
-        for indices in groups.values():
+            variant = variants[index]
+            # Layers after the deepest reading are not run.
+            stop = max(layer + (site != LOGITS) for site, layer in variant.readings)
+            groups.setdefault((variant.kept, stop, variant.whole), []).append(index)
+        for (kept, stop, _), indices in groups.items():
             # Neighbouring rows of one length need no padding.
             indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
+            forward = partial(self.forward, variants, deliver, list(kept), stop)
             self.at_once = in_tiles(np.array(indices), self.at_once, forward)
+
+    def forward(self, variants: Variants, deliver: Deliver, kept: list[int], stop: int, rows: Indices) -> None:
+        """Run the prompts of some variants, each with its own edits, and deliver what is read at the positions `kept`.
+
+        Layers from `stop` on are not run.
+        """
+        model, examples, own = self.plan.model, variants.example[rows].tolist(), [variants[i] for i in rows.tolist()]
+        asking: dict[Reading, list[int]] = {}
+        for row, variant in enumerate(own):
+            for reading in variant.readings:
+                asking.setdefault(reading, []).append(row)
+        read: dict[Reading, Tensor] = {}
+
+        def take(activation: Tensor, hook: object, reading: Reading) -> None:
+            # Indices make a copy: a view would keep the whole activation alive, and a later hook might write into it.
+            read[reading] = activation[asking[reading]][:, kept]
+
+        # Noise that makes the corrupted run comes first: edits act on that run.
+        hooks = [*self.group.corrupting("base", rows=examples), *_edits(own, examples, self.values, stop)]
+        for site, layer in asking:
+            if site != LOGITS:
+                hooks.append((SITES[site].hook_name(layer), read_hook(partial(take, reading=(site, layer)))))
+        logits = LOGITS, model.shape.n_layers
+        stop_at = None if logits in asking or stop == model.shape.n_layers else stop
+        # Only these positions go through W_U: with a large vocabulary it is the costliest product of a short prompt.
+        keep = torch.tensor(kept) if stop_at is None else None
+        out = model.run(self._prompts.take(examples), hooks, keep=keep, stop_at=stop_at)
+        if logits in asking:
+            read[logits] = out[asking[logits]]
+        for reading, values in read.items():
+            deliver(reading, rows[asking[reading]], values)
 
 
 def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementValues:
@@ -334,51 +359,6 @@ def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementVal
     }
     wanted = ValueRequest(model, group.examples, group.lengths, tuple(sorted(group.sources)), other, sites)
     return compute_values(replacement, wanted)
-
-
-def run_variants(
-    model: HookedModel,
-    prompts: Batch,
-    variants: Sequence[Variant],
-    examples: Sequence[int],
-    values: ReplacementValues,
-    before: Sequence[Hook] = (),
-) -> dict[Reading, dict[int, Tensor]]:
-    """Run prompts with hooks, each row with the edits of its variant; return by reading and row, `kept width`.
-
-    `examples` are the rows' indices in the group, `before` are hooks that act before the edits.
-    """
-    n_layers = model.shape.n_layers
-    stop = max(deepest(variant) for variant in variants)
-    readings = sorted({reading for variant in variants for reading in variant.readings})
-    rows = {reading: [i for i, v in enumerate(variants) if reading in v.readings] for reading in readings}
-    read: dict[Reading, dict[int, Tensor]] = {reading: {} for reading in rows}
-
-    def take(activation: Tensor, hook: object, reading: Reading) -> None:
-        # Cloned: a view would keep the whole activation alive, and a later hook might write into it.
-        read[reading] = {row: activation[row, list(variants[row].kept)].clone() for row in rows[reading]}
-
-    # Noise that makes the corrupted run comes first: edits act on that run.
-    hooks = [*before, *_edits(variants, examples, values, stop)]
-    for site, layer in rows:
-        if site != LOGITS:
-            hooks.append((SITES[site].hook_name(layer), read_hook(partial(take, reading=(site, layer)))))
-    # Only these positions go through W_U: with a large vocabulary it is the costliest product of a short prompt.
-    columns = sorted({position for variant in variants for position in variant.kept})
-    wants_logits = (LOGITS, n_layers) in rows
-    # Layers after the deepest reading are not run.
-    stop_at = None if wants_logits or stop == n_layers else stop
-    out = model.run(prompts, hooks, keep=columns if stop_at is None else None, stop_at=stop_at)
-    if wants_logits:
-        at = {position: column for column, position in enumerate(columns)}
-        for row in rows[LOGITS, n_layers]:
-            read[LOGITS, n_layers][row] = out[row, [at[position] for position in variants[row].kept]]
-    return read
-
-
-def deepest(variant: Variant) -> int:
-    """Return the number of the model's layers that a variant's readings need."""
-    return max(layer + (site != LOGITS) for site, layer in variant.readings)
 
 
 def visible_keys(model: HookedModel, prompt: Batch, layers: Collection[int]) -> dict[int, Bool[Tensor, "query key"]]:
@@ -419,14 +399,36 @@ def _edits(variants: Sequence[Variant], examples: Sequence[int], values: Replace
 
 def _cutting(cuts: Sequence[tuple[int, Edit]], layer: int, zero: bool) -> list[Hook]:
     """Return the hooks that sever edges of some rows in a layer, after (`zero`) or before the softmax."""
+
+    def severed(scores: Tensor) -> Bool[Tensor, "row head query key"]:
+        is_severed = torch.zeros_like(scores, dtype=torch.bool)
+        for row, cut in cuts:
+            edges = cut.edges[: scores.shape[-2], : scores.shape[-1]].to(scores.device)
+            heads: Any = slice(None) if cut.heads is None else list(cut.heads)
+            # |=, since several cuts may affect one row and head.
+            is_severed[row, heads, : len(edges), : edges.shape[1]] |= edges
+        return is_severed
+
+    def mask(scores: Tensor, hook: object) -> Tensor:
+        least, cut = torch.finfo(scores.dtype).min, severed(scores)
+        visible = scores > least / 2
+        # A query with only finfo.min attends to all keys equally, future ones too; one that saw no key is ignored.
+        blind = visible.any(-1) & ~(visible & ~cut).any(-1)
+        if bool(blind.any()):
+            token = int(blind.nonzero()[0][-1])
+            raise InterventionError(
+                f"Knocking out these edges leaves token {token} no key to attend to in layer {layer}. Leave it at "
+                "least one key, or use variant='zero'."
+            )
+        return scores.masked_fill(cut, least)
+
     pattern = main_site(Stage.PATTERN).hook_name(layer)
     if zero:
-        return [(pattern, replace_hook(lambda weights, hook: weights.masked_fill(_severed(weights, cuts), 0.0)))]
-    masked = replace_hook(partial(_mask, cuts=cuts, where=f"layer {layer}"))
+        return [(pattern, replace_hook(lambda weights, hook: weights.masked_fill(severed(weights), 0.0)))]
     return [
-        (hook_name("attn_scores", layer), masked),
+        (hook_name("attn_scores", layer), replace_hook(mask)),
         # Attention in transformers' own code may ignore edited scores: check in the pattern that edges were cut.
-        (pattern, read_hook(lambda weights, hook: edges_are_cut(weights, _severed(weights, cuts), pattern))),
+        (pattern, read_hook(lambda weights, hook: edges_are_cut(weights, severed(weights), pattern))),
     ]
 
 
@@ -467,31 +469,6 @@ def written_into(
     return edited
 
 
-def _mask(scores: Tensor, hook: object, cuts: Sequence[tuple[int, Edit]], where: str) -> Tensor:
-    least, severed = torch.finfo(scores.dtype).min, _severed(scores, cuts)
-    visible = scores > least / 2
-    # A query with only finfo.min attends to every key equally, future keys too; one that saw no key before is ignored.
-    blind = visible.any(-1) & ~(visible & ~severed).any(-1)
-    if bool(blind.any()):
-        token = int(blind.nonzero()[0][-1])
-        raise InterventionError(
-            f"Knocking out these edges leaves token {token} no key to attend to in {where}. Leave it at least one key, "
-            "or use variant='zero'."
-        )
-    return scores.masked_fill(severed, least)
-
-
-def _severed(scores: Tensor, cuts: Sequence[tuple[int, Edit]]) -> Bool[Tensor, "row head query key"]:
-    """Return the severed edges among the attention scores or weights of whole prompts."""
-    severed = torch.zeros_like(scores, dtype=torch.bool)
-    for row, cut in cuts:
-        edges = cut.edges[: scores.shape[-2], : scores.shape[-1]].to(scores.device)
-        heads: Any = slice(None) if cut.heads is None else list(cut.heads)
-        # |=, since several cuts may affect one row and head.
-        severed[row, heads, : len(edges), : edges.shape[1]] |= edges
-    return severed
-
-
 # Attribution patching: first-order estimates of a sweep's cells, from gradients (Nanda 2023; Syed et al. 2023).
 #
 #     effect ≈ Σ (value - activation) · ∂ metric / ∂ activation
@@ -504,8 +481,6 @@ def _severed(scores: Tensor, cuts: Sequence[tuple[int, Edit]]) -> Bool[Tensor, "
 
 Drawn: TypeAlias = tuple[str, int, int, int]
 """A site, its layer, the layer that the written values come from, and their draw."""
-Covered: TypeAlias = tuple[tuple[int, ...] | None, ...]
-"""By axis of a product: the indices that an edit covers; None is all."""
 
 
 class AttributionRunner(Runner):
@@ -614,21 +589,19 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
     numbers, begins = np.unique(cells.template[order], return_index=True)
     for number, alike in zip(numbers, np.split(order, begins[1:]), strict=True):
         for edit in cells.templates[number].edits:
+            # By axis of the product: the indices that the edit covers; None is all.
+            axes: list[tuple[int, ...] | None] = [edit.positions]
+            if edit.site.has_keys:
+                axes = [edit.heads, edit.positions, edit.keys]
+            elif edit.site.has_heads:
+                axes.append(edit.heads)
+            elif edit.site.has_units:
+                # After the features comes their error.
+                axes.append(None if edit.units is None else (*edit.units, -1))
             for layer in edit.layers:
                 product = products[edit.site.name, layer, edit.source_layer_of(layer), edit.sample].numpy()
-                covered = zip(_covered(edit), product.shape[1:], strict=True)
+                covered = zip(axes, product.shape[1:], strict=True)
                 places = [np.arange(length) if at is None else np.array(at) for at, length in covered]
                 there = product[np.ix_(cells.example[alike] - first, *places)]
                 total[alike] += there.reshape(len(alike), -1).sum(1, dtype=np.float64)
     return torch.from_numpy(total)
-
-
-def _covered(edit: Edit) -> Covered:
-    """Return the indices that an edit covers on each axis of its site's products; None is all."""
-    if edit.site.has_keys:
-        return edit.heads, edit.positions, edit.keys
-    if edit.site.has_heads:
-        return edit.positions, edit.heads
-    # After the features comes their error.
-    units = None if edit.units is None else (*edit.units, -1)
-    return (edit.positions, units) if edit.site.has_units else (edit.positions,)
