@@ -1,13 +1,9 @@
 """Edits of several components at once, as one cell: ablation of sets, and nodes (single activations) patched together.
 
-A node is an activation, given by site, layer, token, head and attended token; an omitted field is covered whole:
-
-    {"site": "resid_pre", "layer": 3, "position": 5}                       one token
-    {"site": "z", "layer": 3, "head": 2}                                   a head, at every token
-    {"site": "pattern", "layer": 3, "head": 2, "position": 5, "key": 2}    an attention edge: token 5 reads token 2
-
-A node may also be a name (`headwater.models.part_names`): "9.2" and "L9H2" are the z of a head, "9.2.q" its query, "m9"
-the output of an MLP, and "blocks.3.hook_resid_pre" the site of this hook.
+A node is an activation, given by site, layer, token, head and attended token, as in `{"site": "resid_pre", "layer": 3,
+"position": 5}`; an omitted field is covered whole. It may also be a name (`headwater.models.part_names`): "9.2" and
+"L9H2" are the z of a head, "9.2.q" its query, "m9" the output of an MLP, and "blocks.3.hook_resid_pre" the site of this
+hook.
 
 A set contains heads (z of query heads, also where these share keys and values), MLPs, neurons (mlp_post) and features
 of dictionaries. Its complement contains every other component of the kinds that were named; an empty list names a kind

@@ -27,7 +27,6 @@ from headwater.foreign_names import hint_for
 from headwater.options import checked_name, checked_number, checked_seed, shown
 from headwater.runs.record import RunRecord
 from headwater.runs.result import with_interval
-from headwater.stats.discrimination import pearson, spearman
 from headwater.stats.resample import NOTHING_LEFT, Bootstrap, interval
 from headwater.stats.significance import q_values, sign_flip_p
 
@@ -269,26 +268,6 @@ def refuse_other_run(
         if differing:
             what = "answers" if "answers" in differing else "positions or code"
             raise InputError(f"{option}= measured {ours['name']} with other {what}: run both with the same metric.")
-
-
-def agreement(approximate: pd.DataFrame, exact: pd.DataFrame, coordinates: Sequence[str]) -> pd.DataFrame:
-    """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
-    # Neither the token's text nor the written values identify a cell: sweeps of other values are compared, too.
-    named = ("example", *(name for name in coordinates if name not in ("token", "values")))
-    keys = [name for name in named if name in exact.columns]
-    if any(name not in approximate.columns for name in keys):
-        raise InputError("The two sweeps do not run over the same axes.")
-    both = approximate[[*keys, "effect"]].merge(exact[[*keys, "effect"]], on=keys, suffixes=("", "_exact"))
-    if len(both) != len(exact) or len(both) != len(approximate):
-        raise InputError(f"The two sweeps share {len(both)} cells of {len(approximate)} and {len(exact)}.")
-    rows = []
-    for (site, metric), part in both.groupby(["site", "metric"], sort=False):
-        x, y = part["effect"].to_numpy(), part["effect_exact"].to_numpy()
-        # The sign of an effect within rounding says nothing.
-        sizeable = np.abs(y) > 1e-6 * np.abs(y).max()
-        same_sign = float((np.sign(x) == np.sign(y))[sizeable].mean()) if sizeable.any() else np.nan
-        rows.append([site, metric, len(part), float(pearson(x, y)), float(spearman(x, y)), same_sign])
-    return pd.DataFrame(rows, columns=["site", "metric", "cells", "pearson", "spearman", "sign_agreement"])
 
 
 MATCH = ("layer", "site")

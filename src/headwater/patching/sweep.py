@@ -42,6 +42,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Claim, Result, Size
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few
+from headwater.stats.discrimination import pearson, spearman
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -503,7 +504,23 @@ class Sweep(Result):
         """
         exact = checked_kind("exact", exact, Sweep, "hw.patch(...)")
         summaries.refuse_other_run("exact", exact.run, self.run, "direction")
-        return summaries.agreement(self.table, exact.table, COORDINATES)
+        # Neither the token's text nor the written values identify a cell: sweeps of other values are compared, too.
+        named = ("example", *(name for name in COORDINATES if name not in ("token", "values")))
+        keys = [name for name in named if name in exact.table.columns]
+        if any(name not in self.table.columns for name in keys):
+            raise InputError("The two sweeps do not run over the same axes.")
+        mine, theirs = (table[[*keys, "effect"]] for table in (self.table, exact.table))
+        both = mine.merge(theirs, on=keys, suffixes=("", "_exact"))
+        if not len(both) == len(mine) == len(theirs):
+            raise InputError(f"The two sweeps share {len(both)} cells of {len(mine)} and {len(theirs)}.")
+        rows = []
+        for (site, metric), part in both.groupby(["site", "metric"], sort=False):
+            x, y = part["effect"].to_numpy(), part["effect_exact"].to_numpy()
+            # The sign of an effect within rounding says nothing.
+            sizeable = np.abs(y) > 1e-6 * np.abs(y).max()
+            same_sign = float((np.sign(x) == np.sign(y))[sizeable].mean()) if sizeable.any() else np.nan
+            rows.append([site, metric, len(part), float(pearson(x, y)), float(spearman(x, y)), same_sign])
+        return pd.DataFrame(rows, columns=["site", "metric", "cells", "pearson", "spearman", "sign_agreement"])
 
 
 def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
