@@ -31,6 +31,7 @@ import pandas as pd
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
+from headwater.models.families import known_family, text_config
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all
@@ -392,7 +393,9 @@ class SweepSpec:
     ) -> CellTable:
         """Return the cells of every example. Prompts that share their steps share one list of templates."""
         cache: dict[Hashable, list[CellTemplate]] = {}
-        rows = []
+        rows, config = [], self.model.config
+        # Another architecture than those known, and TransformerLens's own, may mix tokens before its first layer.
+        embeds_each = known_family(config) is not None or not hasattr(text_config(config), "model_type")
         for example in range(len(pair.base)):
             i = example // pair.draws
             # Tokens are known to be equal only if they are at the same positions.
@@ -402,7 +405,7 @@ class SweepSpec:
                 if (same := (id(of_site), since)) not in cache:
                     cache[same] = list(self._templates(site, of_site, replacement, since))
                 templates = cache[same]
-                if changed and site is main_site(Stage.BLOCK_INPUT):
+                if changed and embeds_each and site is main_site(Stage.BLOCK_INPUT):
                     # At all other tokens both runs enter the first layer alike: these cells need no run.
                     if (same := (id(of_site), changed)) not in cache:
                         cache[same] = [one.noop if one.writes_inputs_outside(changed) else one for one in templates]
