@@ -407,9 +407,9 @@ class SweepSpec:
                 templates = cache[same]
                 if changed and embeds_each and site is main_site(Stage.BLOCK_INPUT):
                     # At all other tokens both runs enter the first layer alike: these cells need no run.
-                    if (same := (id(of_site), changed)) not in cache:
-                        cache[same] = [one.noop if one.writes_inputs_outside(changed) else one for one in templates]
-                    templates = cache[same]
+                    if (alike := (id(of_site), changed)) not in cache:
+                        cache[alike] = [one.noop if one.writes_inputs_outside(changed) else one for one in templates]
+                    templates = cache[alike]
                 rows.append((example, templates))
         return CellTable.of(rows)
 

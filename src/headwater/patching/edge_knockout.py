@@ -345,8 +345,8 @@ def _states_plan(
     if len(named) > 1:
         raise InputError(f"block= names {len(named)} sets of edges ({', '.join(named)}): give one of them.")
     axes, windows = ((), {}) if window is None else (("layer",), {"layer": window})
-    edges = [(EDGES, *named.values())]
-    rows, _ = _templates(model, base, edges, axes, windows, layers, variant)
+    (edges,) = named.values()
+    rows, _ = _templates(model, base, [(EDGES, edges)], axes, windows, layers, variant)
     # A knockout that begins after every layer that is read changes nothing there.
     rows = [(i, [one for one in some if min(edit.layers.start for edit in one.edits) <= max(read)]) for i, some in rows]
     readings = tuple(product(sites, read))

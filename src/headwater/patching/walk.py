@@ -211,7 +211,7 @@ def rows_of(variants: Variants) -> RowTable:
     parent, is_live = variants.parent, variants.can_change_output
     numbers = []
     for variant in variants.distinct:
-        layer, stage = variant.joins if variant.can_change_output else (0, 0)
+        joins = variant.joins if variant.can_change_output else (0, Stage.BLOCK_INPUT)
         after_last_edit = max((edit.layers.stop for edit in variant.edits), default=0)
         deepest_read = max((layer for _, layer in variant.readings), default=-1)
         # Recomputed from the first change, or the first position read if that is earlier, up to the last one read: a
@@ -219,7 +219,7 @@ def rows_of(variants: Variants) -> RowTable:
         span = (0, variant.whole)
         if variant.whole is None:
             span = min(variant.first_change, variant.kept[0]), variant.kept[-1] + 1
-        numbers.append((layer, int(stage), after_last_edit, deepest_read, *span))
+        numbers.append((*joins, after_last_edit, deepest_read, *span))
     layer, stage, edits_stop, read, start, end = np.array(numbers, dtype=np.int64).reshape(-1, 6)[variants.which].T
     # A variant that reads nothing after its last edit never needs a row: its parent's row has what it reads.
     leaves = (parent >= 0) & (edits_stop < edits_stop[parent]) & (read >= edits_stop)
