@@ -48,25 +48,23 @@ def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = Fal
     """
     if not plan:
         raise InputError("Nothing was requested: choose maps, pathways, memorization or membership, or pass --plan.")
-    from headwater.reference.plan import DATA, LIMITS, figure_commands, reproduction_plan
+    from headwater.reference.plan import PLAN, figure_commands, reproduction_plan
 
-    lines = [asdict(line) for line in reproduction_plan(runs)]
-    figures = {kind: figure_commands(kind, runs) for kind in LIMITS}
-    summary = {"lines": lines, "figures": figures, "data": DATA, "limits": LIMITS}
-    report(summary, {kind: _plan_of(kind, summary) for kind in figures}, as_json)
-
-
-def _plan_of(kind: str, summary: dict[str, Any]) -> list[str]:
-    """Return the lines of the plan for one analysis."""
-    lines = [line for line in summary["lines"] if line["analysis"] == kind]
-    named = dict.fromkeys(name for line in lines for name in line["data"])
-    meanings = {what: [name for name in named if summary["data"][name] == what] for what in summary["data"].values()}
-    return [
-        *(f"  {line['command']}  # {line['weights']:.1f} GiB, {line['published']:,} numbers" for line in lines),
-        *(f"  {figure}" for figure in summary["figures"][kind]),
-        *(f"  data: {', '.join(names)}: {what}" for what, names in meanings.items() if names),
-        *(f"  limit: {limit}" for limit in summary["limits"][kind]),
-    ]
+    lines, sections = reproduction_plan(runs), {}
+    figures = {kind: figure_commands(kind, runs) for kind in PLAN}
+    for kind, one in PLAN.items():
+        files_of: dict[str, list[str]] = {}
+        for file, what in one["data"].items():
+            files_of.setdefault(what, []).append(file)
+        commands = [line for line in lines if line.analysis == kind]
+        sections[kind] = [
+            *(f"  {line.command}  # {line.weights:.1f} GiB, {line.published:,} numbers" for line in commands),
+            *(f"  {figure}" for figure in figures[kind]),
+            *(f"  data: {', '.join(files)}: {what}" for what, files in files_of.items()),
+            *(f"  limit: {limit}" for limit in one["limits"]),
+        ]
+    planned = {kind: one | {"figures": figures[kind]} for kind, one in PLAN.items()}
+    report({"lines": [asdict(line) for line in lines], "plan": planned}, sections, as_json)
 
 
 @app.command
