@@ -283,12 +283,9 @@ def test_contexts_that_cannot_be_used_are_refused(options, message, model, tmp_p
 @pytest.mark.parametrize(
     ("prompt", "later", "message"),
     [
-        (
-            None,
-            [{"role": "user", "content": "So"}, {"role": "user", "content": "{question}"}],
-            "its last message alone",
-        ),
-        (None, {"role": "user", "content": "{question}"}, "its last message alone, as a list"),
+        (None, [{"role": "user", "content": "So"}], "does not write a message out exactly once"),
+        (None, {"role": "user", "content": "{question}"}, "predecessor_prompt: .* must be messages, a list of"),
+        (None, "{question}", "predecessor_prompt: .* must be messages, a list of"),
         (
             [{"role": "user", "content": "{question}"}, {"role": "assistant", "content": "Well ,"}],
             None,

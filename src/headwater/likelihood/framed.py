@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
@@ -194,12 +194,27 @@ class ContextWording:
         """Return the frame of a question after others; in a conversation, of its last turn or an earlier turn."""
         if not before:
             return self.alone
-        if self.predecessors == TURNS:
-            return self._turn(before, last)
-        written = "".join(f"Q: {question}\nA: {answer}\n" for question, answer in before)
-        frame = self._with_pairs
-        start, end = (part.replace(PAIRS, written) for part in (frame.before, frame.after))
-        return frame._replace(before=start, after=end)
+        if self.predecessors != TURNS:
+            written = "".join(f"Q: {question}\nA: {answer}\n" for question, answer in before)
+            frame = self._with_pairs
+            return frame._replace(
+                before=frame.before.replace(PAIRS, written), after=frame.after.replace(PAIRS, written)
+            )
+        later = self.predecessor_prompt if last else None
+        if self.context != CHAT:
+            earlier = "".join(
+                f"{self.alone.asking(question)}{self.alone.joint}{answer}\n" for question, answer in before
+            )
+            frame = self.alone if later is None else question_frame(self.model, self.context, later)
+            return frame._replace(before=earlier + frame.before)
+        *messages, turn = _messages(self.prompt)
+        if SLOT not in turn["content"]:
+            raise InputError(f"prompt: the last message of a conversation must contain {SLOT}, found {shown(turn)}.")
+        for question, answer in before:
+            messages.append({**turn, "content": turn["content"].replace(SLOT, question)})
+            messages.append({"role": "assistant", "content": answer})
+        messages += [turn] if later is None else later
+        return question_frame(self.model, CHAT, messages)
 
     @cached_property
     def _with_pairs(self) -> Frame:
@@ -216,29 +231,6 @@ class ContextWording:
             raise InputError(f"the prompt after others must contain {PAIRS} exactly once.")
         return frame
 
-    def _turn(self, before: Pairs, last: bool) -> Frame:
-        prompt = self.predecessor_prompt if last and self.predecessor_prompt is not None else self.prompt
-        if self.context != CHAT:
-            alone = self.alone
-            earlier = "".join(f"{alone.asking(question)}{alone.joint}{answer}\n" for question, answer in before)
-            frame = question_frame(self.model, self.context, prompt)
-            return Frame(earlier + frame.before, frame.after, frame.joint)
-        *opening, turn = _messages(self.prompt)
-        if SLOT not in turn["content"]:
-            raise InputError(f"prompt: the last message of a conversation must contain {SLOT}, found {shown(turn)}.")
-        later = self.predecessor_prompt if last else None
-        if later is not None and not (isinstance(later, list | tuple) and len(later) == 1):
-            raise InputError(
-                f"for a conversation, pass its last message alone, as a list of a user's message with {SLOT}; found "
-                f"{shown(later)}."
-            )
-        final = _messages(prompt)[-1] if last else turn
-        messages = list(opening)
-        for question, answer in before:
-            messages.append({**turn, "content": turn["content"].replace(SLOT, question)})
-            messages.append({"role": "assistant", "content": answer})
-        return question_frame(self.model, CHAT, [*messages, final])
-
 
 def _messages(prompt: str | Messages | None) -> Messages:
     """Return the messages of a chat prompt; without messages, the question as a user message."""
@@ -249,38 +241,25 @@ def frames_of(nodes: pd.DataFrame, wording: ContextWording, answers_to: OwnAnswe
     """Return the frame of every node; None if a predecessor has no answer to show."""
     rows = {row["id"]: row for row in nodes.to_dict("records")}
     if wording.predecessors == NONE:
-        return [wording.after([]) for _ in rows]
+        return [wording.alone for _ in rows]
     for name, row in rows.items():
         if lacking := next((parent for parent in row["predecessors"] if parent not in rows), None):
             raise InputError(f"Node {name!r} comes after {lacking!r}, which is not in the table: keep predecessors.")
     below = {name: [rows[parent] for parent in row["predecessors"]] for name, row in rows.items()}
-    pairs: dict[str, list[tuple[str, str]] | None]
     if wording.predecessors == GOLD:
-        pairs = {name: [(node["question"], node["answers"][0]) for node in some] for name, some in below.items()}
-    else:
-        questions = {name: [node["question"] for node in some] for name, some in below.items()}
-        pairs = _answered(questions, wording, answers_to)
-    return [None if (shown := pairs[name]) is None else wording.after(shown) for name in rows]
-
-
-def _answered(
-    by_node: Mapping[str, Sequence[str]], wording: ContextWording, answers_to: OwnAnswers
-) -> dict[str, list[tuple[str, str]] | None]:
-    """Let the model answer the questions before each node, each alone or each after the previous ones."""
-    pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in by_node}
+        return [wording.after([(one["question"], one["answers"][0]) for one in below[name]]) for name in rows]
+    pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in rows}
     # Turn by turn over all nodes, so that each turn is a single batch of prompts.
-    for turn in range(max(map(len, by_node.values()), default=0)):
+    for turn in range(max(map(len, below.values()), default=0)):
         prompts = {}
-        for name, questions in by_node.items():
-            earlier = pairs[name]
-            if earlier is not None and turn < len(questions):
+        for name, earlier in pairs.items():
+            if earlier is not None and turn < len(below[name]):
                 frame = wording.after(earlier, last=False) if wording.predecessors == TURNS else wording.alone
-                prompts[name] = frame.asking(questions[turn])
-        answers = answers_to(prompts.values(), f"predecessors_{turn}")
-        for name, answer in zip(prompts, answers, strict=True):
-            earlier = pairs[name]
-            pairs[name] = None if answer is None or earlier is None else [*earlier, (by_node[name][turn], answer.text)]
-    return pairs
+                prompts[name] = frame.asking(below[name][turn]["question"])
+        for name, answer in zip(prompts, answers_to(prompts.values(), f"predecessors_{turn}"), strict=True):
+            earlier = pairs[name] or []
+            pairs[name] = None if answer is None else [*earlier, (below[name][turn]["question"], answer.text)]
+    return [None if earlier is None else wording.after(earlier) for earlier in pairs.values()]
 
 
 # The answers to a depth graph's questions, and their scores from 1 to 5.

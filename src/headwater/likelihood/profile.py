@@ -196,7 +196,7 @@ def memorization(
             "predicted", with the model's own answers to them; "multi-turn", in a conversation (`likelihood.framed`).
             The data's answers are used only with "none", unless `answers="data"`.
         predecessor_prompt: replaces `prompt` if a question has predecessors: with one `{question}` and, unless
-            multi-turn, one `{pairs}`; for a multi-turn chat, one message. Default: `prompt` with the pairs before it.
+            multi-turn, one `{pairs}`; for a multi-turn chat, its last messages. Default: `prompt`, after the pairs.
         max_new_tokens: most tokens of a generated answer; an answer that is unfinished then is not judged.
         quartiles: the Min-K% that defines the quartile groups: that of the deepest question itself ("node"), or the
             average over all questions of its graph ("group").
