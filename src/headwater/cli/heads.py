@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 import headwater as hw
-from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, RunOptions, is_main, report
+from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, RunOptions, documented_by, is_main, report
 from headwater.errors import InputError
 from headwater.models.packaged import BASE, is_embedded
 
@@ -19,42 +19,23 @@ Relations = Annotated[
         help="A folder or file of relations, or the name of a relation of headwater's suite. Default: the whole suite."
     ),
 ]
-Embedding = Annotated[
-    Literal["auto", "raw", "mlp0", "embed+mlp0", "layer0"] | None,
-    Parameter(
-        help="Token representation that heads from layer 1 on read; heads of layer 0 read the raw embedding. Default: "
-        'auto, the one that agrees best with the output of the first block; with --rule published "mlp0", or "raw" '
-        "for the shape of Llama-3.1-70B."
-    ),
-]
+MultiToken = Literal["first", "distinguishing"] | None
+Embedding = Literal["auto", "raw", "mlp0", "embed+mlp0", "layer0"]
 
 
-MultiToken = Annotated[
-    Literal["first", "distinguishing"] | None,
-    Parameter(
-        help="The token that scores a target of several tokens: its `first`, or the first that no other target of its "
-        "relation has (`distinguishing`). Default: such targets are left out."
-    ),
-]
-
-
+@documented_by("heads/classify:classify_heads")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Scoring:
     """How to score heads on relations."""
 
     k: int | None = None
-    """A target among this many of the largest logits is a hit. Default: 1 for copying relations and 10 for others, on
-    Llama 3 vocabularies 3 and 25."""
     threshold: float = 0.15
-    """Lowest chance-corrected score (with `headwater heads --rule published`, lowest score) at which a head implements
-    a relation."""
-    embedding: Embedding = None
+    embedding: Embedding | None = None
     device: str | None = None
-    """Device that scores a checkpoint, such as "cpu" or "cuda"; scores do not depend on it. Default: a CUDA device if
-    there is one, else the CPU."""
 
 
+@documented_by("heads/classify:classify_heads")
 def heads(
     model: Model = None,
     *,
@@ -78,7 +59,6 @@ def heads(
     - `headwater heads path/to/checkpoint --relations path/to/relations --rule published --json`
 
     Args:
-        rule: "controlled" (chance-corrected score, null model and copying control) or "published" (score alone).
         validate: Run the model too, to test whether it uses the classified heads: ablate each, and others of its
             layer. With --out there is also a folder `validated`, whose figure rings the heads that are used.
         template: With --validate: the prompt for a target, with one {source} after a space. Default: three examples;
@@ -106,6 +86,7 @@ def heads(
     run.finish(head_map, files, "relations")
 
 
+@documented_by("heads/classify:classify_heads")
 def compare(
     models: Annotated[
         list[str],
@@ -132,6 +113,7 @@ def compare(
     run.finish(comparison, run.write(comparison, "head_comparison"), "summary", "largest")
 
 
+@documented_by("heads/behaviour:attention_behaviour")
 def behaviour(
     model: Model = None,
     *,
@@ -140,10 +122,7 @@ def behaviour(
     length: int = 24,
     threshold: float = 0.4,
     copying: bool = True,
-    embedding: Annotated[
-        Literal["raw", "mlp0", "embed+mlp0", "layer0"] | None,
-        Parameter(help='Token representation that OV circuits from layer 1 on read. Default: as published, "mlp0".'),
-    ] = None,
+    embedding: Literal["raw", "mlp0", "embed+mlp0", "layer0"] | None = None,
     batch_size: int = 16,
     seed: int = 0,
     load: Load = Load(),
@@ -162,12 +141,6 @@ def behaviour(
     Args:
         texts: File with a text per line, or .jsonl, .csv or .tsv with the texts under `text`. Default: random tokens
             alone; for the embedded model also texts of its world.
-        sequences: Number of sequences of random tokens, at most 10,000.
-        length: Number of random tokens before they are repeated; fewer if the vocabulary or the context is small.
-        threshold: Lowest chance-corrected score at which a head has a behaviour.
-        copying: Whether to compute the eigenvalues of each head's OV circuit, too.
-        batch_size: Sequences in one run of the model; fewer if their patterns would take too much memory.
-        seed: Seed of the random tokens, the intervals and the random heads.
     """
     from headwater.data.rows import check_readable, read_texts
 
@@ -183,13 +156,14 @@ def behaviour(
     run.finish(result, run.write(result, "attention_behaviour"), "summary")
 
 
+@documented_by("causes/weights_to_cause:evidence")
 def evidence(
     model: Model = None,
     relation: list[str] | None = None,
     /,
     *,
     template: Annotated[str, ANY_TEXT] = "auto",
-    embedding: Literal["auto", "raw", "mlp0", "embed+mlp0", "layer0"] = "auto",
+    embedding: Embedding = "auto",
     pairs: int = 12,
     draws: int = 200,
     seed: int = 0,
@@ -212,10 +186,7 @@ def evidence(
             whole suite (the default), a line each.
         template: A text with one {source} after a space, followed by the target. Default: "auto", the one of sentences,
             examples and chat with the largest logit difference.
-        embedding: Token representation that heads from layer 1 on read. Default: "auto", as in `headwater heads`.
-        pairs: Largest number of pairs of prompts of each relation.
-        draws: How often targets are shuffled, and how many random sets of heads are ablated.
-        seed: Seed of the halves, pairs, examples, draws and intervals.
+        embedding: Token representation that heads from layer 1 on read, as in `headwater heads`.
     """
     chosen = None if relation is None else relation[0] if len(relation) == 1 else relation
     result = hw.evidence(
@@ -225,6 +196,7 @@ def evidence(
     run.finish(result, run.write(result, "evidence"))
 
 
+@documented_by("heads/classify:classify_heads")
 def relations(
     model: Model = None,
     *,

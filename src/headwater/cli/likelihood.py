@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 import headwater as hw
-from headwater.cli.options import ANY_TEXT, ENDPOINT, Flag, Load, Model, RunOptions, is_endpoint, is_main, screen, show
+from headwater.cli.options import (
+    ANY_TEXT,
+    ENDPOINT,
+    Flag,
+    Load,
+    Model,
+    RunOptions,
+    documented_by,
+    is_endpoint,
+    is_main,
+    screen,
+    show,
+)
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,23 +31,7 @@ Data = Annotated[
     Path | None,
     Parameter(help="A folder in the layout of DepthQA, or a JSON file. Default: that of the embedded model."),
 ]
-Predictions = Annotated[
-    str | None,
-    Parameter(
-        help="For a folder: the file with a model's answers, judged or not, as a path or as a name in the folder. "
-        'Default: the one file that has answers to the questions alone ("zero-shot"), if there is one.'
-    ),
-]
-
-Predecessors = Annotated[
-    Literal["none", "gold", "predicted", "multi-turn"],
-    Parameter(
-        help='What a question is asked with, as in the depth study: "none", the question alone; "gold", after the '
-        'questions it builds on with their accepted answers; "predicted", with the model\'s own answers to them; '
-        '"multi-turn", in a conversation in which the model was asked these first (`likelihood.framed`). Answers in '
-        "the data count as answers to the question alone, unless --answers data."
-    ),
-]
+Predecessors = Literal["none", "gold", "predicted", "multi-turn"]
 Judge = Annotated[
     str | None,
     Parameter(
@@ -45,11 +41,12 @@ Judge = Annotated[
 ]
 
 
+@documented_by("likelihood/profile:memorization", "likelihood/graph:load_depth_graph")
 def memorization(
     model: Model = None,
     *,
     data: Data = None,
-    predictions: Predictions = None,
+    predictions: str | None = None,
     span: Literal["question", "answer", "model_answer", "both"] = "answer",
     context: Literal["raw", "chat"] = "raw",
     aggregate: Literal["group", "node"] = "group",
@@ -76,18 +73,8 @@ def memorization(
     - `headwater memorization gpt2 --data questions.json --judge label`
 
     Args:
-        span: What to score: the "question", the accepted "answer" given the question, the "model_answer" given the
-            question, or "both", the question and the accepted answer.
-        context: "raw" (as a plain prompt) or "chat" (in the chat template).
-        aggregate: Values in a box of the figure: one per graph and depth ("group"), or one per question ("node").
         layers: final, all, or layers such as 0,4,8.
-        k: Share of the lowest tokens, for Min-K% and related scores.
-        answers: The answers to judge: those in the data, or the model's own. Default: the data's, if there are any.
-        max_new_tokens: The model's own answers are cut off after this many tokens, including the line break or end
-            token; an answer that had not ended is not judged.
-        controls: Score shuffled texts too; doubles the work.
-        seed: Seed of the shuffling and the bootstrap.
-        batch_size: Texts in one run of the model.
+        k: Share of the lowest tokens, for Min-K% and its variants.
     """
     graph, scorer = hw.load_depth_graph(data, predictions=predictions), read_judge(judge)
     profile = hw.memorization(
@@ -126,6 +113,7 @@ def _layers(text: str) -> Any:
     return [int(part) for part in parts] if all(part.strip().lstrip("-").isdigit() for part in parts) else text
 
 
+@documented_by("likelihood/files:score_file")
 def score(
     arguments: Annotated[
         list[str],
@@ -168,20 +156,10 @@ def score(
 
     Args:
         model: The model by name, as in --model gpt2. Default: the embedded model.
-        field: The field or column that contains the text.
-        k: Shares of the lowest tokens.
         reference: Another model, for the reference score. Default: none.
-        lowercase: Also read the lowercased texts, for the score `lowercase`.
         prefix: File of texts known to be unseen, for the score recall. Default: none.
         token_counts: How often each token id occurs in a corpus, for the score dc_pdd: a JSON list of numbers. Default:
             none.
-        maximum_entropy: In nats; the score `surp` uses positions of lower entropy. Default: none.
-        gradient_norm: Also compute the gradient of every text's loss, for the score `grad_norm`: a backward pass each.
-        long: Texts longer than the context: read in windows ("window"), or raise an "error".
-        stride: Number of new tokens that each further window scores. Default: half the context.
-        precision: How a CUDA device multiplies float32 states with W_U, "highest" with all bits or "high" in fewer
-            tensor-core products. It matters to float32 models and to lenses; elsewhere both are the same.
-        batch_size: Texts in one run of the model.
     """
     if len(arguments) + (model is not None) > 2:
         raise InputError(f"Pass [MODEL] FILE, a model and one file of texts; found {' '.join(arguments)}.")

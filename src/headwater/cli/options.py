@@ -1,20 +1,23 @@
 """The options that several commands take.
 
 A command is a function: its parameters are the options, its docstring is the help (cyclopts reads both). A parameter
-whose type is a dataclass here stands for the options in its fields. Importing these files does not import torch.
+whose type is a dataclass here stands for the options in its fields. An option without a text of its own has that of the
+parameter of the Python function (`documented_by`). Importing these files does not import torch.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
+from docstring_parser import parse
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +30,37 @@ if TYPE_CHECKING:
     from headwater.questions.extract import EndpointExtractor
     from headwater.runs.result import Result
 
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def documented_by(*sources: str) -> Callable[[C], C]:
+    """Complete the help of a command, or of a dataclass of options, with the docstrings of Python functions.
+
+    An option without a text gets that of the parameter of its name, from the first function that has one. A source is
+    written as "likelihood/files:score_file": docstrings are read from the files, since importing them loads torch.
+    """
+
+    def complete(command: C) -> C:
+        texts: dict[str, str] = {}
+        for source in reversed(sources):
+            file, _, name = source.partition(":")
+            code = (Path(hw.__file__).parent / f"{file}.py").read_text(encoding="utf-8")
+            docstring = code.partition(f"\ndef {name}(")[2].split('"""')[1]
+            texts |= {one.arg_name: " ".join((one.description or "").split()) for one in parse(docstring).params}
+        lines = []
+        # The annotations of a class are those of its own fields, without the fields that it inherits.
+        for name in filter(texts.get, inspect.get_annotations(command)):
+            text = texts[name][0].upper() + texts[name][1:]
+            is_none = inspect.signature(command).parameters[name].default is None
+            lines.append(f"    {name}: {text}{' Default: none.' * (is_none and 'efault' not in text)}\n")
+        # The command's own texts come later, and so replace these.
+        about, _, own = inspect.cleandoc(command.__doc__ or "").partition("Args:\n")
+        command.__doc__ = f"{about.rstrip()}\n\nArgs:\n{''.join(lines)}{own}"
+        return command
+
+    return complete
+
+
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 """A flag without `--no-...`."""
 ANY_TEXT = Parameter(allow_leading_hyphen=True)
@@ -37,21 +71,11 @@ Model = Annotated[
     ),
 ]
 AsJson = Annotated[Flag, Parameter(name="--json", help="Print the summary as one JSON line on stdout.")]
-Variant = Annotated[
-    Literal["mask", "zero"],
-    Parameter(
-        help="`mask` edits scores before the softmax, so the rest renormalises; `zero` sets weights to 0 after it."
-    ),
-]
-Direction = Annotated[
-    Literal["denoise", "noise"], Parameter(help="`denoise` edits the corrupted run, `noise` the clean one.")
-]
-ProbeToken = Annotated[
-    Literal[
-        "prompt_last", "answer_first", "before_answer", "exact_answer_first", "exact_answer_last", "after_answer",
-        "answer_last",
-    ],
-    Parameter(help="Token that probes read; `before_answer` is the last token before the exact answer."),
+Variant = Literal["mask", "zero"]
+Direction = Literal["denoise", "noise"]
+ProbeToken = Literal[
+    "prompt_last", "answer_first", "before_answer", "exact_answer_first", "exact_answer_last", "after_answer",
+    "answer_last",
 ]  # fmt: skip
 ENDPOINT = (
     '"URL MODEL [VARIABLE]" of an OpenAI-compatible endpoint, where VARIABLE is an environment variable with its key'

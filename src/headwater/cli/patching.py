@@ -19,6 +19,7 @@ from headwater.cli.options import (
     RunOptions,
     Variant,
     changed,
+    documented_by,
     is_main,
     position,
     report,
@@ -32,50 +33,38 @@ Axis = Literal["layer", "position", "head", "key", "feature"]
 Window = Annotated[
     str | None, Parameter(help='Number of layers to patch at once, such as 3, or "cumulative". Default: one.')
 ]
-Hours = Annotated[
-    float | None,
-    Parameter(
-        help="Refuse to start a run of more than this many hours, estimated from the device's rate of matrix products. "
-        "Default: none; a run of more than an hour gives a warning."
-    ),
-]
 SHOWN, SIZE = 10, 20
 
 
+@documented_by("circuits/edge_effects:edges")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Measuring:
     """How to measure the effects of edges."""
 
     method: Literal["exact", "screened", "sublayer", "eap", "eap-ig"] | None = None
-    """`exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates all edges
-    (as `sublayer`), and recomputes exactly the --verify strongest and 50 random ones of the rest; `sublayer`,
-    `eap` and `eap-ig` only estimate (see `headwater.circuits.estimates`)."""
     verify: int = 500
-    """Number of edges that `screened` recomputes because of their estimates."""
     steps: int = 5
-    """Number of runs of `eap-ig` between the two embeddings."""
     quadrature: Literal["midpoints", "published"] = "midpoints"
-    """Points of these runs: the midpoints of the steps; or, as in the published code of Hanna et al.,
-    k/steps of the way from the corrupted to the clean embeddings, k = 1 ... steps."""
 
 
+@documented_by("circuits/search:find_circuit")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Search:
-    """Options of a search for a circuit."""
+    """Options of a search for a circuit.
+
+    Args:
+        threshold: Search for the circuit: remove edges one by one, in the order of ACDC, if this changes the metric's
+            mean over pairs by less than the threshold. Default: none.
+    """
 
     threshold: float | None = None
-    """Search for the circuit: remove edges one by one, in the order of ACDC, if this changes the metric's mean over
-    pairs by less than the threshold. Default: none."""
     budget: int | None = None
-    """Largest number of edges to try, each in one run of every pair; edges that lead nowhere are not counted. If there
-    are more edges, the search begins from this many of the strongest, which --method screened finds at about the same
-    cost; the others are left out at once. Default: all edges."""
     placebos: int = 10
-    """Number of random circuits, of the shape of the remaining circuit, to run for comparison."""
 
 
+@documented_by("patching/activation_patching:patch")
 def patch(
     model: Model = None,
     *,
@@ -113,7 +102,6 @@ def patch(
         positions: Only these positions: last, an index, or words of the prompt; repeat for several. With words, each is
             a role of its own, and the prompts may differ in length. Default: all.
         heads: Only these heads, by number or, of one layer, by name: --heads 3 --heads 7, or --heads 9.3. Default: all.
-        method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
     """
     from headwater.models.sites import sites_called
     from headwater.patching.replacements import replacement_spec
@@ -130,6 +118,7 @@ def patch(
     _report(sweep, run)
 
 
+@documented_by("patching/edge_knockout:knockout")
 def knockout(
     model: Model = None,
     *,
@@ -171,6 +160,7 @@ def knockout(
     _report(sweep, run)
 
 
+@documented_by("circuits/edge_effects:edges")
 def edges(
     model: Model = None,
     *,
@@ -183,7 +173,7 @@ def edges(
     through: Literal["direct", "mlps"] = "direct",
     measuring: Measuring = Measuring(),
     seed: int = 0,
-    hours: Hours = None,
+    hours: float | None = None,
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:
@@ -196,15 +186,6 @@ def edges(
     - `headwater edges --clean "The capital of France is" --corrupted "The capital of Italy is"
       --tokens " Paris" " Rome"`
     - `headwater edges gpt2 --pairs pairs.csv --metric kl-divergence --out runs/edges`
-
-    Args:
-        senders: Names such as "embed", "head 9.9", "mlp 8", of a kind ("head") or a layer ("head 9"). Default: all.
-        receivers: Names such as "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits", of a kind
-            ("q") or a layer ("q 10"). Default: all.
-        over: `position` measures a sender's output at each position separately. Default: at all positions together.
-        through: `direct`, a sender's output reaches the receiver unchanged; `mlps`, also through the MLPs between them,
-            which are recomputed, with all heads frozen (as `hw.path_patch`).
-        seed: Seed of the random edges of `screened`.
     """
     from headwater.runs.result import whole_summary
 
@@ -222,6 +203,7 @@ def edges(
     _finish(run, _about(result), strongest, result.report(), files)
 
 
+@documented_by("circuits/search:find_circuit")
 def circuit(
     model: Model = None,
     *,
@@ -232,7 +214,7 @@ def circuit(
     measuring: Measuring = Measuring(),
     search: Search = Search(),
     seed: int = 0,
-    hours: Hours = None,
+    hours: float | None = None,
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:

@@ -17,6 +17,7 @@ from headwater.cli.options import (
     ProbeToken,
     RunOptions,
     Variant,
+    documented_by,
     is_main,
     read_extractor,
     report,
@@ -30,36 +31,36 @@ if TYPE_CHECKING:
 DEFAULT_SAMPLE = 500
 
 
+@documented_by("pathways/trace:trace_pathways")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ProbeAt:
     """Options of the states that probes read."""
 
     site: Literal["mlp_out", "attn_out", "resid_post"] = "mlp_out"
-    """Site that probes read."""
     token: ProbeToken = "exact_answer_last"
 
 
+@documented_by("questions/answers:answer")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Answering:
-    """How to prompt a model, and how to read its answers."""
+    """How to prompt a model, and how to read its answers.
+
+    Args:
+        examples: A question file whose questions, each with its first answer, come before every question, in the same
+            prompt or as turns of a chat; `none` for the bare question, as published. Default: four of headwater's own
+            if the model's context is long enough for them; none before a --prompt.
+        label: When an answer is right: an accepted answer occurs in it ("contains"), begins it ("starts") or is all of
+            it ("exact"), after normalisation. `headwater.questions.labels` has the sources and limits.
+        max_new_tokens: The token limit of an answer; an unfinished one is left out. Default: 32, in a chat 64.
+    """
 
     prompt: Annotated[str | None, ANY_TEXT] = None
-    """A text with one `{question}`, used unchanged. Default: the chat template if the tokenizer has one, else
-    "Q: {question}" and "A:" on two lines; the examples come before it."""
     examples: str | None = None
-    """A question file whose questions, each with its first answer, come before every question, in the same prompt or as
-    turns of a chat; `none` for the bare question, as published. Default: four of headwater's own if the model's context
-    is long enough for them; none before a --prompt."""
     label: Literal["contains", "exact", "starts"] = "contains"
-    """When an answer is right: an accepted answer occurs in it ("contains"), begins it ("starts") or is all of it
-    ("exact"), after normalisation. `headwater.questions.labels` has the sources and limits."""
     max_new_tokens: int | None = None
-    """An answer that has not ended after this many tokens, including the line break or end token, is cut off and left
-    out. Default: 32, in a chat 64."""
     batch_size: int = 64
-    """Prompts in one run."""
     extract: Extract = None
 
     def read(self) -> dict[str, Any]:
@@ -71,18 +72,21 @@ class Answering:
         }  # fmt: skip
 
 
+@documented_by("questions/sources:load_questions")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class QuestionOptions(Answering):
-    """Which questions to ask a model, and how."""
+    """Which questions to ask a model, and how.
+
+    Args:
+        questions: Question file (PopQA, TriviaQA, HotpotQA, NQ-open, or a table), or a set of the embedded model's
+            world; repeatable. Default: the four sets of its world.
+        sample: Number of questions drawn from each set. Default: all; 500 of each of the world's.
+    """
 
     questions: list[str] | None = None
-    """Question file (PopQA, TriviaQA, HotpotQA, NQ-open, or a table), or a set of the embedded model's world;
-    repeatable. Default: the four sets of its world."""
     sample: int | None = None
-    """Number of questions drawn from each set. Default: all; 500 of each of the world's."""
     seed: int = 0
-    """Seed of the draw of questions."""
 
     def answered(self, model: str | None, load: Load, run: RunOptions) -> tuple[hw.HookedModel, hw.AnsweredQuestions]:
         """Load the model, and let it answer the questions."""
@@ -101,6 +105,7 @@ class QuestionOptions(Answering):
         return loaded, hw.answer(loaded, questions, **run.kept("answers"), **how)
 
 
+@documented_by("pathways/trace:trace_pathways")
 def pathways(
     model: Model = None,
     *,
@@ -128,13 +133,6 @@ def pathways(
     - `headwater pathways gpt2 --questions triviaqa.json --extract rules --window 9`
 
     Args:
-        edges: Positions that may no longer attend to the exact question tokens: all `after` them, or the exact tokens
-            of the `answer` alone.
-        window: Sever attention in this many layers around each layer, instead of in all layers up to it, and read the
-            probe of l*; 1 is each layer alone. All windows share one pass; each adds what it changes. Default: none.
-        seeds: Number of times, at most 1,000, that the examples are split and probes fitted; with two or more, modes
-            are cross-fitted.
-        controls: Run the controls too (about eight more passes) and compare with baselines.
         saliency: Measure saliency too.
         detection: Fit detectors of wrong answers too.
     """
@@ -154,6 +152,7 @@ def pathways(
     _finish(results, run)
 
 
+@documented_by("pathways/attention_saliency:saliency")
 def saliency(
     model: Model = None,
     *,
@@ -177,11 +176,7 @@ def saliency(
     --out runs/saliency`
 
     Args:
-        target: What figures show: `cross_entropy` of the probe with the true z, or its `logit`. Both are stored.
         layer: Layer of the probe. Default: the best one.
-        heads: `mean_abs` averages |A ∂L/∂A| over heads; `abs_mean` takes the absolute value of the average.
-        pairs: The `sum` over pairs of tokens, as published, or their `mean`, which reverses the order of E_Q→E_A and
-            E_Q→*.
         layers: Layer to average; repeatable. Default: all up to the probe's.
     """
     from headwater.probes.linear import fit_probes
@@ -204,6 +199,7 @@ def saliency(
     _finish({"answers": answered, "saliency": measured}, run)
 
 
+@documented_by("detection/detection:detect")
 def detect(
     model: Model = None,
     *,
@@ -228,7 +224,6 @@ def detect(
     Args:
         method: Detectors to fit: question, p_true, logit_mean, logit_min, probe, random_gate, vanilla_experts, mop, pr
             (`headwater.detection.methods`). Default: all.
-        seeds: Number of splits into halves, at most 1,000.
     """
     from headwater.detection.methods import METHODS, check_methods
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter, validators
 
 import headwater as hw
-from headwater.cli.likelihood import Data, Judge, Predecessors, Predictions, read_judge
-from headwater.cli.options import AsJson, Flag, Load, ProbeToken, RunOptions, is_main, report, screen
+from headwater.cli.likelihood import Data, Judge, Predecessors, read_judge
+from headwater.cli.options import AsJson, Flag, Load, ProbeToken, RunOptions, documented_by, is_main, report, screen
 from headwater.cli.pathways import Answering
 from headwater.errors import InputError
 
@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 app = App(name="reproduce", sort_key=100, help="Measure published numbers again: published | measured | difference.")
 
 Model = Annotated[str, Parameter(help="Checkpoint folder or hub name; `embedded` for the embedded model.")]
-Published = Annotated[
-    str | None,
-    Parameter(
-        help='The published model to compare with, such as "meta-llama/Meta-Llama-3-8B". Default: the one with the '
-        "model's name."
-    ),
-]
 
 
 @app.default
@@ -68,11 +61,12 @@ def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = Fal
 
 
 @app.command
+@documented_by("reference/maps:reproduce_maps")
 def maps(
     model: Model,
     *,
     datasets: Path,
-    published: Published = None,
+    published: str | None = None,
     correlations: bool = True,
     ablations: Flag = False,
     multi_token: Flag = False,
@@ -88,13 +82,8 @@ def maps(
     - `headwater reproduce maps path/to/pythia-12b --datasets MAPS/datasets --no-correlations --out runs/maps`
 
     Args:
-        datasets: The published relations: a folder of NAME/NAME.json.
-        correlations: Measure the correlations too. This runs the model; the rest needs only its parameters.
-        ablations: Also ablate the heads of each relation whose ablation was published, and random heads: 60 runs over
-            a relation's items.
-        multi_token: Also measure the correlations after sources of several tokens, in the published sentence.
+        device: Device of a model that is loaded here. Default: a CUDA device if there is one, else the CPU.
         templates: Sentences for the correlations, one per line, each with {source}. Default: headwater's own.
-        device: Device of a model that is loaded here; see `hw.load`. Default: a CUDA device if there is one.
     """
     from headwater.heads.dynamic import TEMPLATES
 
@@ -106,11 +95,12 @@ def maps(
 
 
 @app.command
+@documented_by("pathways/trace:trace_pathways", "reference/pathways:reproduce_pathways")
 def pathways(
     model: Model,
     *,
     questions: list[str],
-    published: Published = None,
+    published: str | None = None,
     sample: int = 4000,
     answering: Answering = Answering(),
     method: list[str] | None = None,
@@ -134,9 +124,6 @@ def pathways(
         questions: Question file; repeat for several. For the embedded model: the name of a set.
         sample: Number of questions drawn from each set; 0 for all.
         method: Detectors of `headwater detect`. Default: those whose numbers were published.
-        token: Token that probes read; see `headwater pathways`.
-        seeds: Number of splits into halves.
-        controls: Run the controls of `headwater pathways` too.
     """
     from headwater.reference.pathways import METHODS, PARTS
 
@@ -149,12 +136,17 @@ def pathways(
 
 
 @app.command
+@documented_by(
+    "likelihood/profile:memorization",
+    "reference/memorization:reproduce_memorization",
+    "likelihood/graph:load_depth_graph",
+)
 def memorization(
     model: Model,
     *,
     data: Data = None,
-    predictions: Predictions = None,
-    published: Published = None,
+    predictions: str | None = None,
+    published: str | None = None,
     judge: Judge = None,
     predecessors: Predecessors = "none",
     batch_size: int = 16,
@@ -166,9 +158,6 @@ def memorization(
     **Example**
 
     `headwater reproduce memorization meta-llama/Meta-Llama-3-8B-Instruct --data depthqa --out runs/depth`
-
-    Args:
-        batch_size: Texts in one run.
     """
     graph, scorer = hw.load_depth_graph(data, predictions=predictions), read_judge(judge)
     reproduction = hw.reference.reproduce_memorization(
@@ -179,13 +168,14 @@ def memorization(
 
 
 @app.command
+@documented_by("reference/membership:reproduce_membership")
 def membership(
     model: Model,
     *,
     texts: list[Path],
     benchmark: Literal["wikimia_32", "wikimia_32_paraphrased", "mimir", "wikimia_concat"] = "wikimia_32",
     reference: str | None = None,
-    published: Published = None,
+    published: str | None = None,
     batch_size: int = 16,
     load: Load = Load(),
     run: RunOptions = RunOptions(),
@@ -198,11 +188,8 @@ def membership(
 
     Args:
         texts: File of texts with input and label; the results of several files are averaged.
-        benchmark: Kind of texts; wikimia_concat are concatenated texts as described in
-            `headwater.reference.membership`.
         reference: Another model, for the score of that name, such as EleutherAI/pythia-70m, the published one. Default:
             none.
-        batch_size: Texts in one run.
     """
     other = Load().model(reference) if reference is not None else None
     reproduction = hw.reference.reproduce_membership(
