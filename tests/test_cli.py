@@ -379,7 +379,7 @@ def test_a_name_is_refused_before_anything_is_loaded(run, monkeypatch, tmp_path)
     for command, name in [
         (["patch", *prompts, "--sites", "resid_per"], "resid_per"),
         (["patch", *prompts, "--dtype", "float3"], "float3"),
-        (["patch", *prompts, "--metric", "logit-diff"], "logit-diff"),
+        (["patch", *prompts, "--metric", "logit-diff"], "logit_diff"),
         (["patch", *prompts, "--over", "heads"], "heads"),
         (["patch", *prompts, "--values", "zeros"], "Did you mean 'zero'"),
         (["patch", *prompts, "--direction", "denoize"], "denoize"),

@@ -30,7 +30,7 @@ def test_patch_writes_its_table_and_figure_and_says_what_is_strongest(checkpoint
 def test_knockout_of_a_named_token_gives_the_curve_over_layers(checkpoint, capsys, monkeypatch):
     code, out, err = run(
         capsys, monkeypatch, "knockout", checkpoint("gpt2"), "--prompt", " the cat is in Rome", "--key", "cat",
-        "--window", "2", "--metric", "log-probability", "--token", " Paris", "--quiet",
+        "--window", "2", "--metric", "log-probability", "--tokens", " Paris", "--quiet",
     )  # fmt: skip
     assert code == 0, err
     assert "Of 3 cells, cutting edges at layer " in out
@@ -90,7 +90,7 @@ def test_answers_come_from_columns_of_the_table(capsys, monkeypatch, tmp_path):
     assert answers == [[hw.load().tokenizer.encode(word)[-1] for word in some] for some in words]
     code, _, err = run(capsys, monkeypatch, *given, "--answers", "answer", "wron")
     assert (code, "row 2 has no 'wron'; it has clean, corrupted, answer, wrong." in err) == (2, True)
-    code, _, err = run(capsys, monkeypatch, *given, "--metric", "log-probability", "--answer", "answer")
+    code, _, err = run(capsys, monkeypatch, *given, "--metric", "log-probability", "--answers", "answer")
     assert (code, err) == (0, "")
 
 
@@ -118,13 +118,13 @@ def test_layers_positions_and_heads_of_a_sweep_are_chosen(capsys, monkeypatch, t
     [
         (
             ["patch", "--clean", "a", "--metric", "logit-diff"],
-            "no metric 'logit-diff'. Did you mean 'logit-difference'",
+            "no metric 'logit_diff'. Did you mean 'logit_difference'",
         ),
-        (["patch", "--clean", "a", "--token", " Paris"], "needs --tokens RIGHT WRONG"),
-        (["patch", *PAIR, "--tokens", " Paris", "--sites", "z"], "--tokens needs two tokens, RIGHT WRONG, separated"),
-        (["patch", *PAIR, "--tokens", "Paris,Rome"], "separated by a space; found only 'Paris,Rome'"),
+        (["patch", "--clean", "a", "--tokens", " Paris"], "logit-difference needs 2 --tokens or --answers"),
+        (["patch", *PAIR, "--tokens", " Paris", "--sites", "z"], "separated by spaces; found [' Paris']"),
+        (["patch", *PAIR, "--tokens", "Paris,Rome"], "separated by spaces; found ['Paris,Rome']"),
         (["patch", *PAIR, *ANSWERS, "--layers", "all"], "--layers all is neither a number nor two numbers"),
-        (["patch", *PAIR, "--answers", "right", "wrong"], "name columns of a table of --pairs; for tokens use"),
+        (["patch", *PAIR, "--answers", "right", "wrong"], "names columns of a table of --pairs; for tokens use"),
         (["knockout", "--prompt", "The capital is", "--key", "captial", *ANSWERS], "Did you mean ' capital'?"),
         (["patch", *PAIR, *ANSWERS, "--sites", "resid_per"], "no site 'resid_per'. Did you mean 'resid_pre'"),
         (["patch", *PAIR, "--tokens", "Parisian", "Rome"], "a metric needs one token"),

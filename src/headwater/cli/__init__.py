@@ -7,7 +7,6 @@ everything else to stderr. torch and the models are imported only when a command
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -68,11 +67,6 @@ def main() -> None:
 
 
 def _run() -> int:
-    if "--tokens" in sys.argv:
-        # A token may begin with a hyphen, so cyclopts would take the name of the next option as the second token.
-        right, wrong = [*sys.argv[sys.argv.index("--tokens") + 1 :], "", ""][:2]
-        if not wrong or re.fullmatch(r"--[a-z][a-z-]+", wrong):
-            return _fail(f"--tokens needs two tokens, RIGHT WRONG, separated by a space; found only {right!r}.")
     try:
         command, bound, _ = app.parse_args(sys.argv[1:], exit_on_error=False, print_error=False)
     except CycloptsError as error:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import headwater as hw
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -64,6 +64,7 @@ def documented_by(*sources: str) -> Callable[[C], C]:
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 """A flag without `--no-...`."""
 ANY_TEXT = Parameter(allow_leading_hyphen=True)
+Several = Annotated[list[str] | None, Parameter(consume_multiple=True)]
 Model = Annotated[
     str | None,
     Parameter(
@@ -192,15 +193,12 @@ class MetricOptions:
 
     metric: str = "logit-difference"
     """logit-difference, log-probability, probability, rank or kl-divergence."""
-    tokens: Annotated[tuple[str, str] | None, ANY_TEXT] = None
-    """For logit-difference: the right and the wrong token, such as --tokens " Paris" " Rome". Default: none."""
-    token: Annotated[str | None, ANY_TEXT] = None
-    """For log-probability, probability and rank: the token, such as --token " Paris". Default: none."""
-    answers: tuple[str, str] | None = None
-    """Instead of --tokens: the columns of the table of --pairs with the right and the wrong token of each pair, such as
-    --answers answer wrong. Default: none."""
-    answer: str | None = None
-    """Instead of --token: the column of the table of --pairs with the token of each pair. Default: none."""
+    tokens: Several = None
+    """The answers: for logit-difference the right and the wrong token, as --tokens " Paris" " Rome"; for
+    log-probability, probability and rank one token. One that begins with a hyphen needs --tokens=-. Default: none."""
+    answers: Several = None
+    """Instead of --tokens: the columns of the table of --pairs with the answers of each pair, such as --answers answer
+    wrong. Default: none."""
     at: Annotated[str, ANY_TEXT] = "last"
     """Position of the metric: last, an index, or words of the prompt."""
 
@@ -208,34 +206,28 @@ class MetricOptions:
         """Return the metric that the options specify; `pairs` is the table whose columns may contain the answers."""
         from headwater.patching.metrics import METRICS, answers_of
 
-        by_name = {key.replace("_", "-"): key for key in METRICS}
-        name = self.metric.replace("_", "-")
-        if name not in by_name:
-            raise InputError(f"There is no metric {self.metric!r}.{did_you_mean(name, by_name)}")
-        tokens = [*(self.tokens or ()), *([self.token] if self.token is not None else [])]
-        columns = [*(self.answers or ()), *([self.answer] if self.answer is not None else [])]
-        needed = {0: "no token", 1: "--token ANSWER", 2: "--tokens RIGHT WRONG"}
-        count = len(answers_of(by_name[name]))
-        if len(tokens) + len(columns) != count:
-            raise InputError(f"The metric {name} needs {needed[count]}; found {[*tokens, *columns] or 'no token'}.")
-        answers = _answers_in(pairs, columns) if columns else []
-        return METRICS[by_name[name]](*tokens, *answers, at=position(self.at))
+        name = self.metric.replace("-", "_")
+        metric, given = METRICS[name], self.tokens or self.answers or []
+        if self.tokens and self.answers:
+            raise InputError("Pass --tokens, or with --answers columns of the table of --pairs, not both.")
+        if len(given) != (count := len(answers_of(name))):
+            wanted = f"{count} --tokens or --answers, separated by spaces"
+            raise InputError(f"The metric {self.metric} needs {wanted}; found {given}.")
+        return metric(*(_columns(pairs, given) if self.answers else given), at=position(self.at))
 
 
-def _answers_in(pairs: Path | None, columns: Sequence[str]) -> list[list[Any]]:
-    """Return the answers in some columns of a table of pairs."""
+def _columns(pairs: Path | None, names: Sequence[str]) -> list[list[Any]]:
+    """Return columns of a table of pairs."""
     from headwater.data.rows import read_rows
 
     if pairs is None:
-        raise InputError(
-            "--answers and --answer name columns of a table of --pairs; for tokens use --tokens or --token."
-        )
+        raise InputError("--answers names columns of a table of --pairs; for tokens use --tokens.")
     rows = list(read_rows(pairs, "pairs of prompts"))
-    for column in columns:
-        if missing := next((number for number, row in rows if row.get(column) is None), None):
+    for name in names:
+        if missing := next((number for number, row in rows if row.get(name) is None), None):
             has = ", ".join(map(str, dict(rows)[missing]))
-            raise InputError(f"{pairs}, row {missing} has no {column!r}; it has {has}.")
-    return [[row[column] for _, row in rows] for column in columns]
+            raise InputError(f"{pairs}, row {missing} has no {name!r}; it has {has}.")
+    return [[row[name] for _, row in rows] for name in names]
 
 
 def changed(options: Any) -> list[str]:
