@@ -26,19 +26,19 @@ from headwater.calls import checked_call
 from headwater.data.rows import check_readable, read_texts
 from headwater.errors import InputError
 from headwater.kernels.likelihood import PRECISIONS, PrecisionName
+from headwater.likelihood.formulas import SCORES
 from headwater.likelihood.scores import (
     SHARES,
     Counts,
-    at_one_share,
     checked_counts,
     checked_prefix,
     checked_shares,
-    in_order,
+    column,
     memorization_scores,
     prefixed_statistics,
-    quartiles,
     score_of,
     score_sentences,
+    score_summary,
 )
 from headwater.likelihood.statistics import (
     EMPTY,
@@ -88,8 +88,7 @@ class ScoredTexts(Result):
             for name in self.table
             if (found := score_of(str(name))) is not None
         ]
-        values = at_one_share(pd.concat(parts)).groupby(["score", "k"], sort=False, dropna=False)["value"]
-        return quartiles(values).reset_index()
+        return score_summary(pd.concat(parts))
 
     def report(self) -> list[str]:
         """Report how many texts have scores and why others have none, the medians, and what these cannot show alone."""
@@ -217,7 +216,8 @@ def score_file(
         table = pd.DataFrame(columns)
         table.insert(0, "text", range(len(table)))
         first = ["text", "tokens", "scored", "windows", "note", "zlib_bytes", "clamped"]
-        return ScoredTexts(table[[*first, *in_order(map(str, table.columns.drop(first)))]], run.record)
+        scores = [column(name, k) for name in SCORES for k in (sorted(shares) if SCORES[name].takes_k else [math.nan])]
+        return ScoredTexts(table[[*first, *(name for name in scores if name in table)]], run.record)
 
     return run_or_resume(ScoredTexts, "score_file", model, options, work, out=out, progress=progress)
 

@@ -224,23 +224,25 @@ def _discrimination(
     return result
 
 
+def _one_per_text(option: str, values: Iterable[Any], n_texts: int) -> list[Any]:
+    listed = checked_several(option, values, f"a list of {option}, one for each text")
+    if len(listed) != n_texts:
+        raise InputError(f"{len(listed)} {option} were passed for {n_texts} texts; pass one per text.")
+    return listed
+
+
 def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " text"]) -> Int[ndarray, " text"] | None:
     """Return the strata as numbers."""
     if strata is None:
         return None
-    given = [str(stratum) for stratum in checked_several("strata", strata, "a list with a stratum for each text")]
-    if len(given) != n_texts:
-        raise InputError(f"{len(given)} strata were passed for {n_texts} texts; pass one per text.")
-    _, numbers = np.unique(np.array(given), return_inverse=True)
+    _, numbers = np.unique(np.array(list(map(str, _one_per_text("strata", strata, n_texts)))), return_inverse=True)
     if not set(numbers[member]) & set(numbers[~member]):
         raise InputError("No stratum has both a member and a non-member: nothing can be compared within them.")
     return numbers.astype(np.int64)
 
 
 def _labels(labels: Iterable[object], n_texts: int) -> Bool[ndarray, " text"]:
-    entries = checked_several("labels", labels, "a list with a label for each text")
-    if len(entries) != n_texts:
-        raise InputError(f"{len(entries)} labels were passed for {n_texts} texts; pass one per text.")
+    entries = _one_per_text("labels", labels, n_texts)
     wrong = [i for i, label in enumerate(entries) if not is_label(label)]
     if wrong:
         raise InputError(f"Label {wrong[0]} is {shown(entries[wrong[0]])}; labels are 1 (member) and 0 (non-member).")

@@ -26,8 +26,6 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, each_row, whole_summary
 
 if TYPE_CHECKING:
-    from pandas.core.groupby import SeriesGroupBy
-
     from headwater.models.hooked import HookedModel
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0)
@@ -65,9 +63,7 @@ class MemorizationScores(Result):
 
         `score, k, texts` (number with a value), `median, lower_quartile, upper_quartile`.
         """
-        keys = [name for name in ("layer", "score", "k") if name in self.table]
-        values = at_one_share(self.table).groupby(keys, sort=False, dropna=False)["value"]
-        return quartiles(values).reset_index()
+        return score_summary(self.table)
 
     def report(self) -> list[str]:
         """Report the medians of the scores, and what these cannot show alone."""
@@ -82,10 +78,13 @@ def at_one_share(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["k"].isna() | (table["k"] == share)]
 
 
-def quartiles(values: SeriesGroupBy[Any, Any]) -> pd.DataFrame:
-    """Return `texts, median, lower_quartile, upper_quartile` of every group of values."""
+def score_summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Return `score, k, texts` (with a value), `median, lower_quartile, upper_quartile`, and `layer` (if any)."""
+    keys = [name for name in ("layer", "score", "k") if name in table]
+    values = at_one_share(table).groupby(keys, sort=False, dropna=False)["value"]
     numbers = {"median": 0.5, "lower_quartile": 0.25, "upper_quartile": 0.75}
-    return pd.DataFrame({"texts": values.count()} | {name: values.quantile(q) for name, q in numbers.items()})
+    columns = {"texts": values.count()} | {name: values.quantile(q) for name, q in numbers.items()}
+    return pd.DataFrame(columns).reset_index()
 
 
 def score_sentences(summary: pd.DataFrame) -> list[str]:
@@ -121,17 +120,6 @@ def score_of(column: str) -> tuple[str, float] | None:
         return name, float(share)
     except ValueError:
         return None
-
-
-def in_order(columns: Iterable[str]) -> list[str]:
-    """Return score columns in the order of the scores, then of K."""
-    places = {name: place for place, name in enumerate(SCORES)}
-
-    def place(column: str) -> tuple[int, float]:
-        name, share = score_of(column) or (column, math.nan)
-        return places.get(name, len(places)), 0.0 if math.isnan(share) else share
-
-    return sorted(columns, key=place)
 
 
 @checked_call
@@ -369,10 +357,8 @@ def _means_like(
     pairs = list(zip(other.texts["content"], contents, strict=False))
     differing = [place for place, pair in enumerate(pairs) if not same(*pair)]
     if differing or len(other.texts) != len(contents):
-        words = {"lowercased": "the lowercased texts", "prefixed": "the same texts after a prefix"}
-        wanted = words.get(name, "the same texts")
         first = differing[0] if differing else len(pairs)
-        raise InputError(f"The statistics passed as {name}= are not of {wanted}: they differ from text {first} on.")
+        raise InputError(f"The statistics passed as {name}= are not of these texts: they differ from text {first} on.")
     if "layer" in other.table and "layer" not in stats.table:
         raise InputError(
             f"The statistics passed as {name}= have layers, the others do not: use layers='final' in both."
