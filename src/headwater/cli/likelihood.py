@@ -19,6 +19,7 @@ from headwater.cli.options import (
     documented_by,
     is_endpoint,
     is_main,
+    read_text,
     screen,
     show,
 )
@@ -156,7 +157,6 @@ def score(
 
     Args:
         model: The model by name, as in --model gpt2. Default: the embedded model.
-        reference: Another model, for the reference score. Default: none.
         prefix: File of texts known to be unseen, for the score recall. Default: none.
         token_counts: How often each token id occurs in a corpus, for the score dc_pdd: a JSON list of numbers. Default:
             none.
@@ -170,9 +170,9 @@ def score(
 
     check_readable(file, "texts")
     checked_shares(k)
-    unseen = _text(prefix) if prefix is not None else None
+    unseen = read_text(prefix) if prefix is not None else None
     try:
-        counts: Any = parse_json(_text(token_counts)) if token_counts is not None else None
+        counts: Any = parse_json(read_text(token_counts)) if token_counts is not None else None
     except ValueError as error:
         raise InputError(f"{token_counts} is not a JSON list of numbers ({error}).") from None
     scored = hw.score_file(
@@ -192,13 +192,3 @@ def score(
         show(scored.report(), screen)
         return
     run.finish(scored, files)
-
-
-def _text(file: Path) -> str:
-    from headwater.data.rows import check_readable
-
-    check_readable(file, "texts before the others")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InputError(f"{file} is not UTF-8 text. Save the file as UTF-8.") from None

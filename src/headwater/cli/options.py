@@ -258,6 +258,17 @@ def read_extractor(text: str | None) -> str | EndpointExtractor | HookedModel | 
     return words[0]
 
 
+def read_text(file: Path) -> str:
+    """Return the text of a file that an option names."""
+    from headwater.data.rows import check_readable
+
+    check_readable(file, "texts")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{file} is not UTF-8 text. Save the file as UTF-8.") from None
+
+
 def is_endpoint(words: list[str]) -> bool:
     """Whether words are a URL, a model, and optionally the variable with the key."""
     return len(words) in (2, 3) and words[0].startswith(("http://", "https://"))

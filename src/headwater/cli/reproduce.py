@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
@@ -13,7 +13,18 @@ from cyclopts import App, Parameter, validators
 
 import headwater as hw
 from headwater.cli.likelihood import Data, Judge, Predecessors, read_judge
-from headwater.cli.options import AsJson, Flag, Load, ProbeToken, RunOptions, documented_by, is_main, report, screen
+from headwater.cli.options import (
+    AsJson,
+    Flag,
+    Load,
+    ProbeToken,
+    RunOptions,
+    documented_by,
+    is_main,
+    read_text,
+    report,
+    screen,
+)
 from headwater.cli.pathways import Answering
 from headwater.errors import InputError
 
@@ -87,11 +98,12 @@ def maps(
     """
     from headwater.heads.dynamic import TEMPLATES
 
+    sentences = TEMPLATES if templates is None else [x for x in read_text(templates).splitlines() if x.strip()]
     reproduction = hw.reference.reproduce_maps(
         model, datasets, published=published, correlations=correlations, ablations=ablations, multi_token=multi_token,
-        templates=TEMPLATES if templates is None else _lines(templates), device=device, **run.kept(),
+        templates=sentences, device=device, **run.kept(),
     )  # fmt: skip
-    _report(reproduction, run, ("heads",), {"heads": hw.HeadMap})
+    _report(reproduction, run, {"heads": hw.HeadMap})
 
 
 @app.command
@@ -112,8 +124,8 @@ def pathways(
 ) -> None:
     """ΔP, saliency, refusals and detection of wrong answers (Luo et al., ACL 2026), all from one command.
 
-    Announces its steps and their times first. With --out, every part has a folder with its figures, tables and
-    sentences, and the published figures of this model are drawn. Question sets other than PopQA need columns `subject`
+    Announces first how long it takes. With --out, every part has a folder with its figures, tables and sentences, from
+    which `headwater figure` draws the published figures. Question sets other than PopQA need columns `subject`
     and `property` with the exact words, or --extract.
 
     **Example**
@@ -132,7 +144,7 @@ def pathways(
         methods=tuple(METHODS) if method is None else method, token=token, seeds=seeds, controls=controls,
         **answering.read(), **run.kept(),
     )  # fmt: skip
-    _report(reproduction, run, ("pathways", "saliency"), PARTS)
+    _report(reproduction, run, PARTS)
 
 
 @app.command
@@ -164,7 +176,7 @@ def memorization(
         load.model(model), graph, published=published, judge=scorer, predecessors=predecessors, batch_size=batch_size,
         **run.kept(),
     )  # fmt: skip
-    _report(reproduction, run, ("memorization",), {"profile": hw.DepthProfile})
+    _report(reproduction, run, {"profile": hw.DepthProfile})
 
 
 @app.command
@@ -199,44 +211,25 @@ def membership(
     _report(reproduction, run)
 
 
-def _lines(file: Path) -> list[str]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}.") from None
-    return [line for line in lines if line.strip()]
-
-
 def _report(
-    reproduction: hw.reference.Reproduction,
-    run: RunOptions,
-    figures: Sequence[str] = (),
-    parts: Mapping[str, type[Result]] | None = None,
+    reproduction: hw.reference.Reproduction, run: RunOptions, parts: Mapping[str, type[Result]] | None = None
 ) -> None:
     """Write the figures and reports of a reproduction and its parts; print published beside measured numbers."""
     from headwater.runs.result import records_of
 
     files: list[str] = []
-    notes: list[str] = []
     if run.out is not None and is_main():
         results = {name: of.load(run.out / name) for name, of in (parts or {}).items()}
-        for name, result in results.items():
-            files += run.write(result, name, name)
-        for kind in figures:
-            try:
-                drawing = drawn(kind, [run.out], style="published", out=run.out / f"published-{kind}")
-            except InputError as error:
-                drawing = {"files": [], "note": f"No figure of {kind}: {error}"}
-            files, notes = files + drawing["files"], [*notes, drawing["note"]]
+        files += [file for name, result in results.items() for file in run.write(result, name, name)]
         files += run.write_report(results)
     if reproduction.table["difference"].notna().any():
         files += run.write(reproduction, "reproduction")
-    rows, notes = records_of(reproduction.table), list(filter(None, notes))
-    summary = reproduction.findings() | {"rows": rows, "files": files, "notes": [*notes, *reproduction.notes]}
+    summary = reproduction.findings() | {"published_model": reproduction.published_model, "files": files}
+    summary |= {"rows": records_of(reproduction.table), "notes": reproduction.notes, "source": reproduction.source}
     by_quantity = reproduction.table.groupby("quantity", sort=False)
     quantities = {str(name): records_of(some.drop(columns="quantity")) for name, some in by_quantity}
     title = f"{reproduction.run.model} compared with {reproduction.published_model or 'no published model'}"
-    report(summary, {title: [*notes, *reproduction.report()]} | quantities, run.as_json)
+    report(summary, {title: reproduction.report()} | quantities, run.as_json)
 
 
 # `headwater figure`: the runs of several models side by side. `headwater demo`: the tour.
@@ -281,13 +274,6 @@ def figure(
     """
     if datasets and kind != "saliency":
         raise InputError(f"--set is only for the figure saliency; {kind} has a panel or a curve for every set.")
-    chosen = {"datasets": datasets} if datasets else {}
-    summary = drawn(kind, runs, style=style, title=title, out=out or Path(kind), **chosen)
-    report(summary, {f"{kind}: {', '.join(summary['models'])}": [summary["note"]]}, as_json)
-
-
-def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: Any) -> dict[str, Any]:
-    """Draw a figure of finished runs; return `figure, models, files`, and a `note` on what the figure does not show."""
     from headwater import figures
 
     result_class, draw, part, note = KINDS[kind]
@@ -298,15 +284,18 @@ def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: 
         # The result is in the folder itself, or in a subfolder if the command had several results.
         inside = folder / part
         results.append(getattr(hw, result_class).load(inside if inside.is_dir() else folder))
-    figure = getattr(figures, draw)(results, style=style, **options)
+    options: dict[str, Any] = {"datasets": datasets} if datasets else {}
+    drawn = getattr(figures, draw)(results, style=style, title=title, **options)
     note_text = attrgetter(note)(figures)(results) if kind != "heads" or style == "published" else ""
     files = []
     if is_main():
         import matplotlib as mpl
 
         mpl.use("Agg")
-        files = [str(file) for file in figures.save_figure(figure, out, ("png", "svg", "pdf"))]
-    return {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": note_text}
+        files = [str(file) for file in figures.save_figure(drawn, out or Path(kind), ("png", "svg", "pdf"))]
+    models = [one.run.model for one in results]
+    summary = {"figure": kind, "models": models, "files": files, "note": note_text}
+    report(summary, {f"{kind}: {', '.join(models)}": [note_text]}, as_json)
 
 
 def demo(

@@ -145,9 +145,8 @@ def detection(result: Result) -> Number:
 
 def memorization(result: DepthProfile) -> Number:
     """Return the median Min-K% by depth, and the rise of its mean; beside the rise with shuffled words."""
-    medians = result.findings()["median_min_k"]
-    listed = ", ".join(f"{value:.1f}" for value in medians.values())
-    sentence = f"the median Min-K% is {listed} nats at depth {', '.join(medians)}"
+    listed = ", ".join(f"{value:.1f}" for value in whole_summary(result)["median_min_k"])
+    sentence = f"the median Min-K% is {listed} nats at depth {', '.join(map(str, result.depths))}"
     rows, ends = result.comparisons, f"{result.depths[0]}-{result.depths[-1]}"
     rows = rows[(rows["measure"] == "depth") & (rows["score"] == result.main) & (rows["depths"] == ends)]
     # Scores fall as Min-K% rises.

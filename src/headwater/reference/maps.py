@@ -47,7 +47,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.weights import open_weights
-from headwater.reference.published import Reproduction, Steps, published_numbers, timed_steps
+from headwater.reference.published import Reproduction, announce_time, published_numbers, step
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.stats.significance import wilson_interval
 
@@ -165,23 +165,23 @@ def reproduce_maps(
         "relations": relations_digest(relations),
     }
 
-    def parts(steps: Steps, of: Sequence[Relation]) -> Iterator[pd.DataFrame]:
+    def parts(run: Run, of: Sequence[Relation]) -> Iterator[pd.DataFrame]:
         numbers = reference.models[name]["relations"] if name else {}
-        head_map = steps("heads", classify_heads, weights, relations=of, rule="published")
+        head_map = step(run, "heads", classify_heads, weights, relations=of, rule="published")
         yield compare_scores(head_map, numbers)
         if not isinstance(model, HookedModel):
             return
         if correlations:
             options: dict[str, Any] = {"relations": of, "templates": templates, "bos": "tokenizer"}
-            measured = steps("correlations", dynamic_scores, model, head_map, **options)
+            measured = step(run, "correlations", dynamic_scores, model, head_map, **options)
             yield compare_correlations(measured.correlations, numbers)
-        if multi_token and (longer := steps("longer_sources", multi_token_scores, model, head_map, of)) is not None:
+        if multi_token and (longer := step(run, "longer_sources", multi_token_scores, model, head_map, of)) is not None:
             yield compare_correlations(longer.correlations, numbers, LONGER)
         with_ablation = [one for one in head_map.table["relation"].unique() if "ablation" in numbers.get(one, {})]
         for relation in with_ablation if ablations else ():
             heads = numbers[relation]["ablation"]["heads"]
             arguments: dict[str, Any] = {"relations": of, "top": heads, "controls": []}
-            removed = steps(f"ablation_{relation}", ablate_heads, model, head_map, relation, **arguments)
+            removed = step(run, f"ablation_{relation}", ablate_heads, model, head_map, relation, **arguments)
             yield compare_ablation(removed, numbers[relation]["ablation"])
 
     def work(run: Run) -> Reproduction:
@@ -190,12 +190,12 @@ def reproduce_maps(
         items = sum(len(relation.pairs) for relation in relations)
         sizes = PRACTICE, 2 * PRACTICE
 
-        def practise(trial: Steps, places: Sequence[int]) -> None:
+        def practise(trial: Run, places: Sequence[int]) -> None:
             for _ in parts(trial, some[: len(places) // PRACTICE]):
                 pass
 
-        steps = timed_steps(run, practise, items, "pairs", sizes)
-        rows = pd.concat(list(parts(steps, relations)), ignore_index=True)
+        announce_time(run, practise, items, "pairs", sizes)
+        rows = pd.concat(list(parts(run, relations)), ignore_index=True)
         notes = [OWN_TEMPLATES] if correlations and tuple(templates) == TEMPLATES else []
         notes += [OWN_TASK] if ablations else []
         return reference.reproduction(run, name, rows, notes)

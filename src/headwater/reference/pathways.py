@@ -37,7 +37,7 @@ from headwater.questions.asking import Example
 from headwater.questions.extract import Extractor
 from headwater.questions.labels import CONTAINS, Label
 from headwater.questions.sources import Questions, Source, load_questions
-from headwater.reference.published import Reproduction, Steps, published_numbers, timed_steps, usual_first
+from headwater.reference.published import Reproduction, announce_time, published_numbers, step, usual_first
 from headwater.runs.analysis import Run, run_or_resume
 
 METHODS = {
@@ -128,24 +128,25 @@ def reproduce_pathways(
     options = {"published": name, "questions": drawn.table, "methods": list(methods), "controls": controls}
     numbers = reference.models[name] if name else {}
 
-    def detected(steps: Steps, subset: Questions, *, practice: bool = False) -> Detection:
+    def detected(run: Run, subset: Questions, *, practice: bool = False) -> Detection:
         """Compute all parts (with `practice` on a few questions, for timing); return the last."""
-        answered = steps("answers", answer, model, subset, **asking, batch_size=batch_size)
+        answered = step(run, "answers", answer, model, subset, **asking, batch_size=batch_size)
         if practice:
             answered = _for_practice(answered)
-        traced = steps("pathways", trace_pathways, model, answered, **probing, controls=controls)
+        traced = step(run, "pathways", trace_pathways, model, answered, **probing, controls=controls)
         deep = 3 * model.shape.n_layers // 4  # from few answers l* is arbitrary, and no layer above it is run
-        steps("saliency", saliency, model, answered, traced.probes[deep] if practice else traced.probe)
-        steps("refusals", refusals, model, answered, traced, batch_size=batch_size)
-        return steps("detection", detect, model, answered, methods=methods, **probing)
+        step(run, "saliency", saliency, model, answered, traced.probes[deep] if practice else traced.probe)
+        step(run, "refusals", refusals, model, answered, traced, batch_size=batch_size)
+        return step(run, "detection", detect, model, answered, methods=methods, **probing)
 
     usual = usual_first(drawn.table["question"].str.len())
 
-    def practise(trial: Steps, places: Sequence[int]) -> None:
+    def practise(trial: Run, places: Sequence[int]) -> None:
         detected(trial, Questions(drawn.table.iloc[usual[: len(places)]].reset_index(drop=True)), practice=True)
 
     def work(run: Run) -> Reproduction:
-        detection = detected(timed_steps(run, practise, len(drawn), "questions", PRACTICE, len(drawn.datasets)), drawn)
+        announce_time(run, practise, len(drawn), "questions", PRACTICE, len(drawn.datasets))
+        detection = detected(run, drawn)
         rows = compare_detection(detection, numbers)
         not_kept = "" if numbers.keys() & {"detection", "mode"} else str(name)
         return reference.reproduction(run, name, rows, [NOT_STATED], not_kept)

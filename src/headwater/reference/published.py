@@ -126,20 +126,6 @@ class Reproduction(Result):
         ]
         return [*sentences, *self.notes, f"Published numbers: {self.source}"]
 
-    def findings(self) -> dict[str, Any]:
-        """Return the number of compared numbers, and the largest difference of each quantity, as JSON values."""
-        both = self.table.dropna(subset=["difference"])
-        largest = both.assign(size=both["difference"].abs()).groupby("quantity", sort=False)["size"].max()
-        return {
-            "model": self.run.model,
-            "published_model": self.published_model,
-            "compared": len(both),
-            "measured": int(self.table["measured"].notna().sum()),
-            "largest_difference": {name: float(value) for name, value in largest.items()},
-            "notes": self.notes,
-            "source": self.source,
-        }
-
 
 def published_numbers(kind: str) -> Published:
     """Read the numbers of one publication: "maps", "pathways", "memorization" or "membership"."""
@@ -159,31 +145,20 @@ def _short(name: str) -> str:
     return Path(name).name.lower().removeprefix("meta-")
 
 
-# The pieces of a reproduction: announce what is run and how long it takes, then report each piece when it is done.
+# A reproduction announces how long it takes, and reports each of its steps when it is done.
 #
-# Time estimate: all pieces are computed on a few items of one set, without a folder: once as a warm-up, then timed at
-# two sizes. The additional time of the larger size gives the time per item, and the rest is the time per set.
+# All steps are computed on a few items of one set, without a folder: once as a warm-up, then timed at two sizes. The
+# additional time of the larger size gives the time per item, and the rest is the time per set.
 
 R = TypeVar("R")
 
 
-class Steps:
-    """Runs pieces one after another, each in a subfolder of the run, so that a repeated call loads finished ones."""
-
-    def __init__(self, run: Run):
-        self.run = run
-        self.expected: dict[str, float] = {}
-        self.took: dict[str, float] = {}
-        """Seconds, by piece."""
-
-    def __call__(self, name: str, function: Callable[..., R], *args: Any, **options: Any) -> R:
-        """Call a function with the folder of this name, and return its result."""
-        begun = time.perf_counter()
-        result = function(*args, progress=self.run.progress, out=self.run.below(name), **options)
-        self.took[name] = time.perf_counter() - begun
-        expected = f" of about {spelled_time(self.expected[name])}" if name in self.expected else ""
-        say(self.run.progress, f"{name}: done in {spelled_time(self.took[name])}{expected}.")
-        return result
+def step(run: Run, name: str, function: Callable[..., R], *args: Any, **options: Any) -> R:
+    """Return the result of a function that is called with a subfolder of the run; a repeated call loads it."""
+    begun = time.perf_counter()
+    result = function(*args, progress=run.progress, out=run.below(name), **options)
+    say(run.progress, f"{name}: done in {spelled_time(time.perf_counter() - begun)}.")
+    return result
 
 
 def usual_first(lengths: pd.Series) -> list[int]:
@@ -194,45 +169,42 @@ def usual_first(lengths: pd.Series) -> list[int]:
     return np.argsort((lengths - lengths.mean()).abs().to_numpy(), kind="stable").tolist()
 
 
-def timed_steps(
+def announce_time(
     run: Run,
-    make: Callable[[Steps, Sequence[int]], object],
+    make: Callable[[Run, Sequence[int]], object],
     items: int,
     called: str,
     sizes: tuple[int, int] = (4, 12),
     sets: int = 1,
-) -> Steps:
-    """Announce what a run will do and how long it takes, if it shows progress; return the `Steps` that run its pieces.
+) -> None:
+    """Announce how long a run takes, if it shows progress.
 
-    `make` computes all pieces for the items at the given indices; the run has `items` items in `sets` sets, and pieces
-    are timed at the two `sizes`.
+    `make` computes all steps for the items at the given indices, in another run; the run has `items` items in `sets`
+    sets, and the steps are timed at the two `sizes`.
     """
-    steps, (few, dozen) = Steps(run), sizes
+    few, dozen = sizes
     if not run.progress or items <= dozen:
-        return steps
+        return
 
     def timed(_: int) -> dict[str, Tensor]:
-        """Return the seconds of each piece for the smaller and the larger size, after an untimed run to warm up."""
+        """Return the seconds for the smaller and the larger size, after an untimed run to warm up."""
         say(True, f"timing {dozen} of {items:,} {called} ...")
-        took = []
+        seconds = []
         for size in (few, *sizes):
-            trial = Steps(replace(run, folder=None, progress=False))
+            begun = time.perf_counter()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                make(trial, np.linspace(0, items - 1, size).astype(int).tolist())
-            took.append(trial.took)
-        return {name: torch.tensor([took[1].get(name, seconds), seconds]) for name, seconds in took[2].items()}
+                make(replace(run, folder=None, progress=False), np.linspace(0, items - 1, size).astype(int).tolist())
+            seconds.append(time.perf_counter() - begun)
+        return {"seconds": torch.tensor(seconds[1:])}
 
     try:
-        times = next(run.pieces("timing", [0], timed))  # stored as a piece, so that a resumed call does not time again
+        # Stored as a piece, so that a resumed call does not time again.
+        little, much = next(run.pieces("timing", [0], timed))["seconds"].tolist()
     except InputError as error:
         say(True, f"the time for {items:,} {called} is unknown: {error}")
-        return steps
-    for name, (little, much) in ((name, pair.tolist()) for name, pair in times.items()):
-        each = max(much - little, 0.0) / (dozen - few)
-        steps.expected[name] = sets * max(much - dozen * each, 0.0) + items * each
-    listed = ", ".join(f"{name} {spelled_time(seconds)}" for name, seconds in steps.expected.items())
-    total = spelled_time(sum(steps.expected.values()))
+        return
+    each = max(much - little, 0.0) / (dozen - few)
+    total = spelled_time(sets * max(much - dozen * each, 0.0) + items * each)
     kept = "; parts that are already in the folder are reused" if run.folder is not None else ""
-    say(True, f"{items:,} {called} take about {total} on this machine: {listed}{kept}.")
-    return steps
+    say(True, f"{items:,} {called} take about {total} on this machine{kept}.")
