@@ -117,7 +117,7 @@ def test_hooks_follow_the_rules_of_headwater(llama):
         llama.run_with_hooks(TEXT, fwd_hooks=[("blocks.0.hook_resid_pre", forgets)])
     with pytest.raises(InputError, match=r"model.run\(tokens, hooks, grad=True\)"):
         llama.run_with_hooks(TEXT, bwd_hooks=[("blocks.0.hook_resid_pre", forgets)])
-    with pytest.raises(InputError, match=r"hooks has no option fwd_hooks=: hooks are the first argument"):
+    with pytest.raises(InputError, match=r"hooks has no option fwd_hooks=: hooks are pairs \(name, function\)"):
         llama.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", forgets)])
 
 

@@ -1,6 +1,6 @@
 """Names and options of other libraries, and their equivalents here, for error messages.
 
-There is a table for each place where such a name may occur: in the package, on a model, and as a function's option.
+There is a table for each place where such a name may occur: in the package, on a model, as an option, ...
 """
 
 from __future__ import annotations
@@ -68,46 +68,33 @@ MODEL = {
     "hook_points hook_dict": "pass hooks by name to the run: model.run_with_hooks(tokens, fwd_hooks=[(name, "
     "function)])",
 }
-LOAD = {
+OPTIONS = {
     "fold_ln center_writing_weights center_unembed fold_value_biases refactor_factored_attn_matrices": AS_STORED,
     "hf_model model_name": "give it as the first argument: hw.load(name), hw.load(hf_model, tokenizer=...)",
     "torch_dtype": "it is called dtype=",
     "device_map n_devices": "device='auto' spreads the layers over all CUDA devices",
-    "default_prepend_bos": BEGINS,
+    "prepend_bos default_prepend_bos": f"{BEGINS}; or give token ids, model.to_tokens(text, prepend_bos=False)",
     "checkpoint_index checkpoint_value": "revision= names a revision of the hub, such as 'step1000'",
     "first_n_layers": "model.run(texts, stop_at=layer) runs the layers below one",
     "cache_dir": "HF_HOME sets the folder of the hub's cache",
-    "token": "run `hf auth login` once, or set HF_TOKEN",
     "load_in_8bit load_in_4bit quantization_config": "use dtype='bfloat16'; quantized weights are not supported",
-}
-GENERATE = {
-    "input input_ids inputs": "the first argument is prompts",
+    "input_ids": "the first argument is texts, or token ids",
     "verbose": "progress=False shows no bar",
-    "prepend_bos": f"{BEGINS}; otherwise give token ids, model.to_tokens(text, prepend_bos=False).tolist()",
     "stop_at_eos eos_token_id": "generation stops at the model's end token; stop= adds texts at which to stop",
     "stop_strings": "stop= takes a text or texts",
     "freq_penalty repetition_penalty": "sampling takes temperature=, top_p= and top_k=",
     "num_beams": "generation is greedy; do_sample=True samples",
     "num_return_sequences": "repeat the prompt: [prompt] * 5 with do_sample=True gives five different texts",
-    "return_type return_dict_in_generate": "texts are returned; return_tokens=True returns the ids, too",
+    "return_dict_in_generate": "texts are returned; return_tokens=True returns the ids, too",
+    "return_type": "model.run returns logits, model.generate texts, hw.token_statistics(model, texts) likelihoods",
     "output_logits": "model.run(texts) returns logits",
     "max_length": "max_new_tokens= limits the new tokens",
-}
-RUN = {
-    "fwd_hooks": "the second argument is hooks, pairs (name, function) or hw.edit(...)",
-    "bwd_hooks": "grad=True records gradients",
-    "prepend_bos": f"{BEGINS}; or give token ids, model.to_tokens(text, prepend_bos=False)",
-    "return_type": "logits are returned; hw.token_statistics(model, texts) has log-probabilities",
-    "stop_at_layer": "it is called stop_at=",
-    "input_ids": "the first argument is inputs: texts, or token ids",
-    "names_filter output_hidden_states output_attentions": "model.cache(texts, sites=...) keeps activations",
-    "cache past_kv_cache": "pass keys and values of earlier tokens as past_key_values=",
-    "use_cache": "keys and values are not returned; past_key_values= takes a cache of transformers and fills it",
-}
-HOOKS = {
-    "fwd_hooks": "hooks are the first argument, as in `with model.hooks([(name, function)]):`",
+    "fwd_hooks": "hooks are pairs (name, function) or hw.edit(...), as in model.run(texts, hooks)",
     "bwd_hooks": "model.run(tokens, hooks, grad=True) records gradients",
-    "reset_hooks_end clear_contexts": "hooks last for the context",
+    "stop_at_layer": "model.run(texts, stop_at=layer) runs the layers below one; model.cache takes layers=",
+    "names_filter output_hidden_states output_attentions": "model.cache(texts, sites=...) keeps activations",
+    "past_kv_cache": "pass keys and values of earlier tokens as past_key_values=",
+    "use_cache": "keys and values are not returned; past_key_values= takes a cache of transformers and fills it",
 }
 RESULT = {
     "df data dataframe to_dataframe to_pandas results rows": "its rows are a pandas table, result.table",
@@ -124,11 +111,6 @@ CACHE = {
     "apply_ln_to_stack compute_head_results": "hw.direct_logit_attribution(model, texts, tokens=...) sums these; "
     "model.run_with_cache(tokens) returns TransformerLens's cache, which has {name}",
 }
-CIRCUIT = {
-    "prune top top_k best": "circuit.strongest(n) keeps its n strongest edges; hw.find_circuit removes edges in turn",
-    "nodes heads": "circuit.table has a row per edge, with its sender and receiver",
-    "faithfulness evaluate run": "hw.run_circuits(model, clean, corrupted, circuits=circuit, metric=...) runs it alone",
-}
 PLOT = {
     "save savefig filename file path out dpi": "plot().savefig(path, dpi=300) writes it",
     "cmap color colors alpha linewidth fontsize xlabel ylabel xlim ylim vmin vmax": "plot() returns matplotlib's axes "
@@ -136,29 +118,13 @@ PLOT = {
     "size": "it is called figsize=, (width, height) in inches",
     "show": "a notebook shows it; in a script plt.show() does",
 }
-CACHE_OPTIONS = {
-    "names_filter output_hidden_states output_attentions residual attention": "sites= chooses the activations, as in "
-    "sites=['resid_post', 'pattern']",
-    "prepend_bos": BEGINS,
-    "stop_at_layer": "layers= chooses the layers",
-}
-KNOCKOUT = {
-    "heads head": "heads belong to the edges, as in block=hw.Edges('last', ' France', heads=['9.2'])",
-    "key keys query queries": "block= names the edges, as in block=hw.Edges('last', ' France')",
-}
 TABLES = {
     "package": PACKAGE,
     "model": MODEL,
     "result": RESULT,
     "Cache": CACHE,
-    "Circuit": CIRCUIT,
-    "load": LOAD,
-    "generate": GENERATE,
-    "run": RUN,
-    "hooks": HOOKS,
+    "option": OPTIONS,
     "plot": PLOT,
-    "cache": CACHE_OPTIONS,
-    "knockout": KNOCKOUT,
 }
 HINTS = {
     (place, name): hint for place, table in TABLES.items() for names, hint in table.items() for name in names.split()
@@ -168,7 +134,7 @@ HINTS = {
 def hint_for(place: str, name: str) -> str | None:
     """Return the equivalent here of another library's name; None if the name is not known.
 
-    The place where it occurred is "package", "model", "result", "Cache", or the function whose option it was.
+    The place where it occurred is "package", "model", "result", "Cache", "plot", or "option" of any other function.
     """
     hint = HINTS.get((place, name))
     return hint.replace("{name}", name) if hint else None
