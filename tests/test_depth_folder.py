@@ -80,10 +80,10 @@ def broken(rows, nodes, case):
     place = {each["nodeid"]: number for number, each in enumerate(rows["nodes"], start=1)}
     if case == "dangling predecessor":
         row[deep]["direct_predecessors"] = [*row[deep]["direct_predecessors"], "9_d1"]
-        return rf"nodes.jsonl, row {place[deep]}: '9_d1' is a predecessor of '{deep}', or .*, but not both"
+        return rf"nodes.jsonl, row {place[deep]}, node '{deep}': its predecessor '9_d1' does not exist"
     if case == "one end":
         row[first]["direct_successors"] = []
-        return rf"nodes.jsonl, row {place[deep]}: '{first}' is a predecessor of '{deep}', or .*, but not both"
+        return rf"nodes.jsonl, row {place[first]}, node '{first}': it names the successors .*, but precedes .*{deep}"
     if case == "no question":
         rows["node_to_q"] = rows["node_to_q"][1:]
         return rf"nodes.jsonl, row 1: only one of nodes and node_to_q has the node '{first}'"

@@ -326,4 +326,3 @@ def test_an_endpoint_scores_the_answers_of_a_depth_graph_and_what_it_leaves_out_
     assert len(texts) == len(set(texts))
     assert profile.table["score"].dropna().isin(range(1, 6)).all()
     assert profile.table["gap"].notna().any()
-    assert profile.findings()["without_judge_score"] == int(profile.table["score"].isna().sum())

@@ -241,13 +241,13 @@ def test_answers_that_had_not_ended_at_the_token_limit_are_counted_and_not_judge
     assert cut.table["cut"].all()
     assert cut.table["score"].isna().all()
     assert cut.table["model_answer"].str.len().gt(0).any()
-    assert cut.findings()["cut"] == len(cut.table)
+    assert cut.cut == len(cut.table)
     assert f"{len(cut.table)} answers were cut off at 3 tokens and are not judged" in " ".join(cut.report())
     with every_answer_ends():
         whole = profile_of(model, graph, answers="model", judge=lambda *_: 4, max_new_tokens=3)
     assert not whole.table["cut"].any()
     assert (whole.table["score"] == 4).all()
-    assert whole.findings()["judged"]["accuracy 1"] == 4
+    assert whole.summary()["accuracy"].tolist() == [4, 4, 4]
     assert not any("had not ended" in said for said in whole.report())
 
 
@@ -265,7 +265,6 @@ def test_long_accepted_answers_are_not_matched_and_the_report_says_that_nothing_
     profile = profile_of(model, as_file(tmp_path, nodes))
     assert profile.table["score"].isna().all()
     assert any("There are no judge scores" in said for said in profile.report())
-    assert profile.findings()["without_judge_score"] == len(nodes)
 
 
 def test_a_chat_is_written_by_the_template_with_one_bos(checkpoint, network, graph):
@@ -302,7 +301,7 @@ def test_long_answers_are_read_in_windows_and_counted(model, rng, tmp_path):
     nodes[0]["answers"] = [" ".join(["Paris"] * 100)]
     profile = profile_of(model, as_file(tmp_path, nodes))
     assert profile.table.loc[0, ["scored", "windows"]].tolist() == [100, profile.table.at[0, "windows"]]
-    assert profile.findings()["windowed"] == 1
+    assert (profile.table["windows"] > 1).sum() == 1
 
 
 def test_nodes_with_nothing_to_score_stay_with_the_reason(model, rng, tmp_path):
@@ -312,7 +311,6 @@ def test_nodes_with_nothing_to_score_stay_with_the_reason(model, rng, tmp_path):
     empty = [nodes[0]["id"], nodes[3]["id"]]
     assert profile.table.loc[profile.table["note"] == "no answer of the model", "id"].tolist() == empty
     assert profile.table.loc[profile.table["min_k_0.2"].isna(), "id"].tolist() == empty
-    assert profile.findings()["not_scored"] == {"no answer of the model": 2}
     assert any("2 questions have nothing to score" in said for said in profile.report())
 
 
@@ -378,8 +376,8 @@ def test_the_command_writes_tables_figures_and_a_report_and_reads_folders(run, c
     code, printed, _ = run(*arguments, "--json", "-q")
     assert code == 0
     summary = json.loads(printed)
-    assert summary["nodes"] == len(rows["nodes"])
-    assert set(summary["median_min_k"]) == {"1", "2", "3"}
+    assert sum(row["questions"] for row in summary["summary"]) == len(rows["nodes"])
+    assert [row["depth"] for row in summary["summary"]] == [1, 2, 3]
     for name in (
         "depth_profile.png",
         "layers.png",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
@@ -37,40 +37,21 @@ NO_CONTEXT = "a predecessor has no answer of the model"
 DESCRIBED = ("tokens", "scored", "windows", "note")
 
 
-class Framed(NamedTuple):
-    """A text and the spans of its scored characters."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
+Framed: TypeAlias = tuple[str, tuple[tuple[int, int], ...]]
+"""A text and the spans of its scored characters."""
 
 
 def framed(frame: Frame | None, span: str, question: str, answer: str | None) -> Framed:
     """Return the text of one node; empty without a frame, or without an answer if the span needs one."""
-    if frame is None:
-        return Framed("", ())
+    if frame is None or (span != "question" and not answer):
+        return "", ()
     start, kind = len(frame.before), ChatText if frame.is_chat else str
     characters = (start, start + len(question))
     if span == "question":
-        return Framed(kind(frame.before + question), (characters,))
-    if not answer:
-        return Framed("", ())
+        return kind(frame.before + question), (characters,)
     text = kind(f"{frame.asking(question)}{frame.joint}{answer}")
-    answered = (len(text) - len(answer), len(text))
-    return Framed(text, (characters, answered) if span == "both" else (answered,))
-
-
-class ScoredNodes(NamedTuple):
-    """The scores of the texts of nodes."""
-
-    nodes: pd.DataFrame
-    """A row per node and layer: `id, layer, tokens, scored, windows, note`, a column per score."""
-    tokens: pd.DataFrame
-    """A row per scored token at the last layer; see `DepthProfile.tokens`."""
-
-    @property
-    def scores(self) -> list[str]:
-        """The names of the score columns."""
-        return [str(name) for name in self.nodes if name not in ("id", "layer", *DESCRIBED)]
+    answered = (len(text) - len(answer or ""), len(text))
+    return text, (characters, answered) if span == "both" else (answered,)
 
 
 def scored_nodes(
@@ -85,11 +66,15 @@ def scored_nodes(
     batch_size: int,
     *,
     shuffled_by: int | None = None,
-) -> ScoredNodes:
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Score each distinct text of the nodes once, and assign its scores to all nodes that have it.
 
     `frames` holds the frame of every node. With the seed `shuffled_by`, the words of each question and of each answer
     are shuffled.
+
+    Returns:
+        A row per node and layer: `id, layer, tokens, scored, windows, note`, a column per score. And a row per scored
+        token at the last layer; see `DepthProfile.tokens`.
     """
     questions = nodes["question"].tolist()
     is_own = span == "model_answer"
@@ -110,7 +95,7 @@ def scored_nodes(
     number_of = [numbers.setdefault(one, len(numbers)) for one in written]
     out = run.below("statistics" if shuffled_by is None else "shuffled")
     stats = token_statistics(
-        model, [one.text for one in numbers], spans=[one.spans or None for one in numbers], layers=layers, lens=lens,
+        model, [text for text, _ in numbers], spans=[spans or None for _, spans in numbers], layers=layers, lens=lens,
         long="window", batch_size=batch_size, progress=run.progress, out=out,
     )  # fmt: skip
     wide = memorization_scores(stats, k=shares).wide()
@@ -122,7 +107,7 @@ def scored_nodes(
     lacking = [name for name, frame in zip(nodes["id"], frames, strict=True) if frame is None]
     scores.loc[scores["id"].isin(lacking), "note"] = NO_CONTEXT
     at_last = stats.table[stats.table["layer"] == layers[-1]]
-    return ScoredNodes(scores, _lowest_tokens(at_last, places, shares[0]))
+    return scores, _lowest_tokens(at_last, places, shares[0])
 
 
 def _lowest_tokens(table: pd.DataFrame, places: pd.DataFrame, share: float) -> pd.DataFrame:
@@ -280,20 +265,11 @@ OwnAnswers: TypeAlias = Callable[[Iterable[str], str], list[AnswerText | None]]
 """Function that generates answers to prompts, in a stage of the run; None if a prompt leaves no room for an answer."""
 
 
-class AnswerSources(NamedTuple):
-    """The sources of answers and scores."""
+def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alone: bool = True) -> tuple[str, str]:
+    """Return where answers come from ("data", "model" or "") and where scores do ("data", "label", "judge" or "").
 
-    answers: str
-    """Where they come from: "data", "model", or "" for none."""
-    scores: str
-    """Where they come from: "data", "label", "judge", or "" for none."""
-
-
-def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alone: bool = True) -> AnswerSources:
-    """Choose the sources of answers and scores; `answers=None` prefers the data, if it has answers.
-
-    Answers in the data are assumed to answer questions asked `alone`; for questions after others they are used only if
-    "data" is requested.
+    `answers=None` prefers the data, if it has answers. These are assumed to answer questions asked `alone`; for
+    questions after others they are used only if "data" is requested.
     """
     if answers is not None:
         checked_name("answers", answers, SOURCES)
@@ -313,14 +289,15 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
         short = graph.table["answers"].map(lambda accepted: len(accepted[0].split())).median() <= SHORT
         scores = "judge" if callable(judge) else LABEL if judge == LABEL or short else ""
     if scores in (LABEL, "judge") or span == "model_answer" or answers == MODEL:
-        return AnswerSources(answers or (DATA if has_answers else MODEL), scores)
-    return AnswerSources(DATA if has_answers else "", scores)
+        return answers or (DATA if has_answers else MODEL), scores
+    return DATA if has_answers else "", scores
 
 
 def answered_and_scored(
     run: Run,
     graph: DepthGraph,
-    plan: AnswerSources,
+    source: str,
+    scored_by: str,
     judge: Judge,
     frames: Sequence[Frame | None],
     answers_to: OwnAnswers,
@@ -328,7 +305,7 @@ def answered_and_scored(
     """Return `model_answer`, `cut` (unfinished at the token limit) and `score` of every node, asked in its frame."""
     table = graph.table
     answers, cut = table["model_answer"].tolist(), [False] * len(table)
-    if plan.answers == MODEL:
+    if source == MODEL:
         prompted = {place: frame for place, frame in enumerate(frames) if frame is not None}
         prompts = [frame.asking(table["question"].iloc[place]) for place, frame in prompted.items()]
         by_place = dict(zip(prompted, answers_to(prompts, "answers"), strict=True))
@@ -336,13 +313,13 @@ def answered_and_scored(
         answers = [one.text if one else None for one in written]
         cut = [one is not None and not one.ended for one in written]
     scores = table["score"].to_numpy(float)
-    if plan.scores != DATA:
-        scorer = label_score if plan.scores == LABEL else judge if callable(judge) else None
+    if scored_by != DATA:
+        scorer = label_score if scored_by == LABEL else judge if callable(judge) else None
         # Unfinished answers are not judged, because they might still have reached the correct answer.
         whole = [None if is_cut else answer for answer, is_cut in zip(answers, cut, strict=True)]
         keys = list(zip(table["question"], table["answers"], whole, strict=True))
         scores = np.array(scores_of(run, scorer, keys)) if scorer else np.full(len(table), np.nan)
-    if not plan.answers:
+    if not source:
         answers = [None] * len(table)
     return pd.DataFrame({"model_answer": answers, "cut": cut, "score": scores}, index=table.index)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
 
@@ -143,6 +143,10 @@ def _graph(read: Sequence[Row], name: str, notes: Sequence[str] = ()) -> DepthGr
             if below["group"] != node.fields["group"]:
                 raise InputError(f"{where}: its predecessor {predecessor!r} belongs to another group.")
             successors[predecessor].append(node.fields["id"])
+    for found, node in nodes.items():
+        given = node.names("successors")
+        if node.fields.get("successors") is not None and {*given} != {*successors[found]}:
+            raise InputError(f"{_place(node)}: it names the successors {given}, but precedes {successors[found]}.")
     table = pd.DataFrame([node.fields | {"successors": tuple(successors[found])} for found, node in nodes.items()])
     others = (column for column in table if column not in FIRST_COLUMNS)
     return DepthGraph(table[[*FIRST_COLUMNS, *others]], name, tuple(notes))
@@ -192,11 +196,8 @@ def _checked(node: Row) -> Row:
 # `nodes` and `node_to_q` every question is a node in a separate group, without edges.
 
 
-class Answers(NamedTuple):
-    """A file of answers: rows by question id or node id."""
-
-    file: Path
-    rows: Mapping[str, Mapping[str, object]]
+Answers: TypeAlias = Mapping[str, Mapping[str, object]]
+"""Answers by question id or node id."""
 
 
 def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[Row], list[str]]:
@@ -216,19 +217,19 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[Row
         if files["node_to_q"] is None:
             raise InputError(f"The folder {folder} has nodes, but no file node_to_q with the question of each.")
         nodes = _nodes(_by_id(files["nodes"], "nodeid"), _by_id(files["node_to_q"], "nodeid"), questions)
-    answers = _answers(folder, predictions, questions, list(files.values()))
-    if answers is None:
+    file, answers = _answers(folder, predictions, questions, list(files.values()))
+    if file is None:
         return nodes, [*notes, "no answers of a model", "no scores of a judge"]
     known = {fields[key] for _, fields in nodes for key in ("id", "question_id")}
-    for key in answers.rows:
+    for key in answers:
         if key not in known:
-            raise InputError(f"{answers.file}: {key!r} is neither a node nor a question.{did_you_mean(key, known)}")
+            raise InputError(f"{file}: {key!r} is neither a node nor a question.{did_you_mean(key, known)}")
     for _, fields in nodes:
-        row = answers.rows.get(fields["id"], answers.rows.get(fields["question_id"], {}))
+        row = answers.get(fields["id"], answers.get(fields["question_id"], {}))
         fields["model_answer"], fields["score"] = row.get("predicted_answer"), row.get("score")
     for name, what in (("model_answer", "an answer of the model"), ("score", "a score of the judge")):
         if without := sum(fields[name] is None for _, fields in nodes):
-            notes.append(f"{without:,} of {len(nodes):,} nodes without {what} in {answers.file.name}")
+            notes.append(f"{without:,} of {len(nodes):,} nodes without {what} in {file.name}")
     return nodes, notes
 
 
@@ -256,35 +257,23 @@ def _by_id(file: Path, name: str) -> dict[str, Row]:
 
 
 def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: Mapping[str, Row]) -> list[Row]:
-    """Join every node with its question, and check that predecessors and successors agree, if both are present."""
-    if question_of.keys() != nodes.keys():
-        odd = min(question_of.keys() ^ nodes.keys())
-        where = {**nodes, **question_of}[odd].where
-        raise InputError(f"{where}: only one of nodes and node_to_q has the node {odd!r}.")
-    if any("direct_successors" in row.fields for row in nodes.values()):
-        forward = {(name, above) for name, row in nodes.items() for above in row.names("direct_successors")}
-        backward = {(below, name) for name, row in nodes.items() for below in row.names("direct_predecessors")}
-        if forward != backward:
-            below, above = min(forward ^ backward)
-            where = next(nodes[name].where for name in (above, below) if name in nodes)
-            raise InputError(
-                f"{where}: {below!r} is a predecessor of {above!r}, or {above!r} a successor of {below!r}, but not "
-                "both."
-            )
+    """Join every node with its question."""
+    if odd := question_of.keys() ^ nodes.keys():
+        where = {**nodes, **question_of}[min(odd)].where
+        raise InputError(f"{where}: only one of nodes and node_to_q has the node {min(odd)!r}.")
     rows = []
     for name, row in nodes.items():
         key = question_of[name].text("qid")
         if key not in questions:
+            hint = did_you_mean(key, questions)
+            raise InputError(f"{question_of[name].where}, node {name!r}: its question {key!r} does not exist.{hint}")
+        question, depth = questions[key], row.fields.get("depth")
+        if question.fields.get("depth") != depth:
             raise InputError(
-                f"{question_of[name].where}, node {name!r}: its question {key!r} does not exist."
-                f"{did_you_mean(key, questions)}"
+                f"{row.where}, node {name!r}: it has depth {depth!r}, but its question {key!r} has depth "
+                f"{question.fields.get('depth')!r} ({question.where})."
             )
-        if questions[key].fields.get("depth") != row.fields.get("depth"):
-            raise InputError(
-                f"{row.where}, node {name!r}: it has depth {row.fields.get('depth')!r}, but its question {key!r} has "
-                f"depth {questions[key].fields.get('depth')!r} ({questions[key].where})."
-            )
-        rows.append(_node(row, name, questions[key], str(row.fields.get("group", name.split("_")[0]))))
+        rows.append(_node(row, name, question, str(row.fields.get("group", name.split("_")[0]))))
     return rows
 
 
@@ -295,7 +284,8 @@ def _node(row: Row, name: str, question: Row, group: str) -> Row:
         "question_id": question.text("qid"),
         "question": question.text("question"),
         "answers": [question.text("answer")],
-        "predecessors": row.names("direct_predecessors"),
+        "predecessors": row.fields.get("direct_predecessors"),
+        "successors": row.fields.get("direct_successors"),
         "group": group,
     }
     return Row(row.where, fields)
@@ -303,36 +293,34 @@ def _node(row: Row, name: str, question: Row, group: str) -> Row:
 
 def _answers(
     folder: Path, predictions: Path | None, questions: Mapping[str, Row], others: Sequence[Path | None]
-) -> Answers | None:
-    """Read the specified file of answers, or find the one file with answers to the questions alone."""
+) -> tuple[Path | None, Answers]:
+    """Read the specified file of answers, or find the one file with answers to the questions alone (if any)."""
     if predictions is not None:
         file = predictions if predictions.exists() else folder / predictions
         if not file.is_file():
             raise InputError(f"The file of answers {predictions} does not exist, nor is it in the folder {folder}.")
-        answers = _answers_in(file)
-        if answers is None:
-            raise InputError(
-                f"{file} contains no answers: expected a JSON object {{id: {{predicted_answer, score}}, ...}}."
-            )
-        return answers
-    files = [file for file in sorted(folder.rglob("*.json")) if file not in others]
-    found = [a for a in map(_answers_in, files) if a is not None and next(iter(a.rows)) in questions]
-    judged = [answers for answers in found if any(row.get("score") is not None for row in answers.rows.values())]
-    for candidates in (judged, found):
-        if len(candidates) > 1:
-            listed = ", ".join(str(answers.file.relative_to(folder)) for answers in candidates)
-            raise InputError(
-                f"The folder {folder} has the answers of several models ({listed}). Choose one with predictions=."
-            )
-        if candidates:
-            return candidates[0]
-    return None
+        if answers := _answers_in(file):
+            return file, answers
+        raise InputError(
+            f"{file} contains no answers: expected a JSON object {{id: {{predicted_answer, score}}, ...}}."
+        )
+    read = {file: _answers_in(file) for file in sorted(folder.rglob("*.json")) if file not in others}
+    found = {file: answers for file, answers in read.items() if answers and next(iter(answers)) in questions}
+    judged = [file for file in found if any(row.get("score") is not None for row in found[file].values())]
+    files = judged or list(found)
+    if len(files) > 1:
+        listed = ", ".join(str(file.relative_to(folder)) for file in files)
+        raise InputError(
+            f"The folder {folder} has the answers of several models ({listed}). Choose one with predictions=."
+        )
+    return (files[0], found[files[0]]) if files else (None, {})
 
 
-def _answers_in(file: Path) -> Answers | None:
+def _answers_in(file: Path) -> Answers:
+    """Return the answers in a JSON file; none if it contains something else."""
     try:
         value = parse_json(file.read_bytes())
     except (ValueError, OSError) as error:
         raise InputError(f"{file} cannot be read ({error}).") from None
-    is_one = isinstance(value, dict) and value and all(isinstance(row, dict) for row in value.values())
-    return Answers(file, value) if is_one and any("predicted_answer" in row for row in value.values()) else None
+    is_one = isinstance(value, dict) and all(isinstance(row, dict) for row in value.values())
+    return value if is_one and any("predicted_answer" in row for row in value.values()) else {}

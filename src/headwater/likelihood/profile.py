@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pandas as pd
@@ -37,7 +37,6 @@ from headwater.likelihood.framed import (
     TURNS,
     ContextWording,
     PredecessorsName,
-    ScoredNodes,
     answered_and_scored,
     frames_of,
     own_answers,
@@ -46,14 +45,14 @@ from headwater.likelihood.framed import (
 )
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.report import POPULARITY, SHUFFLED, comparisons, discrepancies, judged, report
-from headwater.likelihood.scores import checked_shares
+from headwater.likelihood.scores import checked_shares, score_of
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_kind, checked_name, checked_seed
 from headwater.questions.asking import RAW, Messages, answer_ends
 from headwater.questions.labels import Judge
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, each_row, rounded
+from headwater.runs.result import Result
 from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
@@ -119,25 +118,6 @@ class DepthProfile(Result):
         accuracy = dict(zip(accurate["depths"], accurate["value"], strict=True))
         table = by_depth.join(drawn.rename("median_min_k")).reset_index()
         return table.assign(accuracy=[accuracy.get(str(depth), math.nan) for depth in table["depth"]])
-
-    def findings(self) -> dict[str, Any]:
-        """Return the main numbers as JSON values; Min-K% with the figure's sign."""
-        drawn = -self.depthwise.groupby("depth")[self.main].median()
-        overall = self.judged[(self.judged["depths"] == "all") | (self.judged["measure"] == "accuracy")]
-        gaps = self.comparisons[self.comparisons["measure"] == "gap"]
-        return {
-            "model": self.run.model,
-            "graph": self.run.options["graph"],
-            "predecessors": self.run.options["predecessors"],
-            "nodes": len(self.table),
-            "not_scored": {str(n): int(c) for n, c in self.table["note"].value_counts().items() if n},
-            "windowed": int((self.table["windows"] > 1).sum()),
-            "without_judge_score": int(self.table["score"].isna().sum()),
-            "cut": self.cut,
-            "median_min_k": {str(depth): rounded(value) for depth, value in drawn.items()},
-            "judged": {f"{row['measure']} {row['depths']}": rounded(row["value"]) for row in each_row(overall)},
-            "score_gap": {row["control"]: rounded(row["value"]) for row in each_row(gaps)},
-        }
 
     def report(self) -> list[str]:
         """Report in sentences, built from the numbers, which published findings hold for this model."""
@@ -219,8 +199,8 @@ def memorization(
     controls, seed = checked_flag("controls", controls), checked_seed(seed)
     checked_name("predecessors", predecessors, PREDECESSORS)
     wording = ContextWording(model, context, prompt, predecessors, predecessor_prompt)
-    plan = plan_of(graph, answers, judge, span, alone=predecessors == NONE)
-    asks = plan.answers == MODEL or predecessors in (PREDICTED, TURNS)
+    source, scored_by = plan_of(graph, answers, judge, span, alone=predecessors == NONE)
+    asks = source == MODEL or predecessors in (PREDICTED, TURNS)
     checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if asks else None)
     shares, lens = checked_shares(k), open_lens(lens, model.shape.n_layers, model.shape.d_model)
     # Always include the final layer, because table and figure use it.
@@ -230,7 +210,7 @@ def memorization(
         "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(wording.alone[:3]),
         "predecessors": predecessors,
         "predecessor_prompt": after if after is None or isinstance(after, str) else [dict(one) for one in after],
-        "aggregate": aggregate, "layers": read, "k": shares, "answers": plan.answers, "scores": plan.scores,
+        "aggregate": aggregate, "layers": read, "k": shares, "answers": source, "scores": scored_by,
         "lens": lens_named(lens), "judge": judge, "ends": answer_ends(model), "max_new_tokens": max_new_tokens,
         "quartiles": quartiles, "controls": controls, "notes": list(graph.notes),
     }  # fmt: skip
@@ -239,22 +219,25 @@ def memorization(
         answers_to = own_answers(run, model, max_new_tokens, "line" if context == RAW else "end", batch_size)
         frames = frames_of(graph.table, wording, answers_to)
         nodes = graph.table.drop(columns=["model_answer", "score"])
-        nodes = nodes.join(answered_and_scored(run, graph, plan, judge, frames, answers_to))
+        nodes = nodes.join(answered_and_scored(run, graph, source, scored_by, judge, frames, answers_to))
         score = partial(scored_nodes, run, model, nodes, frames, span, read, lens, shares, batch_size)
-        scored, shuffled = score(), score(shuffled_by=seed) if controls else None
-        return _profile(nodes, scored, shuffled, run.record)
+        scored, tokens = score()
+        shuffled = score(shuffled_by=seed)[0] if controls else None
+        return _profile(nodes, scored, shuffled, tokens, run.record)
 
     return run_or_resume(DepthProfile, "memorization", model, options, work, out=out, seed=seed, progress=progress)
 
 
-def _profile(nodes: pd.DataFrame, scored: ScoredNodes, shuffled: ScoredNodes | None, run: RunRecord) -> DepthProfile:
+def _profile(
+    nodes: pd.DataFrame, scored: pd.DataFrame, shuffled: pd.DataFrame | None, tokens: pd.DataFrame, run: RunRecord
+) -> DepthProfile:
     """Combine all measurements into the profile."""
     options, main = run.options, f"min_k_{run.options['k'][0]:g}"
-    final = options["layers"][-1]
+    final, scores = options["layers"][-1], [str(name) for name in scored if score_of(str(name))]
     described = nodes.assign(answer=[accepted[0] for accepted in nodes["answers"]]).join(discrepancies(nodes))
-    table = described.merge(scored.nodes[scored.nodes["layer"] == final].drop(columns="layer"), on="id")
+    table = described.merge(scored[scored["layer"] == final].drop(columns="layer"), on="id")
     if shuffled is not None:
-        there = shuffled.nodes[shuffled.nodes["layer"] == final].set_index("id")[main]
+        there = shuffled[shuffled["layer"] == final].set_index("id")[main]
         table[main + SHUFFLED] = table["id"].map(there)
     if not table["scored"].any():
         raise InputError(f"None of the {len(table):,} nodes has anything to score: {table['note'].iloc[0]}.")
@@ -264,17 +247,17 @@ def _profile(nodes: pd.DataFrame, scored: ScoredNodes, shuffled: ScoredNodes | N
     table["quartile"] = np.select([drawn <= drawn.quantile(0.25), drawn >= drawn.quantile(0.75)], [25, 75], 0)
     # Resampled by graph, because nodes of one graph share predecessors.
     graphs = Bootstrap.of(table["group"], seed=run.seed or 0)
-    order = [*FIRST_COLUMNS, *scored.scores, *(c for c in (main + SHUFFLED,) if c in table), *JUDGED_COLUMNS]
+    order = [*FIRST_COLUMNS, *scores, *(c for c in (main + SHUFFLED,) if c in table), *JUDGED_COLUMNS]
     order += [POPULARITY] if POPULARITY in table else []
-    every = nodes[["id", "group", "depth"]].merge(scored.nodes, on="id")
+    every = nodes[["id", "group", "depth"]].merge(scored, on="id")
     keys = ["group", "depth"] if options["aggregate"] == "group" else ["group", "depth", "id"]
     return DepthProfile(
         table=table[order],
-        depthwise=_averages(table, keys, scored.scores),
-        by_layer=_by_layer(_averages(every, ["layer", *keys], scored.scores), scored.scores, run.seed or 0),
+        depthwise=_averages(table, keys, scores),
+        by_layer=_by_layer(_averages(every, ["layer", *keys], scores), scores, run.seed or 0),
         judged=judged(table, graphs),
-        comparisons=comparisons(table, [name for name in scored.scores if name != "perplexity"], main, graphs),
-        tokens=scored.tokens,
+        comparisons=comparisons(table, [name for name in scores if name != "perplexity"], main, graphs),
+        tokens=tokens,
         run=run,
     )
 
