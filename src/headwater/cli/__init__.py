@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Literal
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 from rich.text import Text
@@ -51,12 +50,6 @@ COMMANDS: tuple[Callable[..., int | None], ...] = (
 for place, command in enumerate(COMMANDS):
     app.command(command, sort_key=place)
 app.command(reproduce.app)
-
-
-@app.command(name="--show-completion")
-def _show_completion(shell: Literal["bash", "zsh", "fish"]) -> None:
-    """Print the script that adds shell completion for this command line."""
-    sys.stdout.write(app.generate_completion(shell=shell))
 
 
 def main() -> None:

@@ -13,12 +13,6 @@ from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, RunOption
 from headwater.errors import InputError
 from headwater.models.packaged import BASE, is_embedded
 
-Relations = Annotated[
-    Path | None,
-    Parameter(
-        help="A folder or file of relations, or the name of a relation of headwater's suite. Default: the whole suite."
-    ),
-]
 MultiToken = Literal["first", "distinguishing"] | None
 Embedding = Literal["auto", "raw", "mlp0", "embed+mlp0", "layer0"]
 
@@ -39,7 +33,7 @@ class Scoring:
 def heads(
     model: Model = None,
     *,
-    relations: Relations = None,
+    relations: Path | None = None,
     rule: Literal["controlled", "published"] = "controlled",
     scoring: Scoring = Scoring(),
     multi_token: MultiToken = None,
@@ -94,7 +88,7 @@ def compare(
     ],
     /,
     *,
-    relations: Relations = None,
+    relations: Path | None = None,
     scoring: Scoring = Scoring(),
     multi_token: MultiToken = None,
     run: RunOptions = RunOptions(),
@@ -200,7 +194,7 @@ def evidence(
 def relations(
     model: Model = None,
     *,
-    relations: Relations = None,
+    relations: Path | None = None,
     multi_token: MultiToken = None,
     as_json: AsJson = False,
 ) -> None:

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Axis = Literal["layer", "position", "head", "key", "feature"]
-Window = Annotated[
-    str | None, Parameter(help='Number of layers to patch at once, such as 3, or "cumulative". Default: one.')
-]
 SHOWN, SIZE = 10, 20
 
 
@@ -77,7 +74,7 @@ def patch(
     layers: Annotated[list[str] | None, ANY_TEXT] = None,
     positions: Annotated[list[str] | None, ANY_TEXT] = None,
     heads: list[str] | None = None,
-    window: Window = None,
+    window: str | None = None,
     method: Literal["exact", "attribution"] = "exact",
     load: Load = Load(),
     run: RunOptions = RunOptions(),
@@ -127,7 +124,7 @@ def knockout(
     key: Annotated[str | None, ANY_TEXT] = None,
     heads: list[str] | None = None,
     measured: MetricOptions = MetricOptions(),
-    window: Window = None,
+    window: str | None = None,
     variant: Variant = "mask",
     over: list[Axis] | None = None,
     load: Load = Load(),

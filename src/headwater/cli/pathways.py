@@ -177,7 +177,6 @@ def saliency(
 
     Args:
         layer: Layer of the probe. Default: the best one.
-        layers: Layer to average; repeatable. Default: all up to the probe's.
     """
     from headwater.probes.linear import fit_probes
     from headwater.questions.states import probe_states
