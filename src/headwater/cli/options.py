@@ -47,14 +47,14 @@ def documented_by(*sources: str) -> Callable[[C], C]:
             code = (Path(hw.__file__).parent / f"{file}.py").read_text(encoding="utf-8")
             docstring = code.partition(f"\ndef {name}(")[2].split('"""')[1]
             texts |= {one.arg_name: " ".join((one.description or "").split()) for one in parse(docstring).params}
+        about, _, own = inspect.cleandoc(command.__doc__ or "").partition("Args:\n")
         lines = []
         # The annotations of a class are those of its own fields, without the fields that it inherits.
         for name in filter(texts.get, inspect.get_annotations(command)):
-            text = texts[name][0].upper() + texts[name][1:]
-            is_none = inspect.signature(command).parameters[name].default is None
-            lines.append(f"    {name}: {text}{' Default: none.' * (is_none and 'efault' not in text)}\n")
-        # The command's own texts come later, and so replace these.
-        about, _, own = inspect.cleandoc(command.__doc__ or "").partition("Args:\n")
+            if f"\n    {name}: " not in f"\n{own}":
+                text = texts[name][0].upper() + texts[name][1:]
+                is_none = inspect.signature(command).parameters[name].default is None
+                lines.append(f"    {name}: {text}{' Default: none.' * (is_none and 'efault' not in text)}\n")
         command.__doc__ = f"{about.rstrip()}\n\nArgs:\n{''.join(lines)}{own}"
         return command
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import pandas as pd
@@ -198,7 +198,8 @@ class ContextWording:
         for question, answer in before:
             messages.append({**turn, "content": turn["content"].replace(SLOT, question)})
             messages.append({"role": "assistant", "content": answer})
-        messages += [turn] if later is None else later
+        # A text as `later` is refused by the check of the messages.
+        messages += [turn] if later is None else cast(Messages, later)
         return question_frame(self.model, CHAT, messages)
 
     @cached_property
