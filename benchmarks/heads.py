@@ -289,7 +289,8 @@ def _agrees(
 ) -> bool:
     """Whether the peer in float64 finds exactly what headwater finds, on the peer's heads."""
     found = ours(inputs, maps)
-    exact = OVMaps(maps.x.double(), maps.W_V.double(), maps.W_O.double(), maps.W_U.double(), maps.longest)
+    factors = (maps.x.double(), maps.W_V.double(), maps.W_O.double(), maps.W_U.double())
+    exact = OVMaps(*factors, maps.longest, maps.first)
     return all(
         torch.equal(mine[head].cpu(), its.cpu())
         for head in range(inputs.shape.peer_heads)

@@ -57,7 +57,7 @@ def layers(draw):
         case "large":
             W_U, W_V = W_U * 100, W_V / 100
     W_V, W_O, W_U = (factor.to(dtype) for factor in (W_V, W_O, W_U))
-    first = ov.first_tokens(W_U, draw(st.sampled_from([1, 7, 64]))) if draw(st.booleans()) else None
+    first = ov.first_tokens(W_U, draw(st.sampled_from([1, 7, 64])))
     maps = ov.OVMaps(x, W_V, W_O, W_U, ov.longest_column(W_U), first)
     source = torch.randint(sources, (pairs,), generator=generator)
     target = torch.randint(d_vocab, (pairs,), generator=generator)

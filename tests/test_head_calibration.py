@@ -17,7 +17,7 @@ import headwater as hw
 from headwater.heads.categories import PREFIXES, apply_rule
 from headwater.heads.relations import Relation, TokenRelation
 from headwater.heads.scores import score_layer, score_table, suite_pairs
-from headwater.kernels.ov import OVMaps, longest_column
+from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 from headwater.stats.significance import q_values
 from tests import chance
 from tests.naive_heads import random_relation
@@ -117,7 +117,7 @@ def planted_in_noise(shares: Sequence[float], items: int, habit: float, seed: in
         maps[head, torch.randperm(items, generator=generator)[: round(habit * items)], 0] = 9.0
     every_token = torch.eye(d_vocab)
     x = every_token[500:]
-    ov = OVMaps(x, x.T[None], maps, every_token, longest_column(every_token))
+    ov = OVMaps(x, x.T[None], maps, every_token, longest_column(every_token), first_tokens(every_token, 64))
     accepted = tuple((one,) for one in target.tolist())
     tokens = TokenRelation(Relation("known", "knowledge", ()), torch.arange(500, d_vocab), accepted, pd.DataFrame())
     return score_table([score_layer(ov, suite_pairs([tokens], [10]), null_from=0.0)], [tokens])

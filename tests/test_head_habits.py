@@ -17,7 +17,7 @@ import headwater as hw
 from headwater.heads.categories import apply_rule
 from headwater.heads.relations import Relation, TokenRelation
 from headwater.heads.scores import score_layer, score_table, suite_pairs
-from headwater.kernels.ov import OVMaps
+from headwater.kernels.ov import OVMaps, first_tokens
 from headwater.stats.significance import permutation_moments, permutation_p_values, q_values
 from tests import chance
 from tests.planted_heads import implements, plant_relations, suppresses
@@ -54,7 +54,14 @@ def classified(heads: Sequence[Writes], answers: Sequence[int]) -> pd.DataFrame:
     every_token, asked = torch.eye(d_vocab), Relation("popular", "knowledge", ())
     sources = torch.arange(ANSWERS, d_vocab)
     tokens = TokenRelation(asked, sources, tuple((answer,) for answer in answers), pd.DataFrame())
-    ov = OVMaps(every_token[sources], every_token[None], torch.cat([maps, -maps]), every_token, 1.0)
+    ov = OVMaps(
+        every_token[sources],
+        every_token[None],
+        torch.cat([maps, -maps]),
+        every_token,
+        1.0,
+        first_tokens(every_token, 64),
+    )
     table = score_table([score_layer(ov, suite_pairs([tokens], [1]), null_from=0.0)], [tokens])
     flags = {rule: apply_rule(table, rule, 0.15) for rule in ("published", "controlled")}
     return table.assign(**{rule: found["implemented"] | found["suppressed"] for rule, found in flags.items()})
@@ -191,7 +198,7 @@ def by_source(written: Sequence[Sequence[int]], items: int, n_noise: int = 30) -
     maps.scatter_(2, targets[torch.tensor(written)].flatten(2), 1.0)
     every_token = torch.eye(n_targets + n_noise)
     x = every_token[:n_sources]
-    ov = OVMaps(x, x.T[None], maps, every_token, 1.0)
+    ov = OVMaps(x, x.T[None], maps, every_token, 1.0, first_tokens(every_token, 64))
     sources = torch.arange(n_sources).repeat_interleave(items)
     asked = Relation("several", "knowledge", ())
     tokens = TokenRelation(asked, sources, tuple((one,) for one in range(n_targets)), pd.DataFrame())

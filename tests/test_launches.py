@@ -29,7 +29,7 @@ class NoKernel:
 def layer(n_heads):
     """A layer's heads and 60 pairs, one in six among the sources' best or so."""
     x, W_V, W_O, W_U = (torch.randn(*s) for s in ((60, 32), (2, 32, 8), (n_heads, 8, 32), (32, 4000)))
-    maps = ov.OVMaps(x, W_V, W_O, W_U, ov.longest_column(W_U))
+    maps = ov.OVMaps(x, W_V, W_O, W_U, ov.longest_column(W_U), ov.first_tokens(W_U, 64))
     return maps, torch.arange(60), torch.randint(4000, (60,))
 
 

@@ -1,7 +1,5 @@
 """The blocked OV kernels equal the formula, ties included, for any shape, dtype and vocabulary."""
 
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -59,7 +57,7 @@ def test_long_sums_that_do_not_cancel_round_within_the_margin():
     x, W_V, W_O, W_U = (
         torch.rand(shape, generator=generator) for shape in ((30, 4096), (1, 4096, 16), (2, 16, 4096), (4096, 1500))
     )
-    maps = ov.OVMaps(x, W_V, W_O, W_U, ov.longest_column(W_U))
+    maps = ov.OVMaps(x, W_V, W_O, W_U, ov.longest_column(W_U), ov.first_tokens(W_U, 64))
     source = torch.arange(30)
     best = ov.ov_logits(maps)[0].topk(20).indices
     for place in (0, 8, 9, 10, 11, 19):
@@ -105,8 +103,7 @@ def test_hits_of_every_source_with_every_target_are_those_of_the_whole_map(layer
         ov_sweep.Grid(other[1] % sizes[0], other[2] % sizes[1], k + 3),
     ]
     grids = [grid for grid in grids if len(grid.source)]
-    with mock.patch.object(ov_sweep, "WORTH_A_LOOK", 1):  # small vocabularies meet the first tokens twice, too
-        hits_of_all = list(ov_sweep.topk_hits(maps, grids)) if grids else []
+    hits_of_all = list(ov_sweep.topk_hits(maps, grids)) if grids else []
     for grid, found in zip(grids, hits_of_all, strict=True):
         expected = ov.topk_hits(maps, grid.source, grid.target, grid.k)
         for sign, hits, wanted in zip(SIGNS, found, expected, strict=True):

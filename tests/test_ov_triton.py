@@ -29,7 +29,8 @@ def through_the_kernel(monkeypatch):
 
 
 def on_device(maps, *pairs):
-    moved = ov.OVMaps(*(factor.to(DEVICE) for factor in (maps.x, maps.W_V, maps.W_O, maps.W_U)), maps.longest)
+    factors = (factor.to(DEVICE) for factor in (maps.x, maps.W_V, maps.W_O, maps.W_U))
+    moved = ov.OVMaps(*factors, maps.longest, maps.first.to(DEVICE))
     return moved, *pairs
 
 
@@ -112,7 +113,7 @@ def test_on_the_card_every_count_is_that_of_the_formula_at_the_width_of_a_model(
 
     factors = random(2, 2048, 128), random(8, 128, 2048), random(2048, 3000)
     W_V, W_O, W_U = (factor.to("cuda", dtype) for factor in factors)
-    maps = ov.OVMaps(random(60, 2048).cuda(), W_V, W_O, W_U, ov.longest_column(W_U))
+    maps = ov.OVMaps(random(60, 2048).cuda(), W_V, W_O, W_U, ov.longest_column(W_U), ov.first_tokens(W_U, 64))
     source, target, k = torch.arange(60), torch.randint(3000, (60,)), torch.full((60,), 10)
     pairs, there = (source, target), (source.cuda(), target.cuda())
     for found, expected in (

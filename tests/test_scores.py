@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headwater.heads.relations import Relation, TokenRelation
 from headwater.heads.scores import score_layer, score_table, suite_pairs
-from headwater.kernels.ov import OVMaps, longest_column
+from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 
 
 def relation(generator, d_vocab, items, accepted=3):
@@ -27,7 +27,9 @@ def layer(generator, tokens, d_vocab):
         return torch.randn(shape, generator=generator)
 
     W_U = random(16, d_vocab)
-    return OVMaps(random(len(tokens), 16), random(2, 16, 4), random(6, 4, 16), W_U, longest_column(W_U))
+    return OVMaps(
+        random(len(tokens), 16), random(2, 16, 4), random(6, 4, 16), W_U, longest_column(W_U), first_tokens(W_U, 64)
+    )
 
 
 def full_maps(maps):
@@ -115,7 +117,9 @@ def test_no_p_value_is_below_what_the_orders_of_the_distinct_sources_allow(n_sou
     )
     x, every_token = torch.zeros(n_sources, items), torch.eye(items)
     x[source, target] = 1.0
-    maps = OVMaps(x, every_token[None], every_token[None], every_token, longest_column(every_token))
+    maps = OVMaps(
+        x, every_token[None], every_token[None], every_token, longest_column(every_token), first_tokens(every_token, 64)
+    )
     scores = score_layer(maps, suite_pairs([tokens], [items // n_sources]), null_from=0.0)
     (row,) = score_table([scores], [tokens]).to_dict("records")
     assert row["score"] == 1

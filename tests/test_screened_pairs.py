@@ -27,7 +27,7 @@ def head_of(d_model, d_head, with_outliers):
     if with_outliers:
         outliers.in_embeddings(x)
         outliers.in_unembedding(W_U.T)
-    maps = ov.OVMaps(x, W_V, W_O, W_U, ov.longest_column(W_U))
+    maps = ov.OVMaps(x, W_V, W_O, W_U, ov.longest_column(W_U), torch.arange(CUDA_SAMPLE))
     return maps, torch.arange(PAIRS), CUDA_SAMPLE + torch.arange(PAIRS)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.calls import checked_call
@@ -31,7 +31,7 @@ from headwater.heads.relations import Relations, SourcePrompts, TokenRelation, c
 from headwater.heads.scores import any_accepted
 from headwater.kernels import ov_blocked
 from headwater.kernels.devices import to_device
-from headwater.kernels.ov import OVMaps, longest_column
+from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 from headwater.models.edits import Hook, read_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import hook_name
@@ -149,14 +149,14 @@ def scored_prompts(
     """Return the dynamic scores of relations, from each one's prompts, items and k, with the map's static scores."""
     weights = open_weights(model)
     W_U = weights.unembedding()
-    longest = longest_column(W_U)
+    unembedding = W_U, longest_column(W_U), first_tokens(W_U, ov_blocked.sample_size(W_U))
 
     @torch.inference_mode()
     def compute(one: tuple[SourcePrompts, TokenRelation, int]) -> dict[str, Tensor]:
         prompts, tokens, k = one
         values = last_values(model, prompts, batch_size)
         scores = [
-            score_outputs(values[:, layer], weights.ov(layer).W_O, W_U, longest, prompts, tokens, k)
+            score_outputs(values[:, layer], weights.ov(layer).W_O, unembedding, prompts, tokens, k)
             for layer in range(model.shape.n_layers)
         ]
         return {"scores": torch.stack(scores, dim=2)}
@@ -212,8 +212,7 @@ def last_values(
 def score_outputs(
     values: Float[Tensor, "context row head d_head"],
     W_O: Float[Tensor, "head d_head d_model"],
-    W_U: Float[Tensor, "d_model d_vocab"],
-    longest: float,
+    unembedding: tuple[Float[Tensor, "d_model d_vocab"], float, Int[Tensor, " token"]],
     prompts: SourcePrompts,
     tokens: TokenRelation,
     k: int,
@@ -228,12 +227,13 @@ def score_outputs(
     rows = torch.cat([pair_row + context * n_rows for context in range(len(values))])
     targets = torch.tensor([target for row in accepted for target in row]).repeat(len(values))
     in_template = torch.nn.functional.one_hot(prompts.template).double()
+    W_U = unembedding[0]
     # W_V = [I; 0] passes z through unchanged, so that the static score's kernel can be used.
     identity = torch.eye(len(W_U), d_head, device=W_U.device)[None]
     scores = []
     for z, output in zip(values.to(W_U).flatten(0, 1).unbind(1), W_O, strict=True):
         x = torch.nn.functional.pad(z, (0, len(W_U) - d_head))
-        maps = OVMaps(x, identity, output[None], W_U, longest)
+        maps = OVMaps(x, identity, output[None], *unembedding)
         signs = ov_blocked.topk_membership(maps, rows, targets, torch.full_like(targets, k))
         hits = torch.stack([any_accepted(hit[0], rows, len(x)).unflatten(0, (len(values), n_rows)) for hit in signs], 1)
         scores.append(hits.double() @ in_template / in_template.sum(0))

@@ -38,8 +38,8 @@ class OVMaps:
     W_U: Float[Tensor, "d_model d_vocab"]
     longest: float
     """The norm of W_U's longest column (`longest_column`), the same for every layer of a model."""
-    first: Int[Tensor, " token"] | None = None
-    """Tokens to compare first (`first_tokens`), the same for every layer; by default some evenly spaced tokens."""
+    first: Int[Tensor, " token"]
+    """Tokens to compare first (`first_tokens`), the same for every layer."""
 
     @property
     def n_heads(self) -> int:

@@ -7,7 +7,7 @@ eliminated early: once k tokens are greater than t and k are smaller, no other t
 1. `screen_pairs` compares every pair of every head with a sample of the vocabulary (`ov.first_tokens`).
 2. `settle`: for the few remaining pairs, compute their head's output y = x W_V W_O in float64, and compare y W_U, tile
    after tile, each as wide as all tiles before it; eliminated pairs leave after every tile. Pairs of one source share
-   y, and tokens are ordered by how far their logits are from the mean in some of these rows.
+   y.
 3. Pairs that reach the end with a token too near their k-th place to call are decided in float64.
 
 `topk_membership` combines the two.
@@ -22,7 +22,7 @@ bfloat16 factors are multiplied by tensor cores; a workspace some 16 times as la
 the pairs, and waits only to learn which remain after the screening or a tile, and for the results.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -48,9 +48,6 @@ FACTOR_NUMBERS = 2**23
 """Most numbers of one factor converted at a time (64 MB in float64) on a CPU."""
 CACHED_NUMBERS = 2**17
 """Logits that a thread compares at a time if each is read several times: 0.5 MB, and as much for the counts."""
-FEW_ROWS = 64
-ORDERED_BY, ORDER_TILE = 16, 8192
-"""Number of rows whose logits determine the order of the vocabulary; tokens at a time for that."""
 CUDA_WORKSPACE = 16
 """Factor by which the workspace is larger on a CUDA device."""
 
@@ -117,7 +114,8 @@ def screen_pairs(
 def _screen_pairs(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
 ) -> tuple[Bool[Tensor, "sign head pair"], Float[Tensor, "head pair"]]:
-    sample = _sample(maps)
+    # Every head reads it: copied once into the layout that the product needs.
+    sample = columns_of(maps, maps.first).contiguous()
     # Pairs of a suite share sources and targets: z and W_O W_U are computed once for each distinct one.
     distinct = (*source.unique(return_inverse=True), *target.unique(return_inverse=True))
     rows, row, tokens, column, k = (to_device(one, maps.x.device) for one in (*distinct, k))
@@ -181,14 +179,6 @@ def exact_values_margin(
     return (rounding(maps) * maps.longest * sizes + maps.tie[:, source]).float()
 
 
-def _sample(maps: OVMaps) -> Float[Tensor, "d_model token"]:
-    if maps.first is not None:
-        # Every head reads it: copied once into the layout that the product needs.
-        return columns_of(maps, maps.first).contiguous()
-    n = sample_size(maps.W_U)
-    return maps.W_U[:, :: max(1, maps.d_vocab // n)][:, :n].contiguous()
-
-
 def sample_size(W_U: Float[Tensor, "d_model d_vocab"]) -> int:
     """Return the number of tokens to compare first, on this device."""
     return FIRST_TILE * (8 if W_U.is_cuda else 1)
@@ -221,9 +211,6 @@ def _settle(
     logits64 = token_logits(maps, exact[row], target)
     tie = maps.tie[to_device(triples.head, exact.device), to_device(triples.source, exact.device)]
     y, target_logits = exact.float(), logits64.float()
-    place, order = target, _scan_order(maps, y)
-    if order is not None:
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(maps.d_vocab, device=order.device))[target]
     # ROUNDING also on a GPU: callers use `full_float32`, so that these products never run on tensor cores.
     margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1)[row] + tie).float()
     alive, live, of_live = torch.arange(len(triples), device=k.device), torch.arange(len(y), device=k.device), row
@@ -234,17 +221,10 @@ def _settle(
         stop = min(maps.d_vocab, start + next_width(maps, start, len(alive)))
         if start:  # before that all rows are live, so the host need not wait to learn which
             live, of_live = row[alive].unique_consecutive(return_inverse=True)
-        # In the order of ids a tile is a slice: gathering would take longer than multiplying (benchmarks/NOTES.md).
-        tile = (maps.W_U[:, start:stop] if order is None else columns_of(maps, order[start:stop])).float()
-        # For a few rows the transposed product is faster, because W_U is stored token after token.
-        logits = (tile.T @ y[live].T).T.contiguous() if len(live) < FEW_ROWS else y[live] @ tile
-        limits = target_logits[alive], margin[alive]
-        if logits.is_cuda:
-            above, below = count_beyond(logits[of_live], *limits)
-        else:
-            above, below = _count_in_parts(logits.__getitem__, logits.shape[1], of_live, *limits)
+        logits = y[live] @ maps.W_U[:, start:stop].float()
+        above, below = count_beyond(logits[of_live], target_logits[alive], margin[alive])
         # A token that is neither, and is not the target, is too near to call: it may be above as well as below.
-        inside = (place[alive] >= start) & (place[alive] < stop)
+        inside = (target[alive] >= start) & (target[alive] < stop)
         near = stop - start - inside.float() - above - below
         counts[:, alive] += torch.stack([above, below, above + near, below + near])
         # Eliminated once certainly beaten on both sides; the rest meets a tile twice as wide.
@@ -256,21 +236,6 @@ def _settle(
     unsure = alive[((counts[:2, alive] < k[alive]) & ~hit[:, alive]).any(0)]
     hit[:, unsure] = _exact_counts(maps, exact[row[unsure]], logits64[unsure], target[unsure], tie[unsure]) < k[unsure]
     return hit
-
-
-def _scan_order(maps: OVMaps, y: Float[Tensor, "row d_model"]) -> Int[Tensor, " d_vocab"] | None:
-    """Order the tokens by how far their logits are from a row's mean, on average over some rows: the farthest first.
-
-    The farthest are above or below most targets, so that eliminated pairs leave early. Returns None (the order of ids)
-    if ordering costs more than it saves.
-    """
-    if len(y) < 4 * ORDERED_BY:
-        return None
-    some = y[:: max(1, len(y) // ORDERED_BY)]
-    logits = torch.cat([some @ tile.float() for tile in maps.W_U.split(ORDER_TILE, dim=1)], dim=1)
-    # In units of a row's own spread: heads that write little count as much.
-    far = (logits - logits.mean(1, keepdim=True)).square_()
-    return (far / far.mean(1, keepdim=True).clamp_min(torch.finfo(far.dtype).tiny)).sum(0).argsort(descending=True)
 
 
 def _exact_counts(
@@ -379,21 +344,11 @@ def count_products(
     target_logits: Float[Tensor, " row"],
     margin: Float[Tensor, " row"],
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """Count the logits z W as `count_beyond` does."""
-    return _count_in_parts(lambda rows: rows @ W, W.shape[1], z, target_logits, margin)
-
-
-def _count_in_parts(
-    logits_of: Callable[[Tensor], Tensor], width: int, *rows: Tensor
-) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """Count as `count_beyond` does, with as many rows at a time as keep their logits in the processor's cache.
-
-    `logits_of` returns the `width` logits of each row of the first of `rows`; the others are own logits and margins.
-    """
+    """Count the logits z W as `count_beyond` does, with as many rows at a time as keep theirs in the CPU's cache."""
     # Per thread: with this many numbers for both threads together, ranks took 261 s instead of 230.
-    n_rows = max(1, CACHED_NUMBERS * torch.get_num_threads() // width)
-    parts = zip(*(part.split(n_rows) for part in rows), strict=True)
-    above, below = zip(*(count_beyond(logits_of(some), *bounds) for some, *bounds in parts), strict=True)
+    n_rows = max(1, CACHED_NUMBERS * torch.get_num_threads() // W.shape[1])
+    parts = zip(z.split(n_rows), target_logits.split(n_rows), margin.split(n_rows), strict=True)
+    above, below = zip(*(count_beyond(some @ W, *bounds) for some, *bounds in parts), strict=True)
     return torch.cat(above), torch.cat(below)
 
 

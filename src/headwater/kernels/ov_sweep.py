@@ -20,9 +20,6 @@ from headwater.kernels import ov_blocked
 from headwater.kernels.devices import exact_product, to_device, to_device_many
 from headwater.kernels.ov import OVMaps
 
-WORTH_A_LOOK = 32
-"""Compare `OVMaps.first` before the tiles only if the vocabulary is at least this many times as large."""
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -288,18 +285,9 @@ def _kth_logits(
 ) -> Float[Tensor, "sign head row"]:
     """Return the middle of the k-th and the next largest logit of each row, and the same of the negated logits.
 
-    Once the k-th is above a row's `best` target the row leaves, and the bound found so far is returned. `OVMaps.first`
-    makes many leave before the first tile; the others meet these tokens again, in their tiles.
+    Once the k-th is above a row's `best` target the row leaves, and the bound found so far is returned.
     """
     table = _Kept(rows, best)
-    if maps.first is not None and maps.d_vocab >= WORTH_A_LOOK * len(maps.first):
-        # A separate table: in `table` these tokens would count twice, here and in their tiles.
-        sample = _Kept(rows, best)
-        _merge_tile(maps, z, sample, sample.left(), ov_blocked.columns_of(maps, maps.first))
-        # The bound of rows that left there is final: the k-th is above every target requested for them.
-        gone = table.alive & ~sample.alive
-        table.values = torch.where(gone[..., None], sample.values, table.values)
-        table.alive &= sample.alive
     most = max(1, 2 * ov_blocked.factor_numbers(maps) // maps.x.shape[1])
     start = 0
     while start < maps.d_vocab and any(n_left := table.left()):
