@@ -386,13 +386,6 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         ),
         "world.question_templates": lambda: (hw.world.question_templates, {"relations": ["country_to_capital"]}),
         "HeadMap.salient": lambda: (g.heads.salient, {"layer": 1, "head": 0, "model": g.model, "embedding": "raw"}),
-        "HeadMap.salient_of": lambda: (
-            lambda heads, layer, model, sources, targets: [
-                g.heads.salient_of(heads, model=model, sources=sources, targets=targets),
-                g.heads.salient_of([(layer, 0)], model=model),
-            ],
-            {"heads": [(1, 0), (0, 1)], "layer": 1, "model": g.model, "sources": 1, "targets": 1},
-        ),
         "HeadMap.view": lambda: (
             lambda beside, model: g.heads.view(beside=beside, model=model),
             {"beside": [g.heads], "model": g.model},

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.heads.categories import SAYS, by_sign
-from headwater.heads.weight_maps import PIECE, known_tokens
+from headwater.heads.weight_maps import PIECE, known_tokens, tokens_at_ends
 from headwater.models.effective_embedding import KINDS, EmbeddingName
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
@@ -207,14 +207,11 @@ def salient_operations(
             x = weights.effective_embedding(strongest.indices, embedding)
             logits = (x @ W_V @ W_O @ unembedding)[:, :n_tokens]
             ids = strongest.indices.tolist()
-            sources_of_head = zip(token_strings(weights.tokenizer, ids), strongest.values.tolist(), ids, strict=True)
-            ends = {sign: logits.topk(min(targets, n_tokens), largest=sign == "writes") for sign in SIGNS}
-            for rank, (source, sigma, source_id) in enumerate(sources_of_head):
-                for sign, (values, tokens) in ends.items():
-                    mapped = tokens[rank].tolist()
-                    written = zip(token_strings(weights.tokenizer, mapped), mapped, values[rank].tolist(), strict=True)
-                    about = layer, head, rank + 1, sigma, source, source_id, sign
-                    rows += [(*about, place, *target) for place, target in enumerate(written, start=1)]
+            words, sigmas = token_strings(weights.tokenizer, ids), strongest.values.tolist()
+            for rank, of_source in enumerate(logits):
+                about = layer, head, rank + 1, sigmas[rank], words[rank], ids[rank]
+                ends = tokens_at_ends(weights, of_source, targets)
+                rows += [(*about, SIGNS[end], *of_token) for end, *of_token in ends]
     return pd.DataFrame(rows, columns=["layer", "head", *COLUMNS])
 
 

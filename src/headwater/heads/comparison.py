@@ -237,22 +237,20 @@ def compare_heads(
 
 
 def _named(models: Sequence[AnyModel] | Mapping[str, AnyModel]) -> dict[str, AnyModel]:
-    """Return the models by name; a list of them is named by the shortest distinct endings of their paths."""
+    """Return the models by name; a list of them is named by the last parts of their paths, or by the whole paths."""
     if isinstance(models, Mapping):
         named = {str(name): model for name, model in models.items()}
     else:
         listed = checked_several("models", models, "a list of models, or a mapping that names them")
-        paths = [Path(str(getattr(model, "name", model))).parts for model in listed]
-        named = dict[str, AnyModel]()
-        for length in range(1, max(map(len, paths), default=0) + 1):
-            if len(named) < len(listed):
-                named = {"/".join(path[-length:]): model for path, model in zip(paths, listed, strict=True)}
-        if len(named) < len(listed):
-            repeated = str(Path(*max(paths, key=paths.count)))
+        paths = [str(Path(str(getattr(model, "name", model)))) for model in listed]
+        last = [Path(path).name for path in paths]
+        names = paths if len({*last}) < len(last) else last
+        if len({*names}) < len(names):
             raise InputError(
-                f"Several of the models are named {repeated!r}: give each once, or name them in Python, in a "
-                "mapping {name: model}."
+                f"Several of the models are named {max(names, key=names.count)!r}: give each once, or name them in "
+                "Python, in a mapping {name: model}."
             )
+        named = dict(zip(names, listed, strict=True))
     if len(named) < 2:
         raise InputError(f"A comparison needs two models or more, and {len(named)} was given.")
     return named

@@ -314,7 +314,7 @@ class HeadMap(Result):
 
     def salient(
         self,
-        layer: int | HeadName,
+        layer: int | HeadName | list[HeadName] | pd.DataFrame,
         head: int | None = None,
         *,
         model: HookedModel | str | Path | None = None,
@@ -325,7 +325,8 @@ class HeadMap(Result):
         """Return a head's salient tokens, those with the strongest output, and the tokens that it maps them to.
 
         Args:
-            layer: the head's layer, or the head itself as "9.2" or (9, 2).
+            layer: the head's layer, or the head itself as "9.2" or (9, 2). A list of heads, or rows with `layer` and
+                `head` such as those of `table`, for the rows of all of them, with these two columns.
             head: the head's index, if `layer` is a layer.
             model: the model of this map; default: it is opened by its name.
             embedding: the head's input: "raw", "mlp0", "embed+mlp0" or "layer0"; default: the one used for scoring,
@@ -338,42 +339,18 @@ class HeadMap(Result):
             ModelError: the model cannot be opened by its name, or is another model.
             InputError: the head or the embedding does not exist.
         """
-        layer, head = head_named(layer, head, self._sizes)
-        kind = self.read_by(layer) if embedding is None else embedding
-        options: dict[str, Any] = {"embedding": kind, "sources": sources, "targets": targets}
-        return salient_operations(self._weights(model), [(layer, head)], **options).drop(columns=["layer", "head"])
-
-    def salient_of(
-        self,
-        heads: Sequence[HeadName] | pd.DataFrame,
-        *,
-        model: HookedModel | str | Path | None = None,
-        sources: int = 5,
-        targets: int = 5,
-    ) -> pd.DataFrame:
-        """Return the rows of `salient` for several heads, with columns `layer, head`; the vocabulary is read once.
-
-        Args:
-            heads: heads as "9.2" or (9, 2), or rows with `layer` and `head`, such as those of `table`.
-            model: the model of this map; default: it is opened by its name.
-            sources: number of salient tokens.
-            targets: number of written and of suppressed tokens to list for each.
-
-        Raises:
-            ModelError: the model cannot be opened by its name, or is another model.
-            InputError: a head does not exist, or is not a pair.
-        """
-        places = [(layer, head) for layer, head in dict.fromkeys(parts_of_kind("heads", heads, self._sizes))]
-        weights = self._weights(model)
-        tables = []
-        for kind in dict.fromkeys(self.read_by(layer) for layer, _ in places):
-            alike = [place for place in places if self.read_by(place[0]) == kind]
-            tables.append(salient_operations(weights, alike, embedding=kind, sources=sources, targets=targets))
-        return pd.concat(tables, ignore_index=True) if tables else salient_operations(weights, [])
-
-    def read_by(self, layer: int) -> EmbeddingName:
-        """Return the name of the effective embedding with which a layer's heads are scored."""
-        return cast("EmbeddingName", self.run.options["embedding"]) if layer > 0 else "raw"
+        several = head is None and isinstance(layer, list | pd.DataFrame)
+        heads: Any = parts_of_kind("heads", layer, self._sizes) if several else [head_named(layer, head, self._sizes)]
+        weights, by_embedding = self._weights(model), dict[EmbeddingName, list[HeadName]]()
+        for place in dict.fromkeys(heads):
+            # Layer 0 reads the token embedding, because nothing is computed before it.
+            scored_with = cast("EmbeddingName", self.run.options["embedding"]) if place[0] else "raw"
+            by_embedding.setdefault(scored_with if embedding is None else embedding, []).append(place)
+        options = {"sources": sources, "targets": targets}
+        # The vocabulary is read once for each embedding.
+        tables = [salient_operations(weights, some, embedding=kind, **options) for kind, some in by_embedding.items()]
+        table = pd.concat(tables, ignore_index=True) if tables else salient_operations(weights, [])
+        return table if several else table.drop(columns=["layer", "head"])
 
     @property
     def _sizes(self) -> Counts:
@@ -382,12 +359,16 @@ class HeadMap(Result):
 
     def _weights(self, model: HookedModel | str | Path | None) -> WeightSource:
         weights = weights_of(self.run.model if model is None else model)
-        if other := self.run.mismatch(weights):
-            raise ModelError(
-                f"{weights.name} is not the model of this head map, {self.run.model}: it has {other}. "
-                "Pass that model as model=."
-            )
+        _refuse_other(self, weights)
         return weights
+
+
+def _refuse_other(head_map: HeadMap, model: HookedModel | WeightSource) -> None:
+    """Refuse a model that is not that of a head map."""
+    if other := head_map.run.mismatch(model):
+        raise ModelError(
+            f"{model.name} is not the model of this head map, {head_map.run.model}: it has {other}. Pass that model."
+        )
 
 
 def relations_of(
@@ -405,11 +386,7 @@ def relations_of(
     """
     checked_kind("head_map", head_map, HeadMap, "hw.classify_heads(...)")
     check_model(model)
-    if other := head_map.run.mismatch(model):
-        raise ModelError(
-            f"{model.name} does not have the weights and tokenizer of this head map ({head_map.run.model}): it has "
-            f"{other}."
-        )
+    _refuse_other(head_map, model)
     used = head_map.relations[head_map.relations["used"]]
     selected = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]
     if some and relations is not None and selected:  # otherwise missing relations raise an error below
@@ -418,11 +395,9 @@ def relations_of(
     tokenized = tokenize_relations(selected, model.tokenizer, multi_token=multi_token, same_words=same_words)
     by_name = {tokens.relation.name: tokens for tokens in tokenized}
     lacking = [name for name in used["relation"] if name not in by_name or not by_name[name].targets]
-    if lacking and head_map.run.options["multi_token"] is not None and lacking[0] in by_name:
-        raise InputError(
-            f"The map's relation {lacking[0]!r} has only items of several tokens; a running model is tested on single "
-            "tokens. Classify the heads without multi_token= or without this relation."
-        )
     if lacking:
-        raise InputError(f"No items of the map's relation {lacking[0]!r}: give the relations= that classify_heads got.")
+        raise InputError(
+            f"No items of single tokens for the map's relation {lacking[0]!r}: give the relations= that classify_heads "
+            "got, or classify the heads without multi_token=."
+        )
     return {name: (by_name[name], int(k)) for name, k in zip(used["relation"], used["k"], strict=True)}

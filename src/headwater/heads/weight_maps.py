@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -33,6 +33,17 @@ if TYPE_CHECKING:
 
 PIECE = 8192
 """Tokens of a vocabulary in memory at a time."""
+
+
+def tokens_at_ends(weights: WeightSource, products: Float[Tensor, " token"], n: int) -> list[tuple[Any, ...]]:
+    """Return the n largest products, then the n smallest: `end` (0 or 1), `place` (from 1), token, its id, product."""
+    rows = []
+    for end in range(2):
+        values, ids = products.topk(min(n, len(products)), largest=end == 0)
+        words = token_strings(weights.tokenizer, ids.tolist())
+        listed = zip(words, ids.tolist(), values.tolist(), strict=True)
+        rows += [(end, place, *of_token) for place, of_token in enumerate(listed, start=1)]
+    return rows
 
 
 def known_tokens(weights: WeightSource) -> int:
@@ -371,15 +382,11 @@ def _unembedded(
 def _listed(weights: WeightSource, along: Mapping[str, Float[Tensor, "k token"]], tokens: int) -> pd.DataFrame:
     """Return the tokens at both ends of every vector; `along` maps each side to the tokens' products with them."""
     rows = []
-    for side, products in along.items():
-        for sign in SIGNS:
-            found = products.topk(min(tokens, products.shape[1]), dim=1, largest=sign == "+")
-            for vector, (values, ids) in enumerate(zip(found.values.tolist(), found.indices.tolist(), strict=True), 1):
-                words = token_strings(weights.tokenizer, ids)
-                listed = enumerate(zip(words, ids, values, strict=True), 1)
-                rows += [(vector, side, sign, place, *of_token) for place, of_token in listed]
-    table = pd.DataFrame(rows, columns=["vector", "side", "sign", "place", "token", "token_id", "product"])
-    return table.sort_values("vector", kind="stable", ignore_index=True)
+    for vector in range(len(next(iter(along.values())))):
+        for side, products in along.items():
+            ends = tokens_at_ends(weights, products[vector], tokens)
+            rows += [(vector + 1, side, SIGNS[end], *of_token) for end, *of_token in ends]
+    return pd.DataFrame(rows, columns=["vector", "side", "sign", "place", "token", "token_id", "product"])
 
 
 def _values(s: Float[Tensor, " d_head"], d_model: int) -> pd.DataFrame:

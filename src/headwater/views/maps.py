@@ -75,7 +75,7 @@ def view_head_map(
     panels = [_map(name, one_map, relations, legend) for name, one_map in zip(names_of(maps), maps, strict=True)]
     if model is not None:
         # By "layer.head", a row per salient token: the token, sigma, and the tokens of each sign.
-        table = head_map.salient_of(heads_with_cards(head_map), model=model, sources=SOURCES, targets=TARGETS)
+        table = head_map.salient(heads_with_cards(head_map), model=model, sources=SOURCES, targets=TARGETS)
         written: dict[str, list[list[object]]] = {}
         for (layer, head, _), rows in table.groupby(["layer", "head", "rank"]):
             source, sigma = rows[["source", "sigma"]].iloc[0]
