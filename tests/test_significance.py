@@ -12,7 +12,6 @@ from scipy import stats
 
 from headwater.stats.significance import (
     combined_p,
-    count_moments,
     permutation_moments,
     permutation_p_values,
     q_values,
@@ -104,8 +103,7 @@ def exact_tail(hits: np.ndarray) -> np.ndarray:
 
 
 def moments_of(hits: np.ndarray) -> np.ndarray:
-    moments = permutation_moments if hits.dtype == bool else count_moments
-    return moments(torch.tensor(hits)[None])[0].numpy()
+    return permutation_moments(torch.tensor(hits)[None])[0].numpy()
 
 
 def p_values(counts: int | np.ndarray, hits: np.ndarray) -> np.ndarray:
@@ -129,14 +127,6 @@ def test_the_moments_are_those_of_all_orders_of_sources_with_several_items(kind,
         counts = [sum(hits[i, p[i]] for i in range(n)) for p in itertools.permutations(range(n))]
         expected = [np.mean(counts), np.var(counts), np.mean((counts - np.mean(counts)) ** 3)]
         np.testing.assert_allclose(moments_of(hits)[:3], expected, atol=1e-8)
-
-
-@given(st.integers(0, 10**6), st.integers(3, 40), st.sampled_from(KINDS))
-def test_the_moments_of_sources_with_one_item_are_those_of_the_plain_formula(seed, n, kind):
-    hits = torch.tensor(random_hits(seed, n, kind))[None]
-    fast, plain = permutation_moments(hits), count_moments(hits.int())
-    torch.testing.assert_close(fast[:, :3], plain[:, :3], rtol=1e-8, atol=1e-8)
-    assert fast[0, 3] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

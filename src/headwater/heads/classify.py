@@ -31,7 +31,7 @@ from headwater.heads import scoring
 from headwater.heads.categories import RULES, apply_rule, head_categories
 from headwater.heads.head_map import HeadMap
 from headwater.heads.relations import MultiTokenName, Relations, TokenRelation, load_relations
-from headwater.heads.scores import LayerScorer, margins, relation_table, score_table, suite_pairs
+from headwater.heads.scores import LayerScorer, relation_table, score_table, suite_pairs
 from headwater.kernels import ov_blocked
 from headwater.kernels.devices import full_float32, to_device
 from headwater.kernels.ov import OVMaps
@@ -126,8 +126,8 @@ def classify_heads(
 # Only the margin of every head and relation (step 5 of `heads.scores`), with original and with shuffled targets.
 #
 # The logits of source i and target j are z_i W_O u_j, with z_i = x_i W_V and u_j the mean column of W_U over the
-# accepted targets of item j. Shuffling the targets among the items selects another diagonal of the same matrix, so
-# each draw costs a sum of n numbers.
+# accepted targets of item j. The margin is the mean of the diagonal of this matrix minus the mean of its other entries.
+# Shuffling the targets among the items selects another diagonal, so each draw costs a sum of n numbers.
 
 
 @checked_call
@@ -190,16 +190,15 @@ def layer_margins(
         scorer = LayerScorer(weights, read_layer, suite, None, options)
         for layer in range(weights.shape.n_layers):
             with torch.inference_mode(), full_float32():
-                maps = scorer.maps(layer)
-                sets = zip(sources, relations, orders, strict=True)
-                own = [_own_means(maps, source, tokens.targets, order) for source, tokens, order in sets]
-                yield margins(maps, suite, torch.stack(own, dim=-1), scorer.mean_target).float()
+                maps, each = scorer.maps(layer), zip(sources, relations, orders, strict=True)
+                of_relations = [_margins(maps, source, tokens.targets, order) for source, tokens, order in each]
+                yield torch.stack(of_relations, dim=-1).float()
 
 
-def _own_means(
+def _margins(
     maps: OVMaps, sources: Int[Tensor, " item"], targets: Sequence[Sequence[int]], orders: Int[Tensor, "draw item"]
 ) -> Float[Tensor, "draw head"]:
-    """Return the mean over items i of z_i W_O u_j, where j is the item whose targets the permutation assigns to i."""
+    """Return each draw's margin: item i has the targets of the item that the permutation assigns to it."""
     device = maps.x.device
     x = maps.x[to_device(sources, device)].float()
     # Scaled as by a norm, because otherwise long embeddings would weigh more than others.
@@ -213,5 +212,8 @@ def _own_means(
     # W_O u first: its results have d_head numbers per item, where z W_O has d_model per source.
     readers = einsum(maps.W_O.float(), u, "head d_head d_model, item d_model -> head d_head item")
     # All pairs at once: from a hundred draws on this is cheaper than computing each draw.
-    picked = (z @ readers)[:, torch.arange(len(x), device=device), to_device(orders, device)]
-    return picked.mean(-1).T.double()
+    logits = z @ readers
+    own = logits[:, torch.arange(len(x), device=device), to_device(orders, device)].mean(-1).T
+    # The mean over all pairs includes those of i and j, which n / (n - 1) corrects.
+    every = logits.mean((1, 2), dtype=torch.float64)
+    return ((own - every) * (len(x) / (len(x) - 1))).cpu()

@@ -173,10 +173,7 @@ def score_layer(
         moments = moments.masked_fill(shares[:2, ..., None] < (null_from or 0.0), torch.nan)
         names = ("score", "suppression", "beyond_copying", "suppression_beyond_copying")
         scores = dict(zip(names, shares, strict=True))
-        _, relation, scale = _scaled_pairs(maps, suite)
-        own_means = torch.zeros(maps.n_heads, len(suite.k), dtype=torch.float64, device=scale.device)
-        own_means.index_add_(1, relation, own_logits.double() * scale)
-        scores["margin"] = margins(maps, suite, own_means, mean_target)
+        scores["margin"] = _margins(maps, suite, own_logits, mean_target)
         scores |= {} if null_from is None else dict(zip(MOMENTS, moments, strict=True))
         return scores | ({"hits": accepted[:2]} if items else {})
 
@@ -189,28 +186,26 @@ def mean_targets(W_U: Float[Tensor, "d_model d_vocab"], suite: SuitePairs) -> Fl
     return torch.stack(means)
 
 
-def margins(
+def _margins(
     maps: OVMaps,
     suite: SuitePairs,
-    own_logits: Float[Tensor, "*draw head relation"],
+    own_logits: Float[Tensor, "head pair"],
     mean_target: Float[Tensor, "relation d_model"],
-) -> Float[Tensor, "*draw head relation"]:
-    """Return the mean lead of an item's target over other items' targets (step 5); own logits are of scaled sources."""
-    place, relation, scale = _scaled_pairs(maps, suite)
-    # x W_V W_O u is linear in x, so only the weighted mean of a relation's sources goes through the head.
-    share = torch.zeros(len(suite.k), len(maps.x), dtype=torch.float64, device=scale.device)
-    share.index_put_((relation, place), scale, accumulate=True)
-    z = ov_blocked.head_values(maps, share @ maps.x.double())[ov_blocked.value_heads(maps, scale.device)]
-    every = einsum(z, maps.W_O.double(), mean_target, "head r d_head, head d_head d_model, r d_model -> head r")
-    # `every` includes i = j, which n / (n - 1) corrects. A single item has no others: NaN.
-    return (own_logits - every).cpu() * (suite.items / (suite.items - 1)).masked_fill(suite.items == 1, torch.nan)
-
-
-def _scaled_pairs(maps: OVMaps, suite: SuitePairs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each pair's source and relation, and its weight divided by the root mean square of its source."""
+) -> Float[Tensor, "head relation"]:
+    """Return the mean lead of an item's target over other items' targets (step 5)."""
     device = maps.x.device
     place, relation = to_device_many([suite.pair_source, suite.pair_relation], device)
-    return place, relation, to_device(suite.pair_weight, device) / maps.x.double().square().mean(1).sqrt()[place]
+    # Each pair's weight, divided by the root mean square of its source.
+    scale = to_device(suite.pair_weight, device) / maps.x.double().square().mean(1).sqrt()[place]
+    own = torch.zeros(maps.n_heads, len(suite.k), dtype=torch.float64, device=device)
+    own.index_add_(1, relation, own_logits.double() * scale)
+    # x W_V W_O u is linear in x, so only the weighted mean of a relation's sources goes through the head.
+    share = torch.zeros(len(suite.k), len(maps.x), dtype=torch.float64, device=device)
+    share.index_put_((relation, place), scale, accumulate=True)
+    z = ov_blocked.head_values(maps, share @ maps.x.double())[ov_blocked.value_heads(maps, device)]
+    every = einsum(z, maps.W_O.double(), mean_target, "head r d_head, head d_head d_model, r d_model -> head r")
+    # `every` includes i = j, which n / (n - 1) corrects. A single item has no others: NaN.
+    return (own - every).cpu() * (suite.items / (suite.items - 1)).masked_fill(suite.items == 1, torch.nan)
 
 
 def _sweep(
@@ -273,7 +268,7 @@ def _beyond_copying(
     head, pair = hits.any(0).nonzero(as_tuple=True)
     source, target = suite.pair_source[pair], suite.pair_target[pair]
     token = suite.source_tokens[source]
-    lead = ov_blocked.logit_difference(maps, ov_blocked.Triples(head, source, target), token)
+    lead = ov_blocked.logit_difference(maps, head, source, target, token)
     tie = maps.tie[to_device(head, lead.device), to_device(source, lead.device)]
     beyond = torch.zeros_like(hits)
     # A target that is the source token cannot beat it; the relation then asks for copying.
@@ -290,7 +285,7 @@ def _moments_by_source(
     if n_sources == n_items:
         return significance.permutation_moments(accepted)
     counts = torch.zeros(len(hits), n_sources, n_sources, dtype=torch.int32, device=hits.device)
-    return significance.count_moments(counts.index_add_(2, item_source, accepted.int()))
+    return significance.permutation_moments(counts.index_add_(2, item_source, accepted.int()))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ the pairs, and waits only to learn which remain after the screening or a tile, a
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 
 import torch
 from einops import rearrange
@@ -52,21 +51,6 @@ CUDA_WORKSPACE = 16
 """Factor by which the workspace is larger on a CUDA device."""
 
 
-@dataclass(frozen=True)
-class Triples:
-    """Pairs of chosen heads, sorted by head, on the CPU."""
-
-    head: Int[Tensor, " triple"]
-    source: Int[Tensor, " triple"]
-    target: Int[Tensor, " triple"]
-
-    def __len__(self) -> int:
-        return len(self.head)
-
-    def __getitem__(self, chosen: slice | Tensor) -> "Triples":
-        return Triples(*(getattr(self, field.name)[chosen] for field in fields(self)))
-
-
 @full_float32()
 def topk_membership(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
@@ -88,7 +72,7 @@ def settle_remaining(
     head, pair = unsettled.any(0).nonzero(as_tuple=True)
     hits = torch.zeros_like(unsettled)
     # Both signs, even if only one is unsettled: they share y and its logits.
-    hits[:, head, pair] = settle(maps, Triples(head, source[pair], target[pair]), k[pair])
+    hits[:, head, pair] = settle(maps, head, source[pair], target[pair], k[pair])
     return hits
 
 
@@ -101,19 +85,6 @@ def screen_pairs(
     Returns, on the device of the maps, the pairs for which the sample does not have k tokens above the target, then
     the same for below (the others are certainly not hits); and the targets' logits, to float32 rounding.
     """
-    # Some pairs at a time, so that the columns of W_U for their targets fit the workspace.
-    step = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
-    parts = [
-        _screen_pairs(maps, *(part[start : start + step] for part in (source, target, k)))
-        for start in range(0, max(1, len(source)), step)
-    ]
-    left, own = zip(*parts, strict=True)
-    return torch.cat(left, 2), torch.cat(own, 1)
-
-
-def _screen_pairs(
-    maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
-) -> tuple[Bool[Tensor, "sign head pair"], Float[Tensor, "head pair"]]:
     # Every head reads it: copied once into the layout that the product needs.
     sample = columns_of(maps, maps.first).contiguous()
     # Pairs of a suite share sources and targets: z and W_O W_U are computed once for each distinct one.
@@ -184,38 +155,42 @@ def sample_size(W_U: Float[Tensor, "d_model d_vocab"]) -> int:
     return FIRST_TILE * (8 if W_U.is_cuda else 1)
 
 
-def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[Tensor, "2 triple"]:
-    """Decide top-k and bottom-k membership of chosen triples: the staged count, then float64 if it is too near.
+def settle(
+    maps: OVMaps,
+    head: Int[Tensor, " triple"],
+    source: Int[Tensor, " triple"],
+    target: Int[Tensor, " triple"],
+    k: Int[Tensor, " triple"],
+) -> Bool[Tensor, "2 triple"]:
+    """Decide top-k and bottom-k membership of targets in chosen rows: the staged count, then float64 if too near.
 
-    k and the result are on the CPU.
+    All arguments and the result are on the CPU.
     """
-    hits = torch.zeros(2, len(triples), dtype=torch.bool)
+    hits = torch.zeros(2, len(head), dtype=torch.bool)
     # Triples of one head and source side by side: they share y and its logits, which cost most.
-    row = triples.head * len(maps.x) + triples.source
+    row = head * len(maps.x) + source
     by_row = row.argsort(stable=True)
     step = max(1, factor_numbers(maps) // maps.x.shape[1])
-    for start in range(0, len(triples), step):
-        part = by_row[start : start + step]
-        hits[:, part] = _settle(maps, triples[part], row[part], k[part]).cpu()
+    for part in by_row.split(step):
+        hits[:, part] = _settle(maps, row[part], target[part], k[part]).cpu()
     return hits
 
 
 def _settle(
-    maps: OVMaps, triples: Triples, row: Int[Tensor, " triple"], k: Int[Tensor, " triple"]
+    maps: OVMaps, row: Int[Tensor, " triple"], target: Int[Tensor, " triple"], k: Int[Tensor, " triple"]
 ) -> Bool[Tensor, "2 triple"]:
     """Settle triples sorted by row: a number for each head and source."""
     rows, row = row.unique_consecutive(return_inverse=True)
     # float64, then rounded once to float32 below: so the margin needs the norm of y, not of all four factors.
     exact = head_outputs(maps, rows // len(maps.x), rows % len(maps.x))
-    row, target, k = (to_device(one, exact.device) for one in (row, triples.target, k))
-    logits64 = token_logits(maps, exact[row], target)
-    tie = maps.tie[to_device(triples.head, exact.device), to_device(triples.source, exact.device)]
+    rows, row, target, k = (to_device(one, exact.device) for one in (rows, row, target, k))
+    logits64, tie = token_logits(maps, exact[row], target), maps.tie.flatten()[rows][row]
     y, target_logits = exact.float(), logits64.float()
     # ROUNDING also on a GPU: callers use `full_float32`, so that these products never run on tensor cores.
     margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1)[row] + tie).float()
-    alive, live, of_live = torch.arange(len(triples), device=k.device), torch.arange(len(y), device=k.device), row
+    alive, live, of_live = torch.arange(len(row), device=k.device), torch.arange(len(y), device=k.device), row
     # Tokens certainly above, certainly below, then each with those too near to call: fewer than k of these is a hit.
-    counts = torch.zeros(4, len(triples), device=k.device)
+    counts = torch.zeros(4, len(row), device=k.device)
     start = 0
     while start < maps.d_vocab and len(alive):
         stop = min(maps.d_vocab, start + next_width(maps, start, len(alive)))
@@ -230,7 +205,7 @@ def _settle(
         # Eliminated once certainly beaten on both sides; the rest meets a tile twice as wide.
         alive = alive[(counts[:2, alive] < k[alive]).any(0)]
         start = stop
-    hit = torch.zeros(2, len(triples), dtype=torch.bool, device=k.device)
+    hit = torch.zeros(2, len(row), dtype=torch.bool, device=k.device)
     hit[:, alive] = counts[2:, alive] < k[alive]
     # If the certain and possible counts disagree, a token is too near to call.
     unsure = alive[((counts[:2, alive] < k[alive]) & ~hit[:, alive]).any(0)]
@@ -292,15 +267,19 @@ def columns_of(maps: OVMaps, token: Int[Tensor, " token"]) -> Float[Tensor, "d_m
     return maps.W_U.T.index_select(0, token).T
 
 
-def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, " triple"]) -> Float[Tensor, " triple"]:
-    """Return in float64 the logit of each triple's target minus the logit of another token."""
-    step = max(1, factor_numbers(maps) // maps.x.shape[1])
-    differences = [torch.zeros(0, dtype=torch.float64, device=maps.x.device)]
-    for start in range(0, len(triples), step):
-        part = triples[start : start + step]
-        y = head_outputs(maps, part.head, part.source)
-        target, beside = (to_device(one, y.device) for one in (part.target, other[start : start + step]))
-        differences.append(token_logits(maps, y, target) - token_logits(maps, y, beside))
+def logit_difference(
+    maps: OVMaps,
+    head: Int[Tensor, " row"],
+    source: Int[Tensor, " row"],
+    target: Int[Tensor, " row"],
+    other: Int[Tensor, " row"],
+) -> Float[Tensor, " row"]:
+    """Return in float64 the logit of a target minus that of another token, in rows sorted by head, on the CPU."""
+    differences = []
+    for part in torch.arange(len(head)).split(max(1, factor_numbers(maps) // maps.x.shape[1])):
+        y = head_outputs(maps, head[part], source[part])
+        of_target, of_other = (token_logits(maps, y, to_device(one[part], y.device)) for one in (target, other))
+        differences.append(of_target - of_other)
     return torch.cat(differences)
 
 

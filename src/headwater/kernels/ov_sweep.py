@@ -106,12 +106,7 @@ def _settle_unsure(
         grid = grids[index]
         cells.append((head, token, item))
         columns.append(torch.stack([head, grid.source[item], grid.tokens[0][token], torch.full_like(head, grid.k)]))
-    joined = torch.cat(columns, dim=1)
-    # `Triples` must be sorted by head.
-    by_head = joined[0].argsort(stable=True)
-    *triples, k = joined[:, by_head]
-    settled = torch.empty(2, joined.shape[1], dtype=torch.bool)
-    settled[:, by_head] = ov_blocked.settle(maps, ov_blocked.Triples(*triples), k)
+    settled = ov_blocked.settle(maps, *torch.cat(columns, dim=1))
     parts = settled.split([len(head) for head, _, _ in cells], dim=1)
     for (index, (hits, _)), cell, part in zip(tables.items(), cells, parts, strict=True):
         if part.shape[1]:

@@ -37,62 +37,41 @@ from itertools import product
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int, Shaped
 from numpy.typing import NDArray
 from scipy.special import bdtr, betaincinv, chndtr, ndtri, stdtr
 from torch import Tensor
 
 Numbers = NDArray[np.float64]
-NUMBERS_AT_ONCE = 2**20
-"""Entries of hit matrices that are converted to float64 at a time (8 MB)."""
+NUMBERS_AT_ONCE = 2**17
+"""Entries of hit matrices that are converted to float64 at a time (1 MB): few enough for a processor's cache."""
 FLIPS = 10_000
 SUMS_AT_ONCE = 1 << 22
 """Most sums of effects with flipped signs at a time (32 MB)."""
 
 
-def permutation_moments(hits: Bool[Tensor, "head source source"]) -> Float[Tensor, "head moment"]:
+def permutation_moments(counts: Shaped[Tensor, "head source source"]) -> Float[Tensor, "head moment"]:
     """Return mean, variance, third central moment and step of the number of hits under permuted targets, in float64.
 
-    For sources with one item each, where the step is 1; `count_moments` is the plain formula, for any number of items.
-    The centred matrix is never formed: with the row and column means of H centred to r and k, their mean g, and
-    C = sum_ij H_ij r_i k_j, its sums of powers follow from n, g, sum r^2, sum k^2, sum r^3, sum k^3 and C.
-    """
-    n = hits.shape[-1]
-    sums = []
-    for found in hits.split(max(1, NUMBERS_AT_ONCE // n**2)):
-        H = found.double()
-        rows, columns = H.sum(-1) / n, H.sum(-2) / n
-        mean = rows.mean(-1, keepdim=True)
-        rows, columns = rows - mean, columns - mean
-        sums.append((mean[:, 0], rows, columns, (rows[:, None] @ H @ columns[..., None])[:, 0, 0]))
-    g, r, k, C = (torch.cat(part) for part in zip(*sums, strict=True))
-    squares = n * (r.square() + k.square()).sum(-1)
-    cubes = n * (r**3 + k**3).sum(-1) + 3 * g * squares + n**2 * g**3
-    d2 = n**2 * g * (1 - g) - squares
-    d2 = torch.where(d2 < 0.5 / n**2, 0, d2)  # n^2 d2 is a whole number: anything below one is rounding
-    d3 = n**2 * g * (1 - 3 * g) - 3 * squares + 2 * cubes + 6 * C
-    return torch.stack([*_of_powers(n, g, d2, d3), torch.ones_like(g)], dim=-1)
-
-
-def count_moments(counts: Int[Tensor, "head source source"]) -> Float[Tensor, "head moment"]:
-    """Return the moments of `permutation_moments` for sources of several items, whose targets are permuted together.
-
-    `counts` is how many of the targets of the second source each head hits, given the first.
+    `counts` is how many of the targets of the second source each head hits, given the first. Booleans mean that each
+    source has one item: then the step is 1.
     """
     n = counts.shape[-1]
-    H = counts.double()
-    d = H - H.mean(-1, keepdim=True) - H.mean(-2, keepdim=True) + H.mean((-1, -2), keepdim=True)
-    d2, d3, d4 = (d.pow(power).sum((-1, -2)) for power in (2, 3, 4))
-    is_still = d2 < 0.5 / n**2
+    sums = []
+    for some in counts.split(max(1, NUMBERS_AT_ONCE // n**2)):
+        H = some.double()
+        rows, columns = H.mean(-1, keepdim=True), H.mean(-2, keepdim=True)
+        mean = rows.mean(-2, keepdim=True)
+        d = (H - rows).sub_(columns - mean)
+        squares = d * d  # pow takes several times as long
+        d2, d3 = squares.sum((-1, -2)), (squares * d).sum((-1, -2))
+        sums.append((mean[:, 0, 0], d2, d3, squares.square_().sum((-1, -2))))
+    mean, d2, d3, d4 = (torch.cat(part) for part in zip(*sums, strict=True))
+    is_still = d2 < 0.5 / n**2  # n^2 d2 is a whole number: anything below one is rounding
     step = torch.where(is_still, 1.0, d4 / d2).sqrt().clamp(min=1.0)
-    return torch.stack([*_of_powers(n, H.mean((-1, -2)), torch.where(is_still, 0.0, d2), d3), step], dim=-1)
-
-
-def _of_powers(
-    n: int, mean: Float[Tensor, " head"], d2: Float[Tensor, " head"], d3: Float[Tensor, " head"]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean, variance and third moment of n hits, given the mean of H and the sums of d^2 and d^3."""
-    return n * mean, d2 / max(n - 1, 1), n * d3 / max((n - 1) * (n - 2), 1)
+    variance = torch.where(is_still, 0.0, d2) / max(n - 1, 1)
+    third = n * d3 / max((n - 1) * (n - 2), 1)
+    return torch.stack([n * mean, variance, third, torch.ones_like(step) if counts.dtype == torch.bool else step], -1)
 
 
 def permutation_p_values(hits: Numbers, moments: Numbers) -> Numbers:
