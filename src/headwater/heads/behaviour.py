@@ -25,7 +25,6 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.data.rows import read_texts
-from headwater.errors import HeadwaterError, ModelError
 from headwater.heads import patterns
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
 from headwater.models.effective_embedding import KINDS, EmbeddingName, published_embedding
@@ -182,7 +181,7 @@ def attention_behaviour(
     Raises:
         InputError: the model cannot be run, texts or an option cannot be used, the vocabulary or the context is too
             small to repeat a sequence, or a text is too long for the context or for memory.
-        ModelError: with `copying`, the model has no factors of single heads, or cannot compute this embedding.
+        ModelError: with `copying`, the model has no factors of single heads.
         RunFolderError: `out` holds another run.
     """
     check_model(model)
@@ -220,10 +219,7 @@ def attention_behaviour(
         columns = dict.fromkeys(("copying", "copying_low", "copying_high"), np.full(position.numel(), np.nan))
         if kind is not None:
             with torch.inference_mode(), run.bar("Eigenvalues of OV", "layer", len(layers)) as bar:
-                try:
-                    copied, bounds = patterns.copying_scores(weights_of(model), kind, seed, bar, layers)
-                except HeadwaterError as error:
-                    raise ModelError(f"{error} With copying=False the rest is computed.") from None
+                copied, bounds = patterns.copying_scores(weights_of(model), kind, seed, bar, layers)
             by_head = copied, *(side[:, None].expand_as(copied) for side in bounds.T)
             columns = dict(zip(columns, (values.flatten().numpy() for values in by_head), strict=True))
         heads = named(table).assign(position=position.flatten().numpy(), **columns)

@@ -392,7 +392,7 @@ def _read_and_written(weights: WeightSource, kind: str) -> Float[Tensor, "d_mode
     if U.shape[1] != weights.shape.d_vocab:
         raise ModelError(
             f"{weights.name} reads {weights.shape.d_vocab:,} tokens and answers in {U.shape[1]:,} others: a map "
-            "between different vocabularies has no eigenvalues."
+            "between different vocabularies has no eigenvalues. With copying=False the rest is computed."
         )
     tokens = torch.arange(weights.shape.d_vocab, device=U.device)
     whole = torch.zeros(len(U), weights.shape.d_model, dtype=torch.double, device=U.device)

@@ -79,10 +79,7 @@ class Relation:
 def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
     """Return the pairs of a relation, each with a tuple of targets; a single target may be passed as a word."""
     if is_one(pairs) or has_no_order(pairs):
-        raise InputError(
-            f"Relation {name!r}: pairs={shown(pairs)} is not a list of pairs (source, target), such as "
-            "[('France', 'Paris'), ...]; the pairs of several relations are a mapping {name: list}."
-        )
+        raise InputError(f"Relation {name!r}: pairs={shown(pairs)} is not a list of pairs (source, target).")
     checked = []
     for pair in pairs:
         try:
@@ -140,19 +137,16 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
         return tuple(_named(str(name), pairs) for name, pairs in relations.items())
     if is_one(relations) or isinstance(relations, Path):
         loaded = _read_relations(checked_path("relations", relations))
-    elif is_pairs(parts := list(relations)):
-        return (_named("own", parts),)
     else:
+        parts = list(relations)
+        # What begins with a word, such as ("France", "Paris"), is a pair and not a relation.
+        if parts and all(isinstance(part, list | tuple) and part and isinstance(part[0], str) for part in parts):
+            return (_named("own", parts),)
         loaded = tuple(one for part in parts for one in load_relations(part))
     for name, times in Counter(relation.name for relation in loaded).items():
         if times > 1:
             raise InputError(f"{times} relations are named {name!r}: names must be unique. Rename or remove one.")
     return loaded
-
-
-def is_pairs(parts: Sequence[Any]) -> bool:
-    """Return whether a list contains pairs, such as ("France", "Paris"), and not relations."""
-    return bool(parts) and all(isinstance(part, list | tuple) and part and isinstance(part[0], str) for part in parts)
 
 
 @cache
