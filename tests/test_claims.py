@@ -43,9 +43,9 @@ def test_the_row_is_what_the_definitions_say():
     rng = chance.rng()
     effects, placebos, other = rng.normal(1, 1, 30), rng.normal(0, 1, (200, 30)), rng.normal(1, 1, 10)
     claim = claim_of(ClaimEffects(effects, placebos, other, None, effects[:5]))
-    row = claim.table.iloc[0]
+    row = claim["table"].iloc[0]
     sizes = np.abs(placebos.mean(1))
-    assert list(claim.table.columns) == COLUMNS
+    assert list(claim["table"].columns) == COLUMNS
     assert row["effect"] == pytest.approx(effects.mean())
     assert row["low"] < row["effect"] < row["high"]
     assert row["placebo"] == pytest.approx(sizes.mean())
@@ -53,7 +53,7 @@ def test_the_row_is_what_the_definitions_say():
     assert row["p_value"] == pytest.approx((1 + (sizes >= abs(effects.mean())).sum()) / 201)
     assert row["other_ablation"] == pytest.approx(other.mean())
     assert row["held_out"] == pytest.approx(effects[:5].mean())
-    assert f"effect {row['effect']:.3g}" in claim.measured
+    assert f"effect {row['effect']:.3g}" in claim["sentences"][0]
 
 
 def test_a_planted_effect_holds_and_its_sign_does_not_matter():
@@ -145,11 +145,11 @@ def test_of_effects_whose_sign_is_a_coin_at_most_one_in_twenty_holds():
     rng = chance.rng()
     sizes, placebos = rng.uniform(9, 11, 6), rng.normal(0, 0.05, (20, 6))
     claims = [claim_of(ClaimEffects(sizes * signs, placebos)) for signs in product((1, -1), repeat=6)]
-    held = [claim.table["holds"].item() for claim in claims]
+    held = [claim["table"]["holds"].item() for claim in claims]
     assert sum(held) <= 0.05 * 64
     assert held[0]
     assert held[-1]
-    assert any("random signs" in claim.verdict for claim in claims)
+    assert any("random signs" in claim["sentences"][1] for claim in claims)
 
 
 def test_random_sets_have_as_many_cells_of_each_layer_and_none_of_the_claimed():

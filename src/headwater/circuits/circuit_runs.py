@@ -36,7 +36,7 @@ from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Claim, plain_text, table_html, whole_summary, with_interval
-from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
+from headwater.stats.claims import ClaimEffects, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, interval
 
 MOST_PLACEBOS = 1000
@@ -156,8 +156,7 @@ class CircuitRuns(ByMetric):
             shares = self.shapes[(self.shapes["circuit"] == name) & self.shapes["placebo"].notna()]["overlap"]
             what += f" (random circuits share {shares.mean():.0%} of them on average)"
         what = f"{what} on {metric}".replace("_", " ")
-        judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
-        return Claim.of(judged, self.run, options)
+        return Claim.of(evidence, self.run, options, what=what, margin=margin, level=level, seed=seed, notes=notes)
 
     def __repr__(self) -> str:
         circuits, prompts = self.table["circuit"].nunique(), self.table["example"].nunique()

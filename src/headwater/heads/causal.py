@@ -55,7 +55,7 @@ from headwater.patching.replacements import TensorLike, ValueName
 from headwater.patching.sweep import Sweep
 from headwater.progress import progress_bar
 from headwater.runs.result import Claim
-from headwater.stats.claims import TOO_FEW, ClaimEffects, claim_of, notes_of_few, notes_of_seen
+from headwater.stats.claims import TOO_FEW, ClaimEffects, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.stats.significance import mcnemar_p, q_values, sign_flip_p
 
@@ -318,9 +318,8 @@ def claim(
     evidence = ClaimEffects(effects[0], effects[1:], other_effects, effects.T, held_out)
     named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
     what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"
-    judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
     options = {"heads": chosen, "margin": margin, "other": other, "seen": overlap if chosen_on is not None else None}
-    return Claim.of(judged, swept.run, options)
+    return Claim.of(evidence, swept.run, options, what=what, margin=margin, level=level, seed=seed, notes=notes)
 
 
 def layer_matched(

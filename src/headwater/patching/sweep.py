@@ -41,7 +41,7 @@ from headwater.progress import progress_bar, say, spelled_time
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Claim, Result, Size
-from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few
+from headwater.stats.claims import ClaimEffects, notes_of_few
 from headwater.stats.discrimination import pearson, spearman
 
 if TYPE_CHECKING:
@@ -428,9 +428,9 @@ class Sweep(Result):
                 )
         evidence = ClaimEffects(scores.of(chosen), drawn, same.get("other"), scores.effects, same.get("held_out"))
         what = f"{len(chosen)} cell{'s' * (len(chosen) > 1)} on {scores.metric}".replace("_", " ")
-        judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
         about = {"cells": scores.names(chosen), "metric": scores.metric, "value": measure, "margin": margin, **options}
-        return Claim.of(judged, self.run, about | {option: sweep.run for option, sweep in others.items()})
+        about |= {option: sweep.run for option, sweep in others.items()}
+        return Claim.of(evidence, self.run, about, what=what, margin=margin, level=level, seed=seed, notes=notes)
 
     def report(self) -> list[str]:
         """Return sentences on the strongest cell of each site and metric, and cautions about the means."""

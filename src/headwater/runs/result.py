@@ -38,13 +38,11 @@ from headwater.registry import Registry
 from headwater.runs.identity import describe, digest
 from headwater.runs.record import FORMAT, RUN_FILE, RunRecord, read_record, refuse_other_run
 from headwater.runs.storage import NAME, Shards, make_folder, read_sealed, seal_of, write_atomically, write_sealed
-from headwater.stats.claims import VERDICTS
+from headwater.stats.claims import VERDICTS, ClaimEffects, claim_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from headwater.stats.claims import Judgement
 
 
 TENSORS = "tensors.safetensors"
@@ -555,11 +553,13 @@ class Claim(Result):
     """The record of the run, with the option `claim`: what was claimed, and compared with what."""
 
     @classmethod
-    def of(cls, judged: Judgement, run: RunRecord, asked: Mapping[str, object]) -> Claim:
-        """Return a judgement of a run as a result; its record contains what was claimed, and compared with what."""
+    def of(
+        cls, evidence: ClaimEffects, run: RunRecord, asked: Mapping[str, object], *, level: float, **judging: Any
+    ) -> Claim:
+        """Judge a claim by `claim_of`; its record contains what was claimed, and compared with what."""
         given = {name: _identity(one) if isinstance(one, RunRecord) else one for name, one in asked.items()}
-        record = replace(run, options=run.options | {"claim": describe(given | {"level": judged.level})})
-        return cls(judged.table, judged.what, [judged.measured, judged.verdict], list(judged.notes), record)
+        record = replace(run, options=run.options | {"claim": describe(given | {"level": level})})
+        return cls(**claim_of(evidence, level=level, **judging), run=record)
 
     @property
     def holds(self) -> bool:

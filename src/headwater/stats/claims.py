@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -64,17 +64,6 @@ class ClaimEffects:
     """Effects of the set on other prompts."""
 
 
-class Judgement(NamedTuple):
-    """A claim with its evidence: the fields of `headwater.runs.Claim`, the two sentences apart, and the level."""
-
-    what: str
-    table: pd.DataFrame
-    measured: str
-    verdict: str
-    level: float
-    notes: tuple[str, ...]
-
-
 def claim_of(
     evidence: ClaimEffects,
     *,
@@ -83,8 +72,8 @@ def claim_of(
     level: float = 0.95,
     seed: int = 0,
     notes: Sequence[str] = (),
-) -> Judgement:
-    """Judge a claim from measured effects.
+) -> dict[str, Any]:
+    """Judge a claim from measured effects; return the fields of `headwater.runs.Claim` except its run.
 
     The sentence begins with `what`, the set in words. The margin is by default the 95 % quantile of the placebos'
     sizes; the seed is for the bootstrap and the random halves; notes are appended to the verdict.
@@ -120,7 +109,8 @@ def claim_of(
     found = OPEN if failed == [UNDECIDED] else FAILS if failed else HOLDS
     verdict = f"With a margin of {row['margin']:.2g} the claim {found}"
     verdict += f" ({because})." if because else "."
-    return Judgement(what, pd.DataFrame([row]), _measured(what, row, counts, level), verdict, level, tuple(notes))
+    sentences = [_measured(what, row, counts, level), verdict]
+    return {"table": pd.DataFrame([row]), "what": what, "sentences": sentences, "notes": list(notes)}
 
 
 def notes_of_few(sets: int, drawn: int, are: str = "comparable random sets", advice: str = "") -> list[str]:
