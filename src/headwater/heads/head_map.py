@@ -24,7 +24,7 @@ from headwater.heads.relations import (
     tokenize_relations,
 )
 from headwater.heads.scores import score_table
-from headwater.models.effective_embedding import EmbeddingName
+from headwater.models.effective_embedding import KINDS, EmbeddingName
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
 from headwater.models.part_names import Counts, HeadName, head_named, parts_of_kind
@@ -314,7 +314,7 @@ class HeadMap(Result):
 
     def salient(
         self,
-        layer: int | HeadName | list[HeadName] | pd.DataFrame,
+        layer: int | HeadName | Sequence[HeadName] | pd.DataFrame,
         head: int | None = None,
         *,
         model: HookedModel | str | Path | None = None,
@@ -339,13 +339,14 @@ class HeadMap(Result):
             ModelError: the model cannot be opened by its name, or is another model.
             InputError: the head or the embedding does not exist.
         """
+        kind = None if embedding is None else checked_name("embedding", embedding, KINDS)
         several = head is None and isinstance(layer, list | pd.DataFrame)
         heads: Any = parts_of_kind("heads", layer, self._sizes) if several else [head_named(layer, head, self._sizes)]
         weights, by_embedding = self._weights(model), dict[EmbeddingName, list[HeadName]]()
         for place in dict.fromkeys(heads):
             # Layer 0 reads the token embedding, because nothing is computed before it.
             scored_with = cast("EmbeddingName", self.run.options["embedding"]) if place[0] else "raw"
-            by_embedding.setdefault(scored_with if embedding is None else embedding, []).append(place)
+            by_embedding.setdefault(scored_with if kind is None else cast("EmbeddingName", kind), []).append(place)
         options = {"sources": sources, "targets": targets}
         # The vocabulary is read once for each embedding.
         tables = [salient_operations(weights, some, embedding=kind, **options) for kind, some in by_embedding.items()]
