@@ -32,7 +32,7 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 
 from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
-from headwater.kernels.elementwise import tanh_gelu
+from headwater.kernels.elementwise import softmax, tanh_gelu
 from headwater.models.bridge_check import difference, rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.families import known_family
@@ -551,7 +551,7 @@ class OwnAttention(ABC):
             keys_at = torch.cat([before, positions], 1)[:, None, None, :]
             # Keys after the query, if attention sees them, get no slope, as in TransformerLens.
             scores = scores + slopes[:, None, None] * (keys_at - queries_at[:, None, :, None]).clamp_max(0)
-        pattern = self.attention.hook_pattern((scores + mask).softmax(-1)).to(values.dtype)
+        pattern = self.attention.hook_pattern(softmax(scores + mask)).to(values.dtype)
         return self.output((pattern @ values).transpose(1, 2))
 
     def remembered(
