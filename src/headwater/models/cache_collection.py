@@ -11,10 +11,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -161,7 +160,7 @@ class _Collection:
 
     def part(self, examples: Sequence[int], bar: Bar) -> dict[str, Tensor]:
         """Run some texts in batches of similar length, and return their activations."""
-        numbers, transfer = torch.tensor(examples), Transfer()
+        numbers = torch.tensor(examples)
         counts, lengths = self.texts.counts[numbers], self.texts.lengths[numbers]
         columns = torch.tensor(self.texts.table["position"].to_numpy())[rows_of(numbers, self.texts.counts)]
         part = {"examples": numbers}
@@ -174,6 +173,8 @@ class _Collection:
 
         def run(places: list[int]) -> None:
             """Run the texts with these indices in the part, and copy their activations into it."""
+            # Made anew for each run: copies that a failed run has started are never written.
+            transfer = Transfer()
             batch, rows = self.texts.batch_of(numbers[places].tolist()), rows_of(places, counts)
             row, column = torch.arange(len(batch)).repeat_interleave(counts[places]), columns[rows]
 
@@ -196,8 +197,8 @@ class _Collection:
                 copy = write_patterns if each.has_keys else write_tokens
                 for layer, target in zip(each.places, part[each.name], strict=True):
                     hooks.append((each.hook_name(layer), read_hook(partial(copy, each, target))))
-            with transfer:
-                self.model.run(batch, hooks, stop_at=None if needs_all else last + 1)
+            self.model.run(batch, hooks, stop_at=None if needs_all else last + 1)
+            transfer.finish()
             bar.update(len(places))
 
         for places in by_length(
@@ -376,54 +377,19 @@ def _layouts(
     return layouts
 
 
-# Copying activations into a cache: from an accelerator through pinned memory, elsewhere immediately.
-#
-# Activations on a CUDA device go to the host as follows, while the model continues to run:
-#
-# 1. The device makes a copy, in the order of the model's operations, because the model may modify the activation in
-#    place afterwards. The copy keeps its dtype, so bfloat16 transfers two bytes per number.
-# 2. A second stream waits for that copy and moves it into pinned memory, at most `COPY_BYTES` at once; an event marks
-#    the end.
-# 3. Before a third copy begins, and when the batch ends, the host waits for the event of the oldest, and writes its
-#    numbers into the cache, in the cache's dtype. torch keeps freed pinned memory for the next copies.
-#
-# When a `with` block of `Transfer` ends, everything is written. If it ends with an error, the host waits for pending
-# copies and discards them. All other activations (on a CPU, or for a cache on the device) are written immediately.
-
-
-COPY_BYTES = 2**26
-"""Larger activations are copied in parts of about this size; a single larger row is one part."""
-
-
-class CudaLane:
-    """A path from a device to the host: a second stream in addition to the model's."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-
-    def copy(self, source: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Start a copy once the current stream has made `source`; return it, and a function that waits for its end."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            arriving = torch.empty_like(source, device="cpu", pin_memory=True).copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self.stream)
-        return arriving, event.synchronize
-
-
-def lane_from(device: torch.device) -> CudaLane | None:
-    """Return a path from a device to the host that does not block the device; None where there is no benefit."""
-    return CudaLane(device) if device.type == "cuda" else None
+PENDING_BYTES = 2**28
+"""Most bytes of copies from a device that wait to be written into the cache."""
 
 
 class Transfer:
-    """Writes activations into a cache. Each batch is a `with transfer:` block."""
+    """Writes the activations of one run into a cache; `finish` writes those that are still on their way.
+
+    A CUDA device copies an activation into pinned memory while the host goes on to the next operation. All other
+    activations (on a CPU, or for a cache on the device) are written immediately.
+    """
 
     def __init__(self) -> None:
-        self._lanes: dict[torch.device, CudaLane | None] = {}
-        self._moving: list[tuple[Callable[[], None], Callable[[], None], Tensor]] = []
-        """At most two, older first: a function that waits, one that writes into the cache, and the source."""
+        self._pending: list[tuple[Tensor, torch.device, Tensor, Tensor | None]] = []
 
     def write(
         self,
@@ -431,49 +397,32 @@ class Transfer:
         target: Shaped[Tensor, "place ..."],
         where: Int[Tensor, " row"] | None = None,
     ) -> None:
-        """Write an activation into the rows `where` of a tensor, now or before the `with` block ends.
-
-        With where=None it fills the whole tensor.
-        """
+        """Write an activation into the rows `where` of a tensor; without `where` it fills the whole tensor."""
         if where is not None and len(where) and bool((where.diff() == 1).all()):
             # Consecutive rows are a slice, and copying into a slice is faster.
             target, where = target[int(where[0]) : int(where[-1]) + 1], None
-        device = activation.device
-        if device not in self._lanes:
-            self._lanes[device] = lane_from(device)
-        lane = self._lanes[device] if target.device.type == "cpu" else None
-        if lane is None or not activation.numel():
+        if not copies_later(activation, target):
             _put(activation, target, where)
             return
-        source = activation.detach().clone(memory_format=torch.contiguous_format)
-        n_rows = max(1, COPY_BYTES // source[0].nbytes)
-        for start in range(0, len(source), n_rows):
-            if len(self._moving) == 2:
-                self._settle()
-            part, rows = source[start : start + n_rows], slice(start, start + n_rows)
-            arriving, wait = lane.copy(part)
-            place = (target[rows], None) if where is None else (target, where[rows])
-            # Includes the part itself, to keep the source memory alive.
-            self._moving.append((wait, partial(_put, arriving, *place), part))
+        # In the model's dtype, so that bfloat16 transfers two bytes per number. torch copies into pinned memory, in the
+        # order of the model's operations: an edit of the activation in place comes later.
+        arriving = activation.detach().to("cpu", non_blocking=True)
+        self._pending.append((arriving, activation.device, target, where))
+        if sum(copy.nbytes for copy, *_ in self._pending) > PENDING_BYTES:
+            self.finish()
 
-    def __enter__(self) -> Transfer:
-        return self
+    def finish(self) -> None:
+        """Wait for the pending copies and write them into the cache."""
+        for device in {device for _, device, _, _ in self._pending}:
+            torch.cuda.synchronize(device)
+        for arrived, _, target, where in self._pending:
+            _put(arrived, target, where)
+        self._pending.clear()
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            while error is None and self._moving:
-                self._settle()
-        finally:
-            for wait, *_ in self._moving:  # pending copies must not write into freed memory
-                with contextlib.suppress(Exception):  # another error is already being raised
-                    wait()
-            self._moving.clear()
 
-    def _settle(self) -> None:
-        """Wait for the older copy and write it into the cache."""
-        self._moving[0][0]()
-        _, put, _ = self._moving.pop(0)
-        put()
+def copies_later(activation: Tensor, target: Tensor) -> bool:
+    """Return whether a copy of an activation is started now and read after a wait for the device."""
+    return activation.device.type == "cuda" and target.device.type == "cpu"
 
 
 def _put(rows: Tensor, target: Tensor, where: Tensor | None) -> None:
