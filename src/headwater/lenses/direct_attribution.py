@@ -21,7 +21,7 @@ checkpoint: nothing is folded, and nothing needs to be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.model import residual_scale
-from headwater.models.positions import Prompt, Where, positions_of, refuse_two_meanings, roles_of
+from headwater.models.positions import Prompt, Where, positions_read
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
 from headwater.models.unembedding import Norm, attention_post_norm, final_norm, unembedding_head
@@ -169,7 +169,9 @@ def direct_logit_attribution(
     read = read_prompts(model, prompts)
     correct, wrong = _answers(model, tokens, len(read))
     warn_of_missing_spaces(tuple(tokens), [prompt.strings[-1] for prompt in read], model.tokenizer)
-    reads = _positions_read(at, read)
+    reads = positions_read(at, read, "at")
+    # A contribution is its share of the mean over the positions read, for each role separately.
+    reads["of"] = reads.groupby(["example", *reads.columns[2:]])["position"].transform("size")
     where = [tuple(reads.loc[reads["example"] == i, "position"]) for i in range(len(read))]
     options = {
         "prompts": [list(prompt.ids) for prompt in read],
@@ -177,7 +179,7 @@ def direct_logit_attribution(
         "positions": [list(places) for places in where],
         "by": by,
         **note_on_chats(prompt.text for prompt in read),
-    } | ({"roles": reads["role"].tolist()} if isinstance(at, Mapping) else {})
+    } | ({"roles": reads["role"].tolist()} if "role" in reads else {})
 
     def work(run: Run) -> DirectAttribution:
         writer = Contributions(model, read, where, torch.stack([correct, wrong], 1), by == "position", run.record)
@@ -195,20 +197,6 @@ def direct_logit_attribution(
 
     name = "direct_logit_attribution"
     return run_or_resume(DirectAttribution, name, model, options, work, out=out, progress=progress)
-
-
-def _positions_read(at: object, prompts: Sequence[Prompt]) -> pd.DataFrame:
-    """Return a row per position read: `example, position, of` (the number of positions averaged), `role` if any."""
-    n = len(prompts)
-    refuse_two_meanings(at, n, "at")
-    rows = []
-    for i, prompt in enumerate(prompts):
-        has_roles = isinstance(at, Mapping)
-        by_role = roles_of(at, prompt, i, n) if isinstance(at, Mapping) else {"": positions_of(at, prompt, i, n)}
-        for role, places in by_role.items():
-            named = {"role": role} if has_roles else {}
-            rows += [{"example": i, "position": place, "of": len(places)} | named for place in places]
-    return pd.DataFrame(rows)
 
 
 def _answers(

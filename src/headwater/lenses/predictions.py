@@ -39,7 +39,7 @@ from headwater.kernels.likelihood_blocked import layer_predictions
 from headwater.models.bridge_check import is_finite
 from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.positions import Prompt, Where, positions_of, refuse_two_meanings, roles_of
+from headwater.models.positions import Prompt, Where, positions_read
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
 from headwater.models.unembedding import refuse_other_logits, unembedding_head
@@ -54,10 +54,6 @@ from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-NONE = -1
-"""Token id that marks a position without a next token."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,18 +170,16 @@ def lens(
     transform = reader(opened, chosen, n_layers)
     top_k = checked_count("top_k", top_k, most=model.shape.d_vocab)
     batch_size = checked_count("batch_size", batch_size)
-    refuse_two_meanings(positions, len(read))
-    where = [positions_of(positions, prompt, example, len(read)) for example, prompt in enumerate(read)]
-    targets = _targets(model, read, where, answer)
+    rows = positions_read(positions, read)
+    if "role" in rows:
+        # Read once, with the names of all its roles.
+        rows = rows.groupby(["example", "position"])["role"].agg(", ".join).reset_index()
+    targets = _targets(model, read, rows, answer)
     options = {
         "prompts": [list(prompt.ids) for prompt in read], "lens": lens_named(opened), "layers": chosen,
-        "positions": [list(places) for places in where], "targets": [ids.tolist() for ids in targets], "top_k": top_k,
-        **note_on_chats(prompt.text for prompt in read),
-    }  # fmt: skip
-    roles = []
-    if isinstance(positions, Mapping):
-        roles = [roles_of(positions, prompt, example, len(read), None) for example, prompt in enumerate(read)]
-        options["roles"] = [{role: list(places) for role, places in one.items()} for one in roles]
+        "positions": rows[["example", "position"]].to_numpy().tolist(), "top_k": top_k,
+        "targets": targets["target_id"].fillna(-1).tolist(), **note_on_chats(prompt.text for prompt in read),
+    } | ({"roles": rows["role"].tolist()} if "role" in rows else {})  # fmt: skip
 
     def work(run: Run) -> LayerPredictions:
         normalise, head = unembedding_head(model, run.record)
@@ -194,14 +188,15 @@ def lens(
         def measure(examples: range) -> dict[str, Tensor]:
             """Return the predictions of layers, `layer row ...`; a row is a position read in an example."""
             batch = Batch.of([read[i].ids for i in examples], pad_id(model.tokenizer)).named(examples)
-            rows = torch.tensor([i - examples.start for i in examples for _ in where[i]])
-            places = torch.tensor([place for i in examples for place in where[i]])
+            mine = rows["example"].isin(examples).to_numpy()
+            of_batch = torch.tensor(rows["example"].to_numpy()[mine] - examples.start)
+            places = torch.tensor(rows["position"].to_numpy()[mine])
             recorded: dict[int, Tensor] = {}
             ends: list[Tensor] = []
 
             def keep(residual: Tensor, hook: object, layer: int) -> None:
                 there = residual.device
-                recorded[layer] = residual[to_device(rows, there), to_device(places, there)]
+                recorded[layer] = residual[to_device(of_batch, there), to_device(places, there)]
                 if layer == chosen[-1]:
                     ends.append(
                         residual[torch.arange(len(residual), device=there), to_device(batch.lengths - 1, there)]
@@ -215,7 +210,7 @@ def lens(
             last = normalise(recorded[chosen[-1]]).to(device)
             hidden = [normalise(transform(recorded[layer], layer)).to(device).float() for layer in chosen]
             # A position without a next token gets token 0, and its rank is removed from the table.
-            target = to_device(torch.cat([targets[i] for i in examples]).clamp(min=0), device)
+            target = to_device(torch.tensor(targets["target_id"].fillna(0).to_numpy(dtype=np.int64)[mine]), device)
             found = layer_predictions(torch.stack(hidden), last, head, target, top_k)
             return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
 
@@ -223,32 +218,31 @@ def lens(
         with run.bar("Reading layers", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, measure, bar, len))
         found = {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}
-        places = _target_table(model, where, targets)
-        table = _table(model, found, chosen, read, places)
-        if roles:
-            table = _with_roles(table, roles)
-        return LayerPredictions(table, places, run.record)
+        return LayerPredictions(_table(model, found, chosen, read, rows, targets), targets, run.record)
 
     return run_or_resume(LayerPredictions, "lens", model, options, work, out=out, progress=progress)
 
 
-def _targets(
-    model: HookedModel, prompts: Sequence[Prompt], where: Sequence[tuple[int, ...]], answer: Answer | None
-) -> list[Tensor]:
-    """Return, for each prompt and position read, the token whose rank is computed."""
+def _targets(model: HookedModel, prompts: Sequence[Prompt], rows: pd.DataFrame, answer: Answer | None) -> pd.DataFrame:
+    """Return the token whose rank is computed at each position read: the answer, or the prompt's next token, if any."""
+    places = list(zip(rows["example"], rows["position"], strict=True))
+    ids: list[int | None]
     if answer is not None:
-        ids = answer_ids(answer, model.tokenizer, len(prompts), model.shape.d_vocab)
+        answers = answer_ids(answer, model.tokenizer, len(prompts), model.shape.d_vocab).tolist()
         warn_of_missing_spaces([answer], [prompt.strings[-1] for prompt in prompts], model.tokenizer)
-        return [one.repeat(len(places)) for one, places in zip(ids, where, strict=True)]
-    following = [(*prompt.ids[1:], NONE) for prompt in prompts]
-    targets = [torch.tensor([after[place] for place in places]) for after, places in zip(following, where, strict=True)]
-    if model.is_bidirectional and any(bool((ids != NONE).any()) for ids in targets):
-        warnings.warn(
-            f"The attention of {model.name} reads later tokens: at all positions but the last it has already seen the "
-            "token whose rank is given. Give answer= or positions='last'.",
-            stacklevel=callers_level(),
-        )
-    return targets
+        ids = [answers[example] for example, _ in places]
+    else:
+        ids = [next(iter(prompts[example].ids[position + 1 :]), None) for example, position in places]
+        if model.is_bidirectional and any(token is not None for token in ids):
+            warnings.warn(
+                f"The attention of {model.name} reads later tokens: at all positions but the last it has already seen "
+                "the token whose rank is given. Give answer= or positions='last'.",
+                stacklevel=callers_level(),
+            )
+    known = sorted({token for token in ids if token is not None})
+    names = dict(zip(known, model.token_strings(known), strict=True)) if known else {}
+    names_of = [None if token is None else names[token] for token in ids]
+    return rows[["example", "position"]].assign(target=names_of, target_id=pd.array(ids, dtype="Int64"))
 
 
 def _table(
@@ -256,11 +250,12 @@ def _table(
     statistics: dict[str, Tensor],
     layers: Sequence[int],
     prompts: Sequence[Prompt],
-    places: pd.DataFrame,
+    rows: pd.DataFrame,
+    targets: pd.DataFrame,
 ) -> pd.DataFrame:
-    """Return the predictions by example, layer, position and rank among the top tokens; `places` has the targets."""
+    """Return the predictions by example, layer, position and rank among the top tokens."""
     n_layers, n_rows, k = statistics["top"].shape
-    example, position = (places[name].to_numpy() for name in ("example", "position"))
+    example, position = (rows[name].to_numpy() for name in ("example", "position"))
     token = np.array([prompts[i].strings[at] for i, at in zip(example, position, strict=True)], object)
     # Each token is decoded once, because layers and positions share few distinct tokens.
     used, index = np.unique(statistics["top"].numpy(), return_inverse=True)
@@ -279,34 +274,10 @@ def _table(
             "kl": statistics["kl"].double().numpy().reshape(-1).repeat(k),
         }
     )
-    table.loc[places["target"].isna().to_numpy()[each], "rank"] = pd.NA
+    table.loc[targets["target_id"].isna().to_numpy()[each], "rank"] = pd.NA
+    if "role" in rows:
+        table["role"] = rows["role"].to_numpy()[each]
     return table.sort_values(["example", "layer", "position", "top"], ignore_index=True)
-
-
-def _with_roles(table: pd.DataFrame, roles: Sequence[Mapping[str, Sequence[int]]]) -> pd.DataFrame:
-    """Return a table of examples and positions with a column `role`: all roles of a position, separated by commas."""
-    named: dict[tuple[int, int], list[str]] = {}
-    for example, of_prompt in enumerate(roles):
-        for role, places in of_prompt.items():
-            for place in places:
-                named.setdefault((example, place), []).append(role)
-    rows = zip(table["example"], table["position"], strict=True)
-    return table.assign(role=[", ".join(named[int(example), int(place)]) for example, place in rows])
-
-
-def _target_table(model: HookedModel, where: Sequence[tuple[int, ...]], targets: Sequence[Tensor]) -> pd.DataFrame:
-    """Return the table of the token whose rank is computed at each position."""
-    ids = [int(token_id) for part in targets for token_id in part]
-    known = sorted({token_id for token_id in ids if token_id != NONE})
-    names = dict(zip(known, model.token_strings(known), strict=True)) if known else {}
-    return pd.DataFrame(
-        {
-            "example": np.repeat(np.arange(len(where)), [len(places) for places in where]),
-            "position": [place for places in where for place in places],
-            "target": [names.get(token_id) for token_id in ids],
-            "target_id": pd.array([None if token_id == NONE else token_id for token_id in ids], dtype="Int64"),
-        }
-    )
 
 
 # Tuned lenses as the tuned-lens package stores them: a folder with config.json and params.pt.

@@ -25,6 +25,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import pandas as pd
+
 from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import failures_named
@@ -220,6 +222,18 @@ def roles_of(
     """Return the positions of each role in one prompt; see `positions_of`."""
     checked_roles(where)
     return {role: role_in(role, place, prompt, example, n_examples, side) for role, place in where.items()}
+
+
+def positions_read(where: Where | Any, prompts: Sequence[Prompt], option: str = "positions") -> pd.DataFrame:
+    """Return a row per selected position of each prompt: `example, position`, and `role` if selected by role."""
+    n = len(prompts)
+    refuse_two_meanings(where, n, option)
+    if not isinstance(where, Mapping):
+        places = [(i, place) for i, prompt in enumerate(prompts) for place in positions_of(where, prompt, i, n)]
+        return pd.DataFrame(places, columns=["example", "position"])
+    by_role = enumerate(roles_of(where, prompt, i, n) for i, prompt in enumerate(prompts))
+    rows = [(i, place, role) for i, roles in by_role for role, places in roles.items() for place in places]
+    return pd.DataFrame(rows, columns=["example", "position", "role"])
 
 
 def role_in(
