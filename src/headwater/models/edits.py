@@ -47,8 +47,6 @@ class TrustedHook:
     function: HookFunction
     edits: bool
     may_be_silent: bool = False
-    is_idle: Callable[[], bool] = lambda: False
-    """Whether it currently changes nothing."""
 
     def __call__(self, activation: Any, hook: object) -> Tensor | None:
         """Call the function."""
@@ -236,7 +234,7 @@ class Attachments:
         return [
             (hook.name, hook.function)
             for hook in every
-            if not (isinstance(hook.function, TrustedHook) and (not hook.function.edits or hook.function.is_idle()))
+            if not (isinstance(hook.function, TrustedHook) and not hook.function.edits)
         ]
 
     @contextlib.contextmanager

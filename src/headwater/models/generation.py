@@ -8,17 +8,18 @@
    the one that begins first counts. The text of a single special token is also accepted as a stop string. The end of
    the prompt is never part of a stop string.
 4. A stream receives each piece of text once it is final: possible beginnings of a stop string are held back.
+
+Each row's tokens are the same as if it ran alone, up to rounding: the order of sums depends on the batch size.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
@@ -42,7 +43,6 @@ from headwater.models.edits import (
     hooks_for,
     hooks_over,
     listed_hooks,
-    refuse_silent,
     replace_hook,
 )
 from headwater.models.families import text_config
@@ -58,7 +58,7 @@ from headwater.models.forward import (
     takes_cache,
 )
 from headwater.models.model import TOKEN_RULES, Model, generation_config, settings
-from headwater.models.sites import place_named
+from headwater.models.sites import hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id
 from headwater.models.transformers_names import DynamicCache, PreTrainedTokenizerBase
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, one_or_several, shown
@@ -272,11 +272,6 @@ def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
     return [text for text in stops if text not in special], ends
 
 
-# The generation loop. A step computes the logits of each row's next token (`steps_of`), with cached keys and values.
-# The next token is chosen under the rules of the model's generation config (`processors_of`). A finished row leaves the
-# batch. Each row's result is the same as if it ran alone, up to rounding: the order of sums depends on the batch size.
-
-
 Choose: TypeAlias = Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " row"], int], Int[Tensor, " row"]]
 """Chooses the next token of each row from its logits, its number among the prompts, and the number of the step."""
 
@@ -353,7 +348,8 @@ def generate_tokens(
             # If memory ran out halfway, the halves restart.
             tokens[row], log_probs[row] = [], []
         live, batch = list(rows), prompts.rows(rows.start, rows.stop)
-        with model.lock, steps_of(model, batch, hooks, max_new_tokens) as steps:
+        with model.lock:
+            steps = steps_of(model, batch, hooks, max_new_tokens)
             for step in range(max_new_tokens):
                 with torch.inference_mode():
                     logits = steps.logits().float()
@@ -397,17 +393,10 @@ def check_context_length(model: Model, prompts: Batch, max_new_tokens: int) -> N
         )
 
 
-# Choosing the next token: the most probable one, or a random sample. With `do_sample`, from the logits l of a row, in
-# transformers' order:
-#
-# 1. p = softmax(l / temperature);
-# 2. `top_k`: keep only the k most probable tokens (and any as probable as the last of them);
-# 3. `top_p`: of these, keep the fewest most probable tokens whose total probability is at least top_p;
-# 4. sample a token from the remaining ones.
-#
-# A row draws one number between 0 and 1 per token, and takes the token whose interval of the cumulative probabilities
-# contains it (in vocabulary order, in double precision). Rounding in the logits therefore changes a sample only if the
-# number falls on a boundary.
+# Sampling: the options change the logits in transformers' order (temperature, `top_k`, `top_p`). A row draws one number
+# between 0 and 1 per token, and takes the token whose interval of the cumulative probabilities contains it (in
+# vocabulary order, in double precision). Rounding in the logits therefore changes a sample only if the number falls on
+# a boundary.
 
 
 @dataclass(frozen=True)
@@ -534,43 +523,25 @@ def processors_of(model: Model, prompts: Batch, max_new_tokens: int) -> list[Any
     return processors
 
 
-# One step of generation: compute the logits of each row's next token, and keep the unfinished rows.
-#
-# 1. Without hooks (`_CachedSteps`), prompts are padded on the left, so that new tokens follow the prompt without a gap
-#    in every row, also for layers with windowed attention. Padding is masked, and positions count from each row's first
-#    real token. Keys and values are cached: a step runs one token per row, without TransformerLens's wrappers. A
-#    finished row leaves the batch. A prefix shared by all prompts (such as worked examples) is run once.
-# 2. With hooks (`_HookedSteps`), the first step is a run of the prompts, as in `model.run`: padded on the right, from
-#    column 0 on. In every later step hooks see one column, each row's newest token (`models.forward` provides its
-#    position). Keys and values are shifted to the right after the first step, and finished rows stay, so that a row is
-#    the same prompt to the end. Layers without hooks run without the wrappers from the second step on.
-# 3. Whole texts (`_UncachedSteps`) are run at every step for models that take no cache or have a recurrent state, and,
-#    with hooks, for rows that grow past the length at which longrope changes the rotation of every token. Each hook is
-#    called once with the prompts and once with every new token, and its edits are repeated in later steps. Only if the
-#    rotation angles change, or attention looks ahead, is it called with all of them again.
-#
-# A hook attached to the model during generation (for example by a function that is called with each token) acts from
-# the next call on.
+# One step of generation: compute the logits of each row's next token, and keep the unfinished rows. A hook attached to
+# the model during generation (for example by a function that is called with each token) acts from the next call on.
 
 
-@contextlib.contextmanager
 def steps_of(
     model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], max_new_tokens: int
-) -> Iterator[_CachedSteps | _UncachedSteps]:
-    """Yield the object that runs the steps for these prompts; the caller holds the model's lock until the last step."""
-    with contextlib.ExitStack() as stack:
-        if not (steps_with_hooks(model, prompts, max_new_tokens) if hooks else keeps_keys(model)):
-            yield _UncachedSteps(model, prompts, hooks)
-        elif not hooks and (bare := bare_model(model)) is not None:
-            yield _CachedSteps(model, prompts, bare, _common_start(model, prompts, max_new_tokens))
-        else:
-            yield _HookedSteps(model, prompts, hooks, stack)
+) -> _CachedSteps | _UncachedSteps:
+    """Return the object that runs the steps for these prompts; hold the model's lock until the last step."""
+    if not (steps_with_hooks(model, prompts, max_new_tokens) if hooks else keeps_keys(model)):
+        return _UncachedSteps(model, prompts, hooks)
+    if not hooks and (bare := bare_model(model)) is not None:
+        return _CachedSteps(model, prompts, bare, _common_start(model, prompts, max_new_tokens))
+    return _HookedSteps(model, prompts, hooks)
 
 
 def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
     """Return the logits of the token that follows each prompt, as in the first step of generation."""
-    with model.lock, torch.inference_mode(), steps_of(model, prompts, (), 1) as steps:
-        return steps.logits()
+    with model.lock, torch.inference_mode():
+        return steps_of(model, prompts, (), 1).logits()
 
 
 def keeps_keys(model: Model) -> bool:
@@ -605,9 +576,11 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
 
 
 class _CachedSteps:
-    """The unfinished rows, their cached keys and values, and the next token of each.
+    """Generation without hooks: the unfinished rows, their cached keys and values, and the next token of each.
 
-    `bare` is the model without wrappers; the first `shared` tokens, a prefix of all prompts, run once.
+    Prompts are padded on the left, so that new tokens follow the prompt without a gap in every row, also for layers
+    with windowed attention. Padding is masked, and positions count from each row's first real token. `bare` is the
+    model without TransformerLens's wrappers; the first `shared` tokens, a prefix of all prompts, run once.
     """
 
     def __init__(self, model: Model, prompts: Batch, bare: BareModel | None, shared: int = 0):
@@ -666,23 +639,20 @@ class _CachedSteps:
 
 
 class _HookedSteps(_CachedSteps):
-    """Cached generation with hooks: the first step is a run of the prompts.
+    """Cached generation with hooks: the first step is a run of the prompts, as in `model.run`, padded on the right.
 
-    Every row keeps its place; finished rows read padding, and their logits are left out. In later steps, layers
-    without hooks run without the wrappers if the model allows it; hooks are attached once for all these steps.
+    In every later step hooks see one column, each row's newest token (`models.forward` provides its position), and
+    layers without hooks run without the wrappers if the model allows it. Every row keeps its place, so that a row is
+    the same prompt to the end: finished rows read padding, and their logits are left out.
     """
 
-    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], stack: contextlib.ExitStack):
+    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
         super().__init__(model, prompts, None)
-        self._hooks, self._stack = hooks, stack
-        self._prompts, self._first = prompts, Reading.of(prompts)
-        self._step = 0
-        self._acting: list[Attached] | None = None
+        self._hooks, self._prompts, self._first, self._step = hooks, prompts, Reading.of(prompts), 0
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         if self._step == 0:
-            with reads(self._first):
-                out = self._model.run(self._prompts, self._hooks, keep="last", past_key_values=self._cache)[:, -1]
+            out = self._model.run(self._prompts, self._hooks, keep="last", past_key_values=self._cache)[:, -1]
             # Shift keys and values so that each row ends in the last column, as in a batch padded on the left.
             for layer in self._cache.layers if self._padded else ():
                 where = to_device(self._shift, layer.keys.device)[:, None, :, None]
@@ -706,35 +676,24 @@ class _HookedSteps(_CachedSteps):
         # Multi-head latent attention: the bridge caches keys of every head, transformers one latent vector per token.
         is_latent = getattr(text_config(model.raw.original_model.config), "kv_lora_rank", None)
         if self._step == 1 and listed and not is_latent:
-            self._bare = bare_model(model, [name for name, _ in listed])
-            if self._bare is not None:
-
-                def act(activation: Any, hook: object, number: int) -> Tensor | None:
-                    return None if self._acting is None else self._acting[number].act(activation, hook)
-
-                # Attach hooks once, not at every step: it costs as much as some layers of a small model. Each calls the
-                # hook of the current step, and does nothing in other runs; below, each must have fired in its step.
-                standing: list[Hook] = []
-                for number, (name, function) in enumerate(listed):
-                    edits = not isinstance(function, TrustedHook) or function.edits
-                    stand_in = TrustedHook(partial(act, number=number), edits, True, lambda: self._acting is None)
-                    standing.append((name, stand_in))
-                self._stack.enter_context(model.hooks(standing))
-        if self._bare is None:
-            mask, positions = to_device(self._mask, model.device), to_device(self._positions, model.device)
-            options = {"attention_mask": mask, "position_ids": positions, "past_key_values": self._cache}
-            return model.run(self._reads, listed, keep=[-1], **options)[:, -1]
-        self._acting = attached = [Attached(*hook) for hook in listed]
-        try:
-            out = super().logits()
-        finally:
-            self._acting = None
-        refuse_silent(attached)
-        return out
+            # `model.hooks` sees at the first block whether the model ran, and refuses hooks that did not fire.
+            self._bare = bare_model(model, [hook_name("resid_pre"), *(name for name, _ in listed)])
+        if self._bare is not None:
+            with model.hooks(listed):
+                return super().logits()
+        mask, positions = to_device(self._mask, model.device), to_device(self._positions, model.device)
+        options = {"attention_mask": mask, "position_ids": positions, "past_key_values": self._cache}
+        return model.run(self._reads, listed, keep=[-1], **options)[:, -1]
 
 
 class _UncachedSteps:
-    """Generation by rerunning whole texts, without a cache. With hooks, finished rows stay and read padding."""
+    """Generation by rerunning whole texts, for models that take no cache or have a recurrent state.
+
+    With hooks also for rows that grow past the length at which longrope changes the rotation of every token. Each hook
+    is called once with the prompts and once with every new token, and its edits are repeated in later steps; it is
+    called with all of them again only if the angles change or attention looks ahead. Finished rows stay and read
+    padding.
+    """
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
         self._model, self._hooks = model, hooks

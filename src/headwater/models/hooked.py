@@ -182,7 +182,8 @@ class HookedModel(TransformerLensNames):
         if past is not None and (before := past.get_seq_length()):
             whole = Reading.of(batch)
             follow = whole.positions + before if position_ids is None else position_ids.cpu()
-            new = replace(whole, positions=follow.where(batch.mask, -1))
+            # Generation knows more of its new tokens: their prompts.
+            new = now_reading() or replace(whole, positions=follow.where(batch.mask, -1))
         listed = hooks_for(self, listed_hooks(hooks), batch, new)
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
@@ -193,9 +194,7 @@ class HookedModel(TransformerLensNames):
             # Restore the previous value, not False: runs nest when a hook runs the model.
             stack.callback(setattr, self, "_own_graph", self._own_graph)
             self._own_graph = True
-            # Generation knows more of its new tokens: their prompts.
-            known = None if past is None else now_reading() or new
-            stack.enter_context(reads(known or Reading.of(batch)))
+            stack.enter_context(reads(new or Reading.of(batch)))
             if past is not None:
                 options |= cache_options(self, past)
                 stack.enter_context(reached(attentions_of(self.raw)))
