@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,20 +29,12 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 
-from headwater.errors import NumericsError
-from headwater.kernels.devices import to_device
 from headwater.kernels.elementwise import softmax, tanh_gelu
-from headwater.models.bridge_check import difference, rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.families import known_family
 from headwater.models.forward import (
     FixedPrefix,
-    KeysValues,
     Reading,
-    Tap,
-    cache_options,
-    can_continue,
-    common_start,
     finite_output,
     forward,
     forward_replaced,
@@ -53,7 +44,7 @@ from headwater.models.forward import (
     with_cache,
 )
 from headwater.models.model import is_bridge, logit_scale, residual_scale
-from headwater.models.sites import STATES, hook_name, place_named
+from headwater.models.sites import STATES, hook_name
 from headwater.models.transformers_names import NewGELUActivation
 from headwater.runs.identity import unknown_in
 from headwater.runs.record import PAST_HOOKS
@@ -270,7 +261,6 @@ class Blocks:
         before: Sequence[Hook] = (),
         gradients_at: Sequence[str] = (),
         unembed: bool = True,
-        start: KeysValues | None = None,
     ) -> Recording:
         """Run a batch once and keep the named activations, the keys and values and the calls.
 
@@ -280,9 +270,8 @@ class Blocks:
             before: hooks that act before anything is kept, such as noise at the embeddings.
             gradients_at: names of hooks where gradients will be taken; the run's graph begins at the first of them.
             unembed: whether to compute the last logits.
-            start: the keys and values of tokens that precede the batch; `visible` is then empty.
         """
-        tap = Tap(start or {})
+        tap = FixedPrefix({}, range(len(self._blocks)))
         calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
@@ -309,8 +298,6 @@ class Blocks:
         hooks = [(name, replace_hook(functools.partial(fork, name=name))) for name in gradients_at]
         hooks += [(name, read_hook(functools.partial(keep, name=name))) for name in kept_names]
         options: dict[str, Any] = {**last_logits_only(self.model.raw)}
-        if start is not None:
-            options |= cache_options(self.model, FixedPrefix(start))
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(self._blocks if self._own is None else []):
                 handle = block.attn.register_forward_pre_hook(functools.partial(tapped, layer), with_kwargs=True)
@@ -326,75 +313,22 @@ class Blocks:
             logits = forward(self.model, batch, options=options).detach()
         last_logits = logits[:, -1] if unembed else None
         finite_output(self.model, activations[last], batch, None)
-        if self._own is not None:
-            # This attention accepts no cache: keys and values come from its hooks.
-            recording = Recording(activations, {}, {}, {}, {}, last_logits, forked)
-            for layer, attention in enumerate(self._own):
-                k, v = (activations[hook_name(site, layer)] for site in ("k", "v"))
-                positions = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
-                recording.keys[layer], recording.values[layer] = attention.remembered(
-                    attention.past_hook(k), v, positions
-                )
-                recording.calls[layer], recording.visible[layer] = ((), {}), attention.visible(k.shape[1])
-            return recording
+        keys = {layer: keys for layer, (keys, _) in tap.after.items()}
+        values = {layer: values for layer, (_, values) in tap.after.items()}
         # The longest row has no padding: its mask shows only what the architecture lets a query see.
-        # After a `start`, the recording of the whole row holds this instead (`record_in_two`).
-        longest, whole = int(batch.lengths.argmax()), calls if start is None else {}
-        width, device = batch.tokens.shape[1], self.model.device
-        visible = {layer: _visible(o.get("attention_mask"), longest, width, device) for layer, (_, o) in whole.items()}
-        for layer, seen in visible.items():
-            if (causal := own_mask(self._blocks[layer].attn, len(seen))) is not None:
-                visible[layer] = seen & causal
-        keys = {layer: keys.detach() for layer, (keys, _) in tap.after.items()}
-        values = {layer: values.detach() for layer, (_, values) in tap.after.items()}
+        longest, width, device = int(batch.lengths.argmax()), batch.tokens.shape[1], self.model.device
+        visible: dict[int, Tensor] = {}
+        for layer, (_, given) in calls.items():
+            seen = _visible(given.get("attention_mask"), longest, width, device)
+            causal = own_mask(self._blocks[layer].attn, len(seen))
+            visible[layer] = seen if causal is None else seen & causal
+        for layer, attention in enumerate(self._own or ()):
+            # This attention accepts no cache: keys and values come from its hooks.
+            k, v = (activations[hook_name(site, layer)] for site in ("k", "v"))
+            positions = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
+            keys[layer], values[layer] = attention.remembered(attention.past_hook(k), v, positions)
+            calls[layer], visible[layer] = ((), {}), attention.visible(k.shape[1])
         return Recording(activations, keys, values, calls, visible, last_logits, forked)
-
-    def common_start(self, batch: Batch, names: Iterable[str]) -> int:
-        """Return the number of first tokens, common to all rows, that `record_in_two` runs in one row only."""
-        keyed = any(place is not None and place[0].has_keys for place in map(place_named, names))
-        if self.model.start_checked is False or self._own or keyed or not can_continue(self.model):
-            return 0
-        return common_start(batch.tokens[:, : int(batch.lengths.min()) - 1])
-
-    def record_in_two(self, batch: Batch, names: Sequence[str]) -> Recording | None:
-        """Record the common start of all rows in one row, and only the rest of the others; None if that is impossible.
-
-        It is impossible where rows have little in common, a hook does not receive rows of tokens, the model was found
-        to give different results this way, or a number is not finite: the whole run then reports where.
-        """
-        if not (shared := self.common_start(batch, names)):
-            return None
-        longest, width = int(batch.lengths.argmax()), batch.tokens.shape[1]
-        others = [row for row in range(len(batch)) if row != longest]
-        try:
-            full = self.record(batch.take([longest]), names, unembed=False)
-            if any(activation.shape[:2] != (1, width) for activation in full.activations.values()):
-                return None
-            start = {
-                layer: (keys[:, :, :shared], full.values[layer][:, :, :shared]) for layer, keys in full.keys.items()
-            }
-            rest = self.record(batch.take(others).after(shared), names, unembed=False, start=start)
-        except NumericsError:
-            return None
-        end = shared + rest.activations[names[0]].shape[1]
-
-        def joined(whole: Tensor, ends: Tensor, *at: Any) -> Tensor:
-            # Every row starts as a copy of the longest; the other rows then get their own ends.
-            rows = whole.expand(len(batch), *whole.shape[1:]).clone()
-            rows[(others, *at)] = ends
-            return rows
-
-        kept, every = slice(shared, end), slice(None)
-        in_two = dataclasses.replace(
-            full,
-            activations={name: joined(whole, rest.activations[name], kept) for name, whole in full.activations.items()},
-            keys={layer: joined(keys, rest.keys[layer], every, slice(end)) for layer, keys in full.keys.items()},
-            values={layer: joined(full.values[layer], rest.values[layer], every, slice(end)) for layer in full.values},
-        )
-        if self.model.start_checked is None:
-            # Families may use a cache differently, so the first call runs both ways and compares them.
-            self.model.start_checked = _alike(in_two, self.record(batch, names, unembed=False), batch)
-        return in_two if self.model.start_checked else None
 
 
 def cannot_step(model: HookedModel) -> str | None:
@@ -425,15 +359,6 @@ def cannot_step(model: HookedModel) -> str | None:
     if is_bridge(raw) and hasattr(raw, "project_out"):
         return "its residual stream is projected before the unembedding"
     return None
-
-
-def _alike(one: Recording, other: Recording, batch: Batch) -> bool:
-    """Return whether two recordings hold the same activations at every token, up to rounding."""
-    for name, kept in one.activations.items():
-        real = to_device(batch.mask, kept.device)
-        if not difference(kept[real], other.activations[name][real]) <= rounding(kept.dtype):
-            return False
-    return True
 
 
 def has_part(block: Any, part: str) -> bool:
@@ -513,14 +438,12 @@ def _visible(mask: Tensor | None, longest: int, length: int, device: torch.devic
 #     out     = z · W_O + b_O
 
 
-class OwnAttention(ABC):
-    """The attention of one layer."""
-
-    scale: float
-    soft_cap: float
+class OwnAttention:
+    """The attention of one layer of a TransformerLens-native model, inside its bridge."""
 
     def __init__(self, attention: Any):
-        self.attention = attention
+        self.attention, self.inner = attention, attention.original_component
+        self.scale, self.soft_cap = float(self.inner.scale), float(self.inner.attn_scores_soft_cap)
 
     def __call__(
         self,
@@ -563,15 +486,20 @@ class OwnAttention(ABC):
         """Return keys and values in the form that queries attend to and that a prefix stores."""
         return self.turned(k, positions).transpose(1, 2), v.transpose(1, 2)
 
-    @abstractmethod
     def project(
         self, queries_of: Float[Tensor, "row kept d_model"], normed: Float[Tensor, "row position d_model"]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, and keys and values of all positions, `row position head d_head`, after their hooks."""
+        q, k, v = self.attention.q(queries_of), self.attention.k(normed), self.attention.v(normed)
+        split = (*normed.shape[:2], -1, self.inner.d_head)
+        return q.view(*queries_of.shape[:2], -1, self.inner.d_head), k.view(split), v.view(split)
 
-    @abstractmethod
     def turned(self, x: Float[Tensor, "row position head d_head"], positions: Int[Tensor, "row position"]) -> Tensor:
         """Rotate queries or keys by their positions; return them unchanged where positions are not rotary."""
+        if self.inner.rotary is None:
+            return x
+        turned = x.transpose(1, 2)
+        return self.inner.rotary.apply_rope(turned, turned, position_ids=positions)[0].transpose(1, 2)
 
     def past_hook(self, k: Float[Tensor, "row position kv_head d_head"]) -> Tensor:
         """Convert keys from the form at their hook to the form `project` returns."""
@@ -581,38 +509,12 @@ class OwnAttention(ABC):
         """Return how much the score of each head falls per token of distance; None without ALiBi."""
         return None
 
-    @abstractmethod
     def output(self, z: Float[Tensor, "row position head d_head"]) -> Float[Tensor, "row position d_model"]:
         """Apply the hook of `z`, and return what the outputs of the heads add together."""
-
-    @abstractmethod
-    def visible(self, length: int) -> Bool[Tensor, "query key"]:
-        """Return the keys that each query of a prompt sees."""
-
-
-class _NativeAttention(OwnAttention):
-    """Attention of a TransformerLens-native model, inside its bridge."""
-
-    def __init__(self, attention: Any):
-        super().__init__(attention)
-        self.inner = attention.original_component
-        self.scale, self.soft_cap = float(self.inner.scale), float(self.inner.attn_scores_soft_cap)
-
-    def project(self, queries_of: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.attention.q(queries_of), self.attention.k(normed), self.attention.v(normed)
-        split = (*normed.shape[:2], -1, self.inner.d_head)
-        return q.view(*queries_of.shape[:2], -1, self.inner.d_head), k.view(split), v.view(split)
-
-    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        if self.inner.rotary is None:
-            return x
-        turned = x.transpose(1, 2)
-        return self.inner.rotary.apply_rope(turned, turned, position_ids=positions)[0].transpose(1, 2)
-
-    def output(self, z: Tensor) -> Tensor:
         return self.attention.o(z.flatten(2))
 
-    def visible(self, length: int) -> Tensor:
+    def visible(self, length: int) -> Bool[Tensor, "query key"]:
+        """Return the keys that each query of a prompt sees."""
         seen = torch.ones(length, length, dtype=torch.bool, device=self.inner.causal_mask.device)
         return ~self.inner.causal_mask[:length, :length] if self.inner.causal else seen
 
@@ -621,7 +523,7 @@ class _HookedAttention(OwnAttention):
     """Attention of a HookedTransformer (transformer-lens 3.9)."""
 
     def __init__(self, attention: Any):
-        super().__init__(attention)
+        self.attention = attention
         self.scale, self.soft_cap = float(attention.attn_scale), float(attention.cfg.attn_scores_soft_cap)
         self._rotary = attention.cfg.positional_embedding_type == "rotary"
         self._alibi = attention.cfg.positional_embedding_type == "alibi"
@@ -664,7 +566,7 @@ def own_attention(blocks: list[Any]) -> list[OwnAttention] | None:
     """Return the attention of each block of one of TransformerLens's own models; None for any other model."""
     inner = [getattr(block.attn, "original_component", None) for block in blocks]
     if all(getattr(attention, "accepts_pattern_fn", False) for attention in inner):
-        return [_NativeAttention(block.attn) for block in blocks]
+        return [OwnAttention(block.attn) for block in blocks]
     if all(hasattr(block.attn, "calculate_qkv_matrices") for block in blocks):
         return [_HookedAttention(block.attn) for block in blocks]
     return None

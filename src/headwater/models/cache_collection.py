@@ -348,23 +348,19 @@ def _layouts(
         shown_name = name.replace("{layer}", "*")
         if not isinstance(activation, Tensor):
             raise InputError(f"{shown_name} is a {type(activation).__name__} and cannot be kept.")
-        sizes, axes = tuple(activation.shape), list[str]()
-        for size in sizes:
-            names = [axis for axis, dim in dims if dim == size]
-            if size == length:
-                axes.append("key" if "position" in axes else "position")
-            elif not axes and size == N_PROBES:
-                axes.append("batch")
-            else:  # the only axis of the model with this size, or "width"
-                axes.append(names[0] if len(names) == 1 else "width")
-        is_one_per_token = axes[:2] == ["batch", "position"] and "key" not in axes
-        if not is_one_per_token and (axes[:1], axes[2:]) != (["batch"], ["position", "key"]):
+        sizes = tuple(activation.shape)
+        is_one_per_token = sizes[:2] == (N_PROBES, length) and length not in sizes[2:]
+        kept = sizes[2:] if is_one_per_token else sizes[1:2]
+        if not is_one_per_token and sizes[:1] + sizes[2:] != (N_PROBES, length, length):
             raise InputError(
                 f"{shown_name} cannot be kept text by text: for {N_PROBES} texts of {length} tokens "
                 f"its shape is {sizes}."
             )
-        kept = tuple(size for size, axis in zip(sizes[1:], axes[1:], strict=True) if axis not in ("position", "key"))
-        layout = tuple(axes[1:]), kept, _kept_in(activation.dtype)
+        # The only axis of the model with this size, or "width".
+        matching = [[axis for axis, dim in dims if dim == size] for size in kept]
+        named = [names[0] if len(names) == 1 else "width" for names in matching]
+        axes = ("position", *named) if is_one_per_token else (*named, "position", "key")
+        layout = axes, kept, _kept_in(activation.dtype)
         if layouts.setdefault(name, layout) != layout:
             raise InputError(f"{shown_name} has different shapes in different layers: name its layers separately.")
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -392,14 +392,20 @@ def can_continue(model: Model) -> bool:
     return takes_cache(model.raw) and not model.is_bidirectional and not model.rotary_by_length
 
 
-class FixedPrefix(DynamicCache):  # type: ignore[misc]
-    """A cache that puts fixed keys and values before each layer's own, stores values if requested, and never grows."""
+class _EndOfRunError(Exception):
+    """Ends a run once its last keys and values are known."""
 
-    def __init__(self, before: KeysValues):
+
+class FixedPrefix(DynamicCache):  # type: ignore[misc]
+    """A cache that puts fixed keys and values before each layer's own, and never grows.
+
+    Of the layers in `kept`, `after` keeps the keys and values, the fixed ones included. With `n_layers`, the run ends
+    after this number of layers, because it has no other purpose.
+    """
+
+    def __init__(self, before: KeysValues, kept: Container[int] = (), n_layers: int = 0):
         super().__init__()
-        self.before = before
-        self.watched: range = range(0)
-        self.values: dict[int, Tensor] = {}
+        self.before, self.kept, self.last, self.after = before, kept, n_layers - 1, KeysValues()
         # DynamicCache would copy whole tensors, and only its length is used: one row and one coordinate suffice.
         for layer, (keys, values) in before.items():
             super().update(keys[:, :1, :, :1], values[:, :1, :, :1], layer)
@@ -409,41 +415,21 @@ class FixedPrefix(DynamicCache):  # type: ignore[misc]
         if layer in self.before:
             before = (fixed.expand(len(keys), -1, -1, -1) for fixed in self.before[layer])
             keys, values = (torch.cat(both, 2) for both in zip(before, (keys, values), strict=True))
-        if layer in self.watched:
-            self.values[layer] = values.detach()
-        return keys, values
-
-
-class _StartKeptError(Exception):
-    """Ends a run once its last keys and values are known."""
-
-
-class Tap(FixedPrefix):
-    """A `FixedPrefix` that keeps the keys and values of every layer in `after`, including the fixed ones.
-
-    With `n_layers`, it ends the run after this number of layers, because the run has no other purpose.
-    """
-
-    def __init__(self, before: KeysValues, n_layers: int = 0):
-        super().__init__(before)
-        self.last, self.after = n_layers - 1, KeysValues()
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Return the fixed keys and values followed by the new ones, and keep them."""
-        self.after[layer] = super().update(keys, values, layer)
+        if layer in self.kept:
+            self.after[layer] = keys.detach(), values.detach()
         if layer == self.last:
-            raise _StartKeptError
-        return self.after[layer]
+            raise _EndOfRunError
+        return keys, values
 
 
 def keys_values(model: Model, tokens: Int[Tensor, "row position"], before: KeysValues, n_layers: int) -> KeysValues:
     """Return the keys and values of the first layers for the tokens covered by `before` and the `tokens` after them."""
     if not tokens.shape[1]:
         return before
-    tap = Tap(before, n_layers)
-    with contextlib.suppress(_StartKeptError):
-        model.run(unpadded(tokens), stop_at=n_layers, past_key_values=tap)
-    return {layer: (keys.clone(), values.clone()) for layer, (keys, values) in tap.after.items()}
+    cache = FixedPrefix(before, range(n_layers), n_layers)
+    with contextlib.suppress(_EndOfRunError):
+        model.run(unpadded(tokens), stop_at=n_layers, past_key_values=cache)
+    return {layer: (keys.clone(), values.clone()) for layer, (keys, values) in cache.after.items()}
 
 
 def unpadded(tokens: Int[Tensor, "row position"]) -> Batch:

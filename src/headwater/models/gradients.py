@@ -119,7 +119,7 @@ class Descent:
             gradient = gradients[0]
             for layer, slope in reversed(list(zip(heads, gradients[len(entry) :], strict=True))):
                 at_head = torch.zeros_like(heads[layer]) if slope is None else slope
-                yield HeadSlopes(layer, self._patterns.pop(layer), at_head, self._cache.values.pop(layer))
+                yield HeadSlopes(layer, self._patterns.pop(layer), at_head, self._cache.after.pop(layer)[1])
 
     def _run(self, tokens: Tensor, name: str, positions: Tensor) -> Float[Tensor, "batch d_model"]:
         """Run the model up to the state, recording the graph of the topmost segment."""
@@ -165,7 +165,7 @@ class Descent:
         return self._entries[layer]
 
     def _watch(self, segment: range) -> list[Hook]:
-        self._cache.watched = segment
+        self._cache.kept = segment
 
         def keep_pattern(pattern: Tensor, hook: object, layer: int) -> None:
             self._patterns[layer] = pattern.detach()
