@@ -214,7 +214,7 @@ def test_a_fold_is_the_regression_on_the_other_half_and_carries_over_to_every_la
 
 def test_too_few_answers_of_a_kind_are_refused_in_one_line():
     states, z, groups = random_problem(n=20)
-    with pytest.raises(InputError, match=r"^10 right and 0 wrong answers to different questions are too few for 5 f"):
+    with pytest.raises(InputError, match=r"^10 groups with label 0 and 0 with label 1 .* are too few for 5 f"):
         fit_probes(states[:, z == 0], z[z == 0], site="mlp_out", token="answer_last", groups=range(10))
     with pytest.raises(InputError, match="too few for 9 folds"):
         fit_probes(states, z, site="mlp_out", token="answer_last", groups=groups, folds=9)

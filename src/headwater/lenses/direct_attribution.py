@@ -172,17 +172,16 @@ def direct_logit_attribution(
     reads = positions_read(at, read, "at")
     # A contribution is its share of the mean over the positions read, for each role separately.
     reads["of"] = reads.groupby(["example", *reads.columns[2:]])["position"].transform("size")
-    where = [tuple(reads.loc[reads["example"] == i, "position"]) for i in range(len(read))]
     options = {
         "prompts": [list(prompt.ids) for prompt in read],
         "tokens": [correct.tolist(), wrong.tolist()],
-        "positions": [list(places) for places in where],
+        "positions": reads[["example", "position"]].to_numpy().tolist(),
         "by": by,
         **note_on_chats(prompt.text for prompt in read),
     } | ({"roles": reads["role"].tolist()} if "role" in reads else {})
 
     def work(run: Run) -> DirectAttribution:
-        writer = Contributions(model, read, where, torch.stack([correct, wrong], 1), by == "position", run.record)
+        writer = Contributions(model, read, reads, torch.stack([correct, wrong], 1), by == "position", run.record)
         batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
         with run.bar("Attributing", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, writer.measure, bar, len))
@@ -283,13 +282,13 @@ class Contributions:
         self,
         model: HookedModel,
         prompts: Sequence[Prompt],
-        where: Sequence[tuple[int, ...]],
+        reads: pd.DataFrame,
         tokens: Int[Tensor, "example 2"],
         by_source: bool,
         record: RunRecord,
     ):
         self.by_source = by_source
-        self.model, self.prompts, self.where, self.tokens = model, prompts, where, tokens
+        self.model, self.prompts, self.reads, self.tokens = model, prompts, reads, tokens
         self.head: UnembeddingHead = unembedding_head(model, record)[1]
         self.norm: Norm = final_norm(model)
         self.weights = LoadedWeights(model, record.fingerprint)  # for all layers, because it compares them with one run
@@ -305,9 +304,10 @@ class Contributions:
     @torch.inference_mode()
     def measure(self, examples: range) -> dict[str, Tensor]:
         """Return the contributions, `row part`, and their sums; a row is a position read in an example."""
-        recorded = self._run(examples)
+        reads = self.reads[self.reads["example"].isin(examples)]
+        recorded = self._run(examples, reads)
         final = recorded[SITES["resid_post"].hook_name(self.model.shape.n_layers - 1)]
-        tokens = to_device(self.tokens[[i for i in examples for _ in self.where[i]]], self.head.W_U.device)
+        tokens = to_device(self.tokens[reads["example"].tolist()], self.head.W_U.device)
         # Columns are selected before the cast: W_U in float32 would take twice the memory of a bfloat16 model's W_U.
         wanted, unwanted = (self.head.W_U[:, ids].T.float() for ids in tokens.unbind(1))
         written = (wanted - unwanted).to(self.norm.gain.device)
@@ -331,16 +331,16 @@ class Contributions:
         if sources:
             split = torch.stack([part.sum(-1) for part in sources], 1).flatten(1)
             contributions[:, [part[0] == "head" for part in self.parts]] = split
-        self._refuse_what_does_not_sum(contributions, total.double().cpu(), examples)
+        self._refuse_what_does_not_sum(contributions, total.double().cpu(), reads)
         found = {"contributions": contributions, "totals": total.double().cpu()}
         return found | ({"sources": torch.stack(sources, 1)} if sources else {})
 
-    def _run(self, examples: range) -> dict[str, Tensor]:
+    def _run(self, examples: range, reads: pd.DataFrame) -> dict[str, Tensor]:
         """Run some prompts; return the needed activations by hook name, `row ...` at the positions read."""
         n_layers = self.model.shape.n_layers
         batch = Batch.of([self.prompts[i].ids for i in examples], pad_id(self.model.tokenizer)).named(examples)
-        rows = torch.tensor([i - examples.start for i in examples for _ in self.where[i]])
-        places = torch.tensor([place for i in examples for place in self.where[i]])
+        rows, places = torch.tensor(reads[["example", "position"]].to_numpy()).T
+        rows = rows - examples.start
         recorded: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: object, name: str) -> None:
@@ -393,14 +393,14 @@ class Contributions:
         longest = max(len(prompt) for prompt in self.prompts)
         return columns, torch.nn.functional.pad(shares.cpu(), (0, longest - shares.shape[-1]))
 
-    def _refuse_what_does_not_sum(self, contributions: Tensor, total: Tensor, examples: range) -> None:
+    def _refuse_what_does_not_sum(self, contributions: Tensor, total: Tensor, reads: pd.DataFrame) -> None:
         """Check that contributions sum to the logit difference, up to the rounding of the model's dtype."""
         sums = contributions.sum(1)
         # Relative to the parts and not to their sum, which cancels: a part's rounding error scales with its own size.
         rounding = max(1e-5, 16 * torch.finfo(self.model.dtype).eps) * (1 + contributions.abs().sum(1))
         wrong = ((sums - total).abs() > rounding).nonzero().flatten().tolist()
         if wrong:
-            example = [i for i in examples for _ in self.where[i]][wrong[0]]
+            example = reads["example"].iloc[wrong[0]]
             raise NumericsError(
                 f"The contributions of example {example} sum to {float(sums[wrong[0]]):.4g}, but its logit difference "
                 f"is {float(total[wrong[0]]):.4g}: {self.model.shape.architecture} adds something to its residual "

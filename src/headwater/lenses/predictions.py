@@ -189,8 +189,8 @@ def lens(
             """Return the predictions of layers, `layer row ...`; a row is a position read in an example."""
             batch = Batch.of([read[i].ids for i in examples], pad_id(model.tokenizer)).named(examples)
             mine = rows["example"].isin(examples).to_numpy()
-            of_batch = torch.tensor(rows["example"].to_numpy()[mine] - examples.start)
-            places = torch.tensor(rows["position"].to_numpy()[mine])
+            of_batch, places = torch.tensor(rows.loc[mine, ["example", "position"]].to_numpy()).T
+            of_batch = of_batch - examples.start
             recorded: dict[int, Tensor] = {}
             ends: list[Tensor] = []
 

@@ -20,7 +20,6 @@ import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -221,8 +220,8 @@ def grouped_folds(
     codes = pd.factorize(pd.Series(list(groups), dtype=object))[0]
     per_class = [len(np.unique(codes[z == value])) for value in (0, 1)]
     short = InputError(
-        f"{per_class[0]:,} right and {per_class[1]:,} wrong answers to different questions are too few for {folds} "
-        "folds with both in each. Give more questions, or fewer folds."
+        f"{per_class[0]:,} groups with label 0 and {per_class[1]:,} with label 1 (of answers: right and wrong ones) "
+        f"are too few for {folds} folds with both in each. Give more rows, or fewer folds."
     )
     if min(per_class) < folds:
         raise short
@@ -339,7 +338,9 @@ CPU = torch.device("cpu")
 class GivenStates:
     """States by layer; in the record of a run they take the place of a model (the cache's model, if from a cache)."""
 
-    states: Mapping[int, Callable[[], Float[ndarray, "row feature"]]]
+    read: Callable[[int], Float[ndarray, "row feature"]]
+    """Returns the states of a layer in float64."""
+    layers: tuple[int, ...]
     site: str
     source: str
     """A hash of the states."""
@@ -353,11 +354,6 @@ class GivenStates:
     dtype: torch.dtype = torch.float64
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers, in order."""
-        return tuple(self.states)
-
-    @property
     def rows(self) -> int:
         """Number of rows of each layer."""
         return len(self.groups)
@@ -368,8 +364,8 @@ class GivenStates:
         return {"states": self.source}
 
     def of_layer(self, layer: int) -> Float[ndarray, "row feature"]:
-        """Return the states of a layer in float64."""
-        array = self.states[layer]()
+        """Return the states of a layer, after checks."""
+        array = self.read(layer)
         if len(array) != self.rows or not array.size:
             raise InputError(f"Layer {layer} has states of shape {array.shape}; there are {self.rows} rows.")
         if not np.isfinite(array).all():
@@ -390,21 +386,22 @@ def given_states(data: object, site: str | None, layers: Sequence[int] | int | N
     else:
         what = f"an array of {data.ndim} axes" if isinstance(data, Tensor | ndarray) else f"a {type(data).__name__}"
         raise InputError(f"The states to probe are {what}. {WANTED}")
-    states = {layer: partial(_array, by_layer[layer]) for layer in _chosen(layers, list(by_layer))}
-    whole = {layer: read() for layer, read in states.items()}
+    chosen = _chosen(layers, list(by_layer))
+    whole = {layer: _array(by_layer[layer]) for layer in chosen}
     source = digest([[layer, torch.from_numpy(array)] for layer, array in whole.items()])
-    result = GivenStates(states, site or "given", source, tuple(range(len(next(iter(whole.values()))))))
-    for layer in whole:
+    n_rows = len(whole[chosen[0]])
+    # Converted again when a layer is fitted, because float64 takes up to four times the memory.
+    result = GivenStates(
+        lambda layer: _array(by_layer[layer]), tuple(chosen), site or "given", source, tuple(range(n_rows))
+    )
+    for layer in chosen:
         result.of_layer(layer)
     return result
 
 
 def _of_cache(cache: Any, site: str | None, layers: Sequence[int] | int | None) -> GivenStates:
     """Return the token rows of a site of a cache."""
-    layers_by_site: dict[str, list[int]] = {}
-    for key in cache.keys():  # noqa: SIM118  (a cache is not a dictionary)
-        if isinstance(key, tuple):
-            layers_by_site.setdefault(key[0], []).append(key[1])
+    layers_by_site = {name: kept.layers for name, kept in cache.kept.items() if kept.layers}
     if not layers_by_site:
         raise InputError("This cache holds no activations by layer to probe.")
     if site is None and len(layers_by_site) > 1:
@@ -415,12 +412,12 @@ def _of_cache(cache: Any, site: str | None, layers: Sequence[int] | int | None) 
         # flatten(1) concatenates the heads of a site.
         return np.asarray(cache.rows(chosen, layer).flatten(1).double().cpu().numpy())
 
-    # Loaded when a layer is fitted, because a cache in files may be larger than memory.
-    states = {layer: partial(of_layer, layer) for layer in _chosen(layers, layers_by_site[chosen])}
     run = cache.run
+    # Loaded when a layer is fitted, because a cache in files may be larger than memory.
     return GivenStates(
-        states, chosen, str(cache.digest()), tuple(cache.frame["example"].tolist()), name=run.model,
-        fingerprint=run.fingerprint, revision=run.revision, tokenizer_digest=run.tokenizer or "none",
+        of_layer, tuple(_chosen(layers, layers_by_site[chosen])), chosen, str(cache.digest()),
+        tuple(cache.frame["example"].tolist()), name=run.model, fingerprint=run.fingerprint, revision=run.revision,
+        tokenizer_digest=run.tokenizer or "none",
     )  # fmt: skip
 
 

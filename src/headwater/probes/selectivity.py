@@ -209,13 +209,6 @@ class _Task:
     seed: int
     draws: Bootstrap = field(repr=False)
 
-    def splits(self, labels: Int[ndarray, " row"]) -> Splits | None:
-        """Assign the rows to folds for the given labels; None if a class has too few groups."""
-        try:
-            return grouped_folds(labels, self.groups, self.folds, self.seed)
-        except InputError:
-            return None
-
     def control(self, number: int) -> Int[ndarray, " row"]:
         """Draw random labels, one per type, with the labels' share of ones."""
         codes = pd.factorize(pd.Series(list(self.types), dtype=object), use_na_sentinel=False)[0]
@@ -301,13 +294,7 @@ def fit_probe(
         seed=seed,
         draws=Bootstrap.of(of_groups, seed=seed),
     )
-    splits = task.splits(task.labels)
-    if splits is None:
-        counts = [len({g for g, label in zip(task.groups, task.labels, strict=True) if label == v}) for v in (0, 1)]
-        raise InputError(
-            f"{counts[0]} groups with label 0 and {counts[1]} with label 1 are too few for {task.folds} folds with "
-            "both in each. Give more rows, or fewer folds."
-        )
+    splits = grouped_folds(task.labels, task.groups, task.folds, task.seed)
     options = {
         "labels": task.labels.tolist(), "groups": digest([str(name) for name in task.groups]),
         "types": digest([str(name) for name in task.types]), "site": states.site, "layers": list(states.layers),
@@ -344,12 +331,14 @@ def _of_layer(states: Float[ndarray, "row feature"], task: _Task, splits: Splits
     fit = cross_fitted(states, task.labels, task.groups, splits, task.strengths, task.seed)
     chosen = chosen_strength(states, task.labels, task.groups, task.strengths, task.seed)
     weight, bias = fit_linear(states, task.labels, chosen)
-    drawn = [task.control(number) for number in range(task.controls)]
-    # Separate folds, because the folds of the labels need not contain both of the drawn labels.
-    dealt = [(labels, folds) for labels in drawn if (folds := task.splits(labels)) is not None]
-    controls = [
-        (cross_fitted(states, labels, task.groups, folds, task.strengths, task.seed), labels) for labels, folds in dealt
-    ]
+    controls = []
+    for labels in (task.control(number) for number in range(task.controls)):
+        try:
+            # Separate folds, because the folds of the labels need not contain both of the drawn labels.
+            folds = grouped_folds(labels, task.groups, task.folds, task.seed)
+        except InputError:  # too few groups have each of the drawn labels
+            continue
+        controls.append((cross_fitted(states, labels, task.groups, folds, task.strengths, task.seed), labels))
     shape = (len(controls), len(task.labels))
     arrays = {
         "logit": fit.logit, "fold": fit.fold, "C": fit.C, "weight": weight, "bias": np.array(bias),
