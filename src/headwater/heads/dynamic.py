@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +29,8 @@ from headwater.heads.head_map import HeadMap, relations_of
 from headwater.heads.relations import Relations, SourcePrompts, TokenRelation, checked_templates, source_prompts
 from headwater.heads.scores import any_accepted
 from headwater.kernels import ov_blocked
-from headwater.kernels.devices import to_device
 from headwater.kernels.ov import OVMaps, first_tokens, longest_column
-from headwater.models.edits import Hook, read_hook
 from headwater.models.hooked import HookedModel
-from headwater.models.sites import hook_name
 from headwater.models.tokens import Bos
 from headwater.models.weights import open_weights
 from headwater.options import checked_count
@@ -186,27 +182,12 @@ def last_values(
 
     The z with forced attention is the value vector at the source position (of the shared value head in grouped heads).
     """
-    shape, last = model.shape, prompts.batch.lengths - 1
-    values = torch.zeros(len(CONTEXTS), shape.n_layers, len(last), shape.n_heads, shape.d_head)
-
-    def keep(activation: Tensor, hook: object, by_layer: dict[int, Tensor], layer: int, position: Tensor) -> None:
-        device = activation.device
-        # Indexing by tensors copies; a slice would keep the whole activation in memory.
-        at = activation[torch.arange(len(position), device=device), to_device(position, device)]
-        by_layer[layer] = at.repeat_interleave(shape.n_heads // at.shape[1], dim=1).float()
-
-    for rows, batch in prompts.batch.split(batch_size):
-        places = {"z": last[rows], "v": prompts.source[rows]}
-        by_context: list[dict[int, Tensor]] = [{} for _ in places]
-        hooks: list[Hook] = []
-        for of_context, (name, position) in zip(by_context, places.items(), strict=True):
-            for layer in range(shape.n_layers):
-                keeping = partial(keep, by_layer=of_context, layer=layer, position=position)
-                hooks.append((hook_name(name, layer), read_hook(keeping)))
-        model.run(batch, hooks, keep="last")
-        at_layers = [of_context[layer].to(model.device) for of_context in by_context for layer in range(shape.n_layers)]
-        values[:, :, rows] = torch.stack(at_layers).unflatten(0, values.shape[:2]).cpu()
-    return values
+    places = {"last": "last", "source": prompts.source.tolist()}
+    kept = model.cache(prompts.batch, sites=["z", "v"], positions=places, batch_size=batch_size, progress=False)
+    group, layers = model.shape.group_size, range(model.shape.n_layers)
+    z = [kept["z", layer][:, 0] for layer in layers]
+    v = [kept["v", layer][:, 1].repeat_interleave(group, dim=1) for layer in layers]
+    return torch.stack([*z, *v]).unflatten(0, (len(CONTEXTS), -1)).float()
 
 
 def score_outputs(
