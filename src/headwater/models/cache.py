@@ -415,42 +415,28 @@ class Cache(TokenizedTexts, Result):
     def __getitem__(self, key: str | tuple[str, int]) -> Shaped[Tensor, "batch ..."]:
         """Return an activation of all texts: `batch position ...`, or `batch head query key`."""
         activation, place = self._find(key)
-        if not _alike(self.counts) or (activation.has_keys and not _alike(self.lengths)):
-            what = f"{activation.name!r}, {activation.layers[place]}" if activation.layers else repr(activation.name)
-            instead = f"use cache.rows({what}), one row per token (cache.frame names them)"
-            counted, instead = self.counts, f"{instead}, or cache with positions='last'"
-            if activation.has_keys:
-                counted, instead = self.lengths, f"use cache.example({what}, example) for one text"
+        if not _alike(self.counts):
             raise InputError(
-                f"The texts have different lengths, {int(counted.min())} to {int(counted.max())} tokens: {instead}."
+                f"The texts have different lengths, {int(self.counts.min())} to {int(self.counts.max())} tokens: use "
+                "cache.rows(site, layer), one row per token (cache.frame names them), or cache with positions='last'."
             )
+        self._refuse_other_keys(activation)
         return torch.stack(list(self._texts(activation, place).values()))
 
-    def rows(self, site: str, layer: int | None = None, *, role: str | None = None) -> Shaped[Tensor, "token ..."]:
+    def rows(self, site: str, layer: int | None = None) -> Shaped[Tensor, "token ..."]:
         """Return an activation at every kept token, in the order of `frame`: `token ...`.
 
         Args:
             site: a short name of a site, or a hook's name.
             layer: negative numbers count from the last; not needed if only one layer is kept.
-            role: return only tokens of this role, if positions were requested by role.
 
         Raises:
             InputError: no activation of that name and layer is kept, or it has keys and the texts differ in length.
         """
         activation, place = self._find((site, layer))
-        if activation.has_keys and not _alike(self.lengths):
-            raise InputError(
-                f"{activation.name} has an axis of keys, and the texts have different lengths: use "
-                f"cache.example({activation.name!r}, layer, example) for one text."
-            )
+        self._refuse_other_keys(activation)
         texts = self._texts(activation, place).values()
-        rows = torch.cat([text.movedim(-2, 0) if activation.has_keys else text for text in texts])
-        if role is None:
-            return rows
-        known = list(dict.fromkeys(self.table["role"])) if "role" in self.table else []
-        if role not in known:
-            raise InputError(f"No position of this cache has the role {shown(role)}.{did_you_mean(role, known)}")
-        return rows[(self.table["role"] == role).tolist()]
+        return torch.cat([text.movedim(-2, 0) if activation.has_keys else text for text in texts])
 
     def example(self, site: str, layer: int | None, example: int) -> Tensor:
         """Return an activation of one text: `position ...`, or `head position key` with the keys of that text alone.
@@ -464,20 +450,17 @@ class Cache(TokenizedTexts, Result):
         # A copy: a view would keep the whole mapped part alive, and mapped files are read-only.
         return self._texts(activation, place, [part])[example].clone()
 
-    def to_numpy(
-        self, site: str, layer: int | None = None, *, role: str | None = None
-    ) -> Shaped[np.ndarray, "token width"]:
+    def to_numpy(self, site: str, layer: int | None = None) -> Shaped[np.ndarray, "token width"]:
         """Return `rows` as `token width`, the form that scikit-learn accepts; errors as in `rows`."""
-        rows = self.rows(site, layer, role=role)
+        rows = self.rows(site, layer)
         return rows.reshape(len(rows), -1).cpu().numpy()
 
-    def to_frame(self, site: str, layer: int | None = None, *, role: str | None = None) -> pd.DataFrame:
+    def to_frame(self, site: str, layer: int | None = None) -> pd.DataFrame:
         """Return `frame` with a column for every number of `rows`, named by its index: `z.0.3` is head 0, number 3.
 
         Features are named by their numbers in their dictionary. Errors as in `rows`.
         """
-        (activation, _), rows = self._find((site, layer)), self.rows(site, layer, role=role)
-        table = self.table if role is None else self.table[self.table["role"] == role].reset_index(drop=True)
+        (activation, _), rows = self._find((site, layer)), self.rows(site, layer)
         features = {one["name"]: one["features"] for one in self.run.options.get("features", ())}
         labels = {"head": self.heads, "kv_head": self.heads, "feature": features.get(activation.name)}
         numbers: list[Sequence[int]] = []
@@ -485,7 +468,7 @@ class Cache(TokenizedTexts, Result):
             known = labels.get(axis) or ()  # cached without heads=, key-value heads are fewer than `heads`
             numbers.append(known if len(known) == size else range(size))
         names = [".".join([activation.name, *map(str, place)]) for place in product(*numbers)]
-        return pd.concat([table, pd.DataFrame(rows.reshape(len(rows), -1).cpu().numpy(), columns=names)], axis=1)
+        return pd.concat([self.table, pd.DataFrame(rows.reshape(len(rows), -1).cpu().numpy(), columns=names)], axis=1)
 
     # Several layers in one padded tensor
 
@@ -618,6 +601,13 @@ class Cache(TokenizedTexts, Result):
     @property
     def _site_names(self) -> str:
         return ", ".join(sorted(self.kept, key=lambda name: self.kept[name].has_keys))
+
+    def _refuse_other_keys(self, activation: Activation) -> None:
+        if activation.has_keys and not _alike(self.lengths):
+            raise InputError(
+                f"{activation.name} has an axis of keys, and the texts have different lengths: use "
+                f"cache.example({activation.name!r}, layer, example) for one text."
+            )
 
     def _find(self, key: object) -> tuple[Activation, int]:
         """Return the activation that a key names, and the index of the layer among its layers."""
