@@ -77,7 +77,7 @@ def test_features_are_edited_in_runs_and_in_texts_as_the_formula_in_a_plain_hook
         expected = plainly(hf, family, site, prompt, everywhere)
         torch.testing.assert_close(logits[row, : len(prompt)], expected, **CLOSE)
     assert float((logits - model.run(PROMPTS)).abs().max()) > 1e-3
-    _, written = model.generate(PROMPTS, hooks, max_new_tokens=STEPS, return_tokens=True, progress=False)
+    written = model.generate(PROMPTS, hooks, max_new_tokens=STEPS, progress=False).tokens
     for prompt, tokens in zip(PROMPTS, written, strict=True):
         assert tokens == continued_plainly(hf, family, site, prompt, everywhere)[: len(tokens)]
 
@@ -103,7 +103,7 @@ def test_fixed_positions_are_edited_in_the_prompt_and_felt_by_every_token_after_
     model, hf = models(family), tiny_model(family, seed=3)
     direction = 8 * torch.randn(model.shape.d_model)
     hooks = [hw.edit("resid_post", LAYER, hw.add(direction), positions=[{1, 3}, {2}])]
-    _, written = model.generate(PROMPTS, hooks, max_new_tokens=STEPS, return_tokens=True, progress=False)
+    written = model.generate(PROMPTS, hooks, max_new_tokens=STEPS, progress=False).tokens
     for prompt, tokens, places in zip(PROMPTS, written, ([1, 3], [2]), strict=True):
 
         def add(activation, places=places):
@@ -247,11 +247,11 @@ def test_an_edit_of_all_positions_is_in_generation_what_it_is_in_runs_of_the_gro
     }[kind]
     wanted = decoded_by_whole_runs(model, RAGGED, [edit], 5)
     for batch_size in (1, 2, 64):
-        options = {"max_new_tokens": 5, "batch_size": batch_size, "return_tokens": True, "progress": False}
-        _, tokens = model.generate(RAGGED, hooks=[edit], **options)
+        options = {"max_new_tokens": 5, "batch_size": batch_size, "progress": False}
+        tokens = model.generate(RAGGED, hooks=[edit], **options).tokens
         cut = [row[: len(found)] for row, found in zip(wanted, tokens, strict=True)]
         assert tokens == cut
-    _, plain = model.generate(RAGGED, max_new_tokens=5, return_tokens=True, progress=False)
+    plain = model.generate(RAGGED, max_new_tokens=5, progress=False).tokens
     assert plain != tokens
 
 
@@ -259,19 +259,19 @@ def test_an_edit_of_all_positions_is_in_generation_what_it_is_in_runs_of_the_gro
 def test_an_edit_attached_by_a_context_is_in_generation_the_edit_given_to_it(family):
     model = tiny_hooked(family)
     by_token = 3 * torch.randn(1, 16, model.shape.d_model)
-    options = {"max_new_tokens": 5, "return_tokens": True, "progress": False}
-    plain = model.generate(RAGGED, **options)[1]
+    options = {"max_new_tokens": 5, "progress": False}
+    plain = model.generate(RAGGED, **options).tokens
     for edit in (
         hw.edit("pattern", 1, hw.scale(0.5)),
         hw.edit("resid_post", 0, hw.add(by_token)),
         hw.edit("resid_post", 0, lambda activation, other, place: activation + by_token[0, place.position]),
     ):
         with model.hooks([edit]):
-            attached = model.generate(RAGGED, **options)[1]
+            attached = model.generate(RAGGED, **options).tokens
             cache = DynamicCache()
             model.run([[40, 41]], past_key_values=cache)
             continued = model.run([[42]], past_key_values=cache)
-        assert attached == model.generate(RAGGED, hooks=[edit], **options)[1] != plain
+        assert attached == model.generate(RAGGED, hooks=[edit], **options).tokens != plain
         assert torch.allclose(continued[0, -1], model.run([[40, 41, 42]], [edit])[0, -1], atol=1e-5)
 
 

@@ -383,11 +383,11 @@ def test_what_is_generated_equals_what_hugging_face_generates_or_is_refused(twin
     hf, model = twins(name)
     if model is None:
         return
-    options = {"max_new_tokens": 4, "return_tokens": True}
+    options = {"max_new_tokens": 4}
     ragged = [prompts[0], prompts[1][:4]]
     found = unless_refused("generate", name, lambda: model.generate(ragged, **options))
     if found is not None:
-        for row, prompt in zip(found[1], ragged, strict=True):
+        for row, prompt in zip(found.tokens, ragged, strict=True):
             tokens = [*prompt]
             for _ in row:
                 tokens.append(int(logits_of(hf, [tokens])[0, -1].argmax()))

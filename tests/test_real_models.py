@@ -224,7 +224,7 @@ def test_rows_of_a_batch_go_on_as_transformers_goes_on_with_each_alone(real, edi
         x += direction
 
     hooks = [hw.edit("resid_post", layer, hw.add(direction))] if edited else []
-    _, found = real.model.generate(prompts, hooks, max_new_tokens=8, return_tokens=True, **QUIET)
+    found = real.model.generate(prompts, hooks, max_new_tokens=8, **QUIET).tokens
     for prompt, tokens in zip(prompts, found, strict=True):
         with ExitStack() as stack:
             if edited:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -96,14 +96,8 @@ def replace_hook(function: HookFunction) -> TrustedHook:
 
 def listed_hooks(hooks: Any) -> list[Any]:
     """Return hooks as a list, after checking each; a single one needs no list."""
-    if isinstance(hooks, PromptHook) or (isinstance(hooks, tuple) and hooks and isinstance(hooks[0], str)):
-        hooks = [hooks]
-    try:
-        listed = list(hooks)
-    except TypeError:
-        raise InputError(
-            f"{shown(hooks)} is not a list of hooks: give [hw.edit(...)] or [(name, function(activation, hook))]."
-        ) from None
+    is_one_hook = isinstance(hooks, tuple) and hooks and isinstance(hooks[0], str)
+    listed = [hooks] if is_one_hook or not isinstance(hooks, Iterable) else list(hooks)
     for hook in listed:
         is_pair = isinstance(hook, tuple | list) and len(hook) == 2
         if not isinstance(hook, PromptHook) and not (is_pair and isinstance(hook[0], str) and callable(hook[1])):
@@ -238,9 +232,12 @@ class Attachments:
         ]
 
     @contextlib.contextmanager
-    def attached(self, hooks: Sequence[Attached]) -> Iterator[None]:
-        """Attach hooks, after any existing ones, for the duration of the context."""
-        points, new = self._raw.hook_dict, dict[str, _Place]()
+    def attached(self, hooks: Sequence[Attached], points: Mapping[str, Any]) -> Iterator[None]:
+        """Attach hooks, after any existing ones, for the duration of the context; `points` are the model's hook points.
+
+        TransformerLens makes the dictionary of hook points anew whenever it is asked, in a millisecond.
+        """
+        new = dict[str, _Place]()
         with contextlib.ExitStack() as stack:
 
             def append(listed: list[Any], hook: Attached | _Carried) -> None:

@@ -7,7 +7,6 @@
 3. A stop string may begin and end anywhere within tokens; the text ends right before it. If a token completes several,
    the one that begins first counts. The text of a single special token is also accepted as a stop string. The end of
    the prompt is never part of a stop string.
-4. A stream receives each piece of text once it is final: possible beginnings of a stop string are held back.
 
 Each row's tokens are the same as if it ran alone, up to rounding: the order of sums depends on the batch size.
 """
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headwater.errors import InputError, InterventionError
-from headwater.kernels.devices import failures_named, in_halves, to_device
+from headwater.kernels.devices import in_halves, to_device
 from headwater.models.bare_model import BareModel, bare_model
 from headwater.models.edits import (
     Attached,
@@ -48,12 +47,9 @@ from headwater.models.edits import (
 from headwater.models.families import text_config
 from headwater.models.forward import (
     Reading,
-    angles_by_row,
-    can_continue,
     common_start,
     finite_output,
     now_reading,
-    original_length,
     reads,
     takes_cache,
 )
@@ -65,8 +61,6 @@ from headwater.options import checked_count, checked_flag, checked_number, check
 from headwater.progress import progress_bar
 from headwater.runs.record import MODEL_HOOKS, RunRecord
 
-Stream: TypeAlias = Callable[[int, str], Any]
-"""Called with the number of a prompt and a piece of its text, as soon as the piece is final."""
 ANCHOR = 4
 """Number of tokens before a piece that are decoded with it: some decoders drop a space at the beginning of a text."""
 SETTLED = 32
@@ -90,46 +84,22 @@ class Texts(list[str]):
 
 
 class DecodedText:
-    """The growing text of one prompt's new tokens; `prompt` holds the last tokens before them.
-
-    Attributes:
-        text: the whole text so far.
-        streamed: number of characters already streamed.
-        ended: whether a stop string was found.
-    """
+    """The growing text of the new tokens after the last tokens of a prompt, up to the first stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], prompt: list[int]):
-        self.tokenizer, self.stops, self.prompt = tokenizer, stops, prompt
-        self.streamed = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """Start, or restart when generation restarts after running out of memory; nothing is streamed twice."""
-        self.text, self.ended = "", False
-        self._settle(self.prompt)
+        self.tokenizer, self.stops, self.text = tokenizer, stops, ""
+        self._settle(prompt)
 
     def add(self, token: int) -> bool:
         """Append a token; return whether a stop string ends the text."""
         self._tokens.append(token)
         self.text = self._settled + self._decode()[self._start :]
         if found := [start for start in map(self.text.find, self.stops) if start >= 0]:
-            self.text, self.ended = self.text[: min(found)], True
+            self.text = self.text[: min(found)]
         # Decoding all new tokens at every step would take time quadratic in their number.
         elif len(self._tokens) >= ANCHOR + SETTLED and not self.text.endswith(INCOMPLETE):
             self._settle(self._tokens[-ANCHOR:])
-        return self.ended
-
-    def certain(self, whole: bool) -> str:
-        """Return the characters that became final since the last call; with `whole`, all that remain."""
-        text, upto = self.text, len(self.text)
-        if not whole and not self.ended:
-            upto = len(text.rstrip(INCOMPLETE))
-            # If the text ends in the beginnings of several stop strings, the longest beginning is held back.
-            begun = (n for stop in self.stops for n in range(1, len(stop)) if text[:upto].endswith(stop[:n]))
-            upto -= max(begun, default=0)
-        piece = text[self.streamed : upto]
-        self.streamed += len(piece)
-        return piece
+        return bool(found)
 
     def _settle(self, before: list[int]) -> None:
         """Decode later tokens together with the tokens `before`, whose text is left out; the text so far is final."""
@@ -137,7 +107,7 @@ class DecodedText:
         self._start = len(self._decode())
 
     def _decode(self) -> str:
-        # Cleaning up would remove a space in front of a later punctuation mark, and so change text already streamed.
+        # Cleaning up would remove a space in front of a later punctuation mark, and so change text already settled.
         return self.tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -153,11 +123,9 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     stop: str | Iterable[str] = (),
-    return_tokens: bool = False,
-    stream: Stream | None = None,
     batch_size: int = 64,
     progress: bool = True,
-) -> Texts | tuple[Texts, list[list[int]]]:
+) -> Texts:
     """Continue prompts, optionally with hooks.
 
     Decoding is greedy unless `do_sample`, and greedy tokens are those of `generate` in transformers. Hooks act at every
@@ -178,15 +146,12 @@ def generate(
         seed: seed of the sampling. A prompt's samples depend only on the seed and the prompt (and on how many equal
             prompts come before it: repeat a prompt for several samples).
         stop: one or more stop strings; the generated text ends right before the first, regardless of token boundaries.
-        return_tokens: also return the token ids.
-        stream: called with (number of a prompt, piece of its text) as the text grows.
         batch_size: number of prompts in one run.
         progress: show a progress bar if there are several batches.
 
     Returns:
-        The new text of each prompt, a list also for one prompt; its `run` is the record of the run, hooks included.
-        With `return_tokens` also the ids of the new tokens, including the end token or stop string that ended the
-        text (if any).
+        The new text of each prompt, a list also for one prompt. Its `tokens` are the ids of the new tokens, its `run`
+        is the record of the run, hooks included.
 
     Raises:
         InputError: an option is invalid or contradicts another, or prompts and new tokens are too long.
@@ -194,11 +159,9 @@ def generate(
         NumericsError: see `HookedModel.run`.
     """
     sampling = checked_sampling(do_sample, temperature, top_p, top_k, model.shape.d_vocab)
-    progress, return_tokens = checked_flag("progress", progress), checked_flag("return_tokens", return_tokens)
+    progress = checked_flag("progress", progress)
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer to generate texts with: pass tokenizer= to hw.load.")
-    if stream is not None and not callable(stream):
-        raise InputError(f"stream={shown(stream)} must be a function of (number of a prompt, piece of its text).")
     checked_count("max_new_tokens", max_new_tokens)
     listed, batch = listed_hooks(hooks), model.tokenize(prompts)
     batch = batch.named(range(len(batch)))
@@ -222,24 +185,17 @@ def generate(
         },
         seed,
     )
-    tokens, texts = list[list[int]](), [DecodedText(model.tokenizer, stops, row[-ANCHOR:]) for row in rows]
-
-    def tell(number: int, whole: bool) -> None:
-        if stream is not None and (piece := texts[number].certain(whole)):
-            with failures_named("stream failed"):
-                stream(number, piece)
+    tokens, texts = list[list[int]](), dict[int, DecodedText]()
 
     def wrote(row: int, step: int, token: int, first: int) -> bool:
         number = first + row
-        if step == 0:
-            texts[number].begin()
-        ended = texts[number].add(token)
-        tell(number, whole=False)
-        return ended
+        if step == 0:  # also where generation restarts after running out of memory
+            texts[number] = DecodedText(model.tokenizer, stops, rows[number][-ANCHOR:])
+        return texts[number].add(token)
 
     # Edits are resolved for all prompts at once: a value or position of a prompt does not depend on the batch size.
     parts, acting = list(batch.split(checked_count("batch_size", batch_size))), hooks_over(model, listed, batch)
-    with progress_bar(progress and len(parts) > 1, len(texts), desc="Generating", unit="text") as bar:
+    with progress_bar(progress and len(parts) > 1, len(rows), desc="Generating", unit="text") as bar:
         for where, part in parts:
             generated = generate_tokens(
                 model,
@@ -252,11 +208,8 @@ def generate(
             )
             lengths = generated.lengths.tolist()
             tokens += [row[:length] for row, length in zip(generated.tokens.tolist(), lengths, strict=True)]
-            for number in range(where.start, where.stop):
-                tell(number, whole=True)
             bar.update(len(lengths))
-    found = Texts([text.text for text in texts], tokens, run)
-    return (found, tokens) if return_tokens else found
+    return Texts([texts[number].text for number in range(len(rows))], tokens, run)
 
 
 def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
@@ -332,7 +285,7 @@ def generate_tokens(
         raise InputError(f"{model.name} cannot generate: its logits predict the token at each position, not the next.")
     check_context_length(model, prompts, max_new_tokens)
     hooks = hooks_over(model, listed_hooks(hooks), prompts)
-    if not steps_with_hooks(model, prompts, max_new_tokens) and MODEL_HOOKS in model.interventions:
+    if not keeps_keys(model) and MODEL_HOOKS in model.interventions:
         raise InputError(
             f"{model.name} ({model.shape.architecture}) runs the whole text again for every token here, and hooks that "
             "`with model.hooks(...)` attached would act on all of it each time: pass them to generate as hooks=."
@@ -531,7 +484,7 @@ def steps_of(
     model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], max_new_tokens: int
 ) -> _CachedSteps | _UncachedSteps:
     """Return the object that runs the steps for these prompts; hold the model's lock until the last step."""
-    if not (steps_with_hooks(model, prompts, max_new_tokens) if hooks else keeps_keys(model)):
+    if not keeps_keys(model):
         return _UncachedSteps(model, prompts, hooks)
     if not hooks and (bare := bare_model(model)) is not None:
         return _CachedSteps(model, prompts, bare, _common_start(model, prompts, max_new_tokens))
@@ -552,12 +505,6 @@ def keeps_keys(model: Model) -> bool:
     return takes_cache(model.raw) and not (recurrent or getattr(original, "_is_stateful", False))
 
 
-def steps_with_hooks(model: Model, prompts: Batch, max_new_tokens: int) -> bool:
-    """Whether hooks can act on one new token at a time: their earlier edits must persist in keys and values."""
-    shortest, longest = int(prompts.lengths.min()), int(prompts.lengths.max()) + max_new_tokens
-    return keeps_keys(model) and not shortest <= original_length(model.rotary_by_length) < longest
-
-
 def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
     """Return the length of the prefix shared by all prompts, if it is worth a separate run.
 
@@ -569,7 +516,7 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
     widths = (width for name, width in config.to_dict().items() if "window" in name or "chunk" in name)
     # `> 1` leaves out flags such as use_sliding_window, since True is the int 1.
     window = min((width for width in widths if isinstance(width, int) and width > 1), default=math.inf)
-    if not can_continue(model) or window < prompts.tokens.shape[1] + max_new_tokens:
+    if model.is_bidirectional or window < prompts.tokens.shape[1] + max_new_tokens:
         return 0
     # Each prompt keeps at least its last token, which produces its first logits.
     return common_start(prompts.tokens[:, : int(prompts.lengths.min()) - 1])
@@ -591,7 +538,6 @@ class _CachedSteps:
         # Rotates each row so that padding comes first and its last real token is in the last column.
         self._shift = (torch.arange(width) - (width - mask.sum(1))[:, None]) % width
         self._reads = Batch(tokens.gather(1, self._shift), mask.gather(1, self._shift))
-        self._texts = torch.cat([start, self._reads.tokens], 1)
         self._mask = torch.cat([torch.ones_like(start), self._reads.mask.long()], 1)
         # Padding in front would count as -1, which no position embedding has.
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)[:, shared:]
@@ -606,14 +552,12 @@ class _CachedSteps:
         tokens, mask, positions = (
             to_device(ids, self._model.device) for ids in (self._reads.tokens, self._mask, self._positions)
         )
-        with angles_by_row(self._bare.rotary_by_length):
-            # Without a mask, transformers can leave causality to sdpa, and passes it no mask at all.
-            mask_option = mask if self._padded else None
-            out = self._bare.last_logits(tokens, self._cache, attention_mask=mask_option, position_ids=positions)
+        # Without a mask, transformers can leave causality to sdpa, and passes it no mask at all.
+        mask_option = mask if self._padded else None
+        out = self._bare.last_logits(tokens, self._cache, attention_mask=mask_option, position_ids=positions)
         # One device synchronization per step; the costlier error message is built only after a failure.
         if not bool(out[:, 0].isfinite().all()):
-            last, edited = torch.tensor([tokens.shape[1] - 1]), bool(self._bare.kept)
-            finite_output(self._model, out[:, None], self._reads, last, edited=edited, cached=True)
+            finite_output(self._model, out[:, None], self._reads, torch.tensor([tokens.shape[1] - 1]), cached=True)
         return out
 
     def follow(self, going: Mapping[int, int]) -> None:
@@ -621,7 +565,7 @@ class _CachedSteps:
         if len(going) < len(self._live):
             left = [i for i, row in enumerate(self._live) if row in going]
             self._cache.batch_select_indices(to_device(torch.tensor(left), self._model.device))
-            self._texts, self._mask, self._positions = (x[left] for x in (self._texts, self._mask, self._positions))
+            self._mask, self._positions = self._mask[left], self._positions[left]
             self._live = list(going)
         self._append(list(going.values()))
 
@@ -629,13 +573,8 @@ class _CachedSteps:
         """Queue one more token for each row."""
         new = torch.ones(len(tokens), 1, dtype=torch.bool)
         self._reads = Batch(torch.tensor(tokens)[:, None], new)
-        self._texts = torch.cat([self._texts, self._reads.tokens], 1)
         self._mask = torch.cat([self._mask, new.to(self._mask)], 1)
         self._positions = self._positions[:, -1:] + 1
-        # Cached keys are already rotated, so a text that has just grown past the original length must be rerun.
-        if bool((self._positions == original_length(self._model.rotary_by_length)).any()):
-            self._cache, self._reads = DynamicCache(), Batch(self._texts, self._mask.bool())
-            self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
 
 
 class _HookedSteps(_CachedSteps):
@@ -689,10 +628,8 @@ class _HookedSteps(_CachedSteps):
 class _UncachedSteps:
     """Generation by rerunning whole texts, for models that take no cache or have a recurrent state.
 
-    With hooks also for rows that grow past the length at which longrope changes the rotation of every token. Each hook
-    is called once with the prompts and once with every new token, and its edits are repeated in later steps; it is
-    called with all of them again only if the angles change or attention looks ahead. Finished rows stay and read
-    padding.
+    Each hook is called once with the prompts and once with every new token, and its edits are repeated in later steps;
+    it is called with all of them again only if attention looks ahead. With hooks, finished rows stay and read padding.
     """
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
@@ -712,11 +649,10 @@ class _UncachedSteps:
         self._rows = [[*row, token] for row, token in zip(self._rows, new, strict=True)]
         lengths = torch.tensor([len(row) for row in self._rows])
         reading = Reading(lengths[:, None] - 1, self._first.prompts, self._first.rows)
-        turns = bool((lengths == original_length(self._model.rotary_by_length) + 1).any())
         listed = hooks_for(self._model, self._hooks, Batch.of([[token] for token in new], 0), reading)
         for part, (_, function) in zip(self._in_parts, listed, strict=True):
             part.reads.append((function, reading))
-            if self._model.is_bidirectional or turns:
+            if self._model.is_bidirectional:
                 part.wrote.clear()
 
 

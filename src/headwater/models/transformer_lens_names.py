@@ -4,15 +4,9 @@
 `headwater.models.edits`: a hook gets a copy and must return its edit, an unknown name or a hook that never fires is
 an error, and an edit of `hook_resid_mid` reaches the skip connection.
 
-The parameters have one factor per query head, with all layers in one tensor, as in the checkpoint: no norm is folded
-into the weights, nothing is centred (TransformerLens: `from_pretrained_no_processing`). With x after the norm in front
-of attention, head h of a layer computes
-
-    q = x W_Q[layer, h] + b_Q[layer, h]   k = x W_K[layer, h] + b_K[layer, h]   v = x W_V[layer, h] + b_V[layer, h]
-    its output = pattern · v · W_O[layer, h]
-
-where grouped keys and values are repeated for every query head; q and k are before rotary embedding. Each parameter is
-a copy: modifying it does not change the model. `headwater.models.open_weights` reads layer by layer, also from folders.
+The parameters are copies in the checkpoint's form: no norm is folded into the weights, nothing is centred. With x after
+the norm in front of attention, q = x W_Q[layer, h] + b_Q[layer, h] before rotary embedding, likewise k and v, and the
+head's output is pattern · v · W_O[layer, h]. Grouped keys and values are repeated for every query head.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.calls import checked_call, checked_calls
+from headwater.calls import checked_calls
 from headwater.errors import InputError
 from headwater.kernels.devices import failures_named, usable_device
 from headwater.models.edits import Hook, HookFunction, read_hook
@@ -97,19 +91,9 @@ class TransformerLensNames(Model):
         """Sizes and settings by TransformerLens's names, such as `n_layers`, `d_vocab`, `act_fn`; read-only."""
         return Config(self)
 
-    @checked_call
-    def __call__(
-        self,
-        input: Given,
-        return_type: str | None = "logits",
-        loss_per_token: bool = False,
-        prepend_bos: bool | None = None,
-        stop_at_layer: int | None = None,
-    ) -> Any:
-        """Run the model; see `run_with_hooks` for the arguments."""
-        return self.run_with_hooks(
-            input, return_type, loss_per_token=loss_per_token, prepend_bos=prepend_bos, stop_at_layer=stop_at_layer
-        )
+    def __call__(self, input: Given, return_type: str | None = "logits", **options: Any) -> Any:
+        """Run the model; see `run_with_hooks` for the options."""
+        return self.run_with_hooks(input, return_type, **options)
 
     def run_with_hooks(
         self,
