@@ -181,13 +181,13 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     "phi3": lambda: tf.Phi3Config(**GROUPED),
     "phi3-longrope": lambda: tf.Phi3Config(
         **GROUPED,
-        original_max_position_embeddings=5,
+        original_max_position_embeddings=32,
         rope_parameters={
             "rope_type": "longrope",
             "rope_theta": 1e4,
             "short_factor": [1.0] * 4,
             "long_factor": [4.0, 6.0, 8.0, 12.0],
-            "original_max_position_embeddings": 5,
+            "original_max_position_embeddings": 32,
         },
     ),
     "qwen2-moe": lambda: tf.Qwen2MoeConfig(

@@ -392,7 +392,7 @@ def test_a_model_that_reads_padding_whatever_the_mask_says_is_refused_texts_of_s
 def test_analyses_that_run_texts_only_up_to_the_token_read_refuse_attention_that_looks_ahead():
     model = hw.load(LOOK_AHEAD["gemma3"](), tokenizer=tiny_tokenizer())
     with pytest.raises(InputError, match=r"Saliency runs texts up to the token .* reads later tokens"):
-        refuse_cut_texts(model, "Saliency", [5])
+        refuse_cut_texts(model, "Saliency")
     texts = [" the cat of France"]
     for score in (hw.token_statistics, gradient_norms):
         with pytest.raises(InputError, match=r"no next-token likelihoods: its attention reads later tokens"):

@@ -86,7 +86,7 @@ class Reweighted:
     @classmethod
     def of(cls, model: HookedModel, answered: AnsweredQuestions, probe: Probe, gate: Tensor) -> Reweighted:
         """Find each row's edges: from E_Q into the tokens of E_A that the state read can depend on."""
-        refuse_cut_texts(model, "Pathway reweighting", answered.table["tokens"].map(len))
+        refuse_cut_texts(model, "Pathway reweighting")
         table, read = answered.table, probe_positions(answered, probe.token)
         tokens = tuple(tuple(row[: at + 1]) for row, at in zip(table["tokens"], read, strict=True))
         rows = zip(table["exact_answer_tokens"], read, strict=True)

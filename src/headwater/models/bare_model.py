@@ -36,14 +36,13 @@ from headwater.models.families import known_family
 from headwater.models.fingerprint import SameObjects, is_a, parameter_reader
 from headwater.models.forward import (
     DoneError,
-    angles_by_row,
     finite_output,
     last_logits_only,
     name_of_cache,
     padding_option,
     reached,
 )
-from headwater.models.model import is_bridge, rotary_by_length
+from headwater.models.model import is_bridge
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
 
@@ -62,7 +61,6 @@ class BareModel:
         model: the transformers model.
         kept: the wrappers that stay.
         firing: ids of the modules, including hook points, that the model still calls.
-        rotary_by_length: its modules whose rotary embeddings depend on the length of a text.
         configs: the entries of the configs that were copied.
     """
 
@@ -71,7 +69,6 @@ class BareModel:
         self._made: dict[int, torch.nn.Module] = {}
         self._copies: dict[int, tuple[Any, Any]] = {}
         self.model = self._without_wrappers(raw.original_model, points)
-        self.rotary_by_length = rotary_by_length(self.model)
         self.configs = SameObjects(vars(config) for config, _ in self._copies.values())
         # Attention that stays wrapped looks up the cache under TransformerLens's name for it (`forward.reached`).
         whole = [wrapper for wrapper in self.kept if not is_a(wrapper, "BlockBridge")]
@@ -237,7 +234,6 @@ def residual_streams(
             for layer in layers:
                 block = bare.in_place_of(model.raw.blocks[layer])
                 stack.callback(block.register_forward_hook(partial(look, layer=layer)).remove)
-            stack.enter_context(angles_by_row(bare.rotary_by_length, batch.lengths))
             bare.read(to_device(batch.tokens, model.device), **padding_option(model, batch))
         finite_output(model, last[0], batch, None)
     return residuals

@@ -1,10 +1,4 @@
-"""One call of the wrapped model: how padding is masked, which logits are left out, after which layer it stops.
-
-Each row of a batch gets the rotary angles for its own length. longrope (Phi-3, 3.5, 4-mini) uses different angles in
-texts longer than the original training length, and transformers gives all rows of a batch the angles of the longest.
-Here each row gets the same angles as alone. (Dynamic rotary embeddings differ only past `max_position_embeddings`, and
-longer texts are refused.)
-"""
+"""One call of the wrapped model: how padding is masked, which logits are left out, after which layer it stops."""
 
 from __future__ import annotations
 
@@ -33,12 +27,6 @@ if TYPE_CHECKING:
     from headwater.models.model import Model
 
 
-def original_length(modules: Sequence[Any]) -> float | int:
-    """Return the length up to which texts have the angles of short texts; infinity if all texts have them."""
-    lengths = [module.config.rope_parameters["original_max_position_embeddings"] for module in modules]
-    return min(lengths, default=float("inf"))
-
-
 @contextlib.contextmanager
 def forward_replaced(functions: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Let modules call these functions in place of their `forward` for the duration of the context."""
@@ -47,36 +35,6 @@ def forward_replaced(functions: Iterable[tuple[torch.nn.Module, Callable[..., An
             module.__dict__["forward"] = function
             stack.callback(module.__dict__.pop, "forward", None)
         yield
-
-
-def angles_by_row(
-    modules: Sequence[torch.nn.Module], lengths: Int[Tensor, " row"] | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """Give each row of a run the angles for its own length, in these modules (`model.rotary_by_length`).
-
-    `lengths` are the numbers of tokens of each row's text; default: one more than the row's largest position id.
-    """
-    n_tokens = lengths.tolist() if modules and lengths is not None else None
-    return forward_replaced([(module, functools.partial(_angles, module, n_tokens)) for module in modules])
-
-
-def _angles(
-    module: Any, lengths: list[int] | None, x: Tensor, position_ids: Int[Tensor, "_ position"], **options: Any
-) -> tuple[Float[Tensor, "row position d_head"], ...]:
-    """Return the angles of each row at all positions; rows up to the original length get the angles of short texts."""
-    lengths = (position_ids.max(1).values + 1).tolist() if lengths is None else lengths
-    original = int(original_length([module]))
-    angles: dict[bool, tuple[Tensor, ...]] = {}
-    for long in {length > original for length in lengths}:
-        # the module chooses long or short angles by the largest position: append one, and drop its angles afterwards
-        last = position_ids.new_full((len(position_ids), 1), original if long else original - 1)
-        # A short row ends in padding, whose positions must not switch the whole batch to long angles.
-        ids = torch.cat([position_ids if long else position_ids.clamp_max(original - 1), last], 1)
-        angles[long] = tuple(part[:, :-1] for part in type(module).forward(module, x, ids, **options))
-    if len(angles) == 1:
-        return next(iter(angles.values()))
-    rows = [[part[min(row, len(part) - 1)] for part in angles[length > original]] for row, length in enumerate(lengths)]
-    return tuple(torch.stack(part) for part in zip(*rows, strict=True))
 
 
 def forward(
@@ -88,25 +46,22 @@ def forward(
 ) -> Float[Tensor, "batch position _"]:
     """Call the wrapped model; return the logits of the columns, or the residual stream before layer `stop_at`."""
     options = padding_option(model, batch) | (options or {})
-    # After a cache, the batch contains only new tokens: its lengths are not the lengths of the texts.
-    begins = all(past is None or past.get_seq_length() == 0 for name, past in options.items() if name in NAMES)
     raw, tokens = model.raw, to_device(batch.tokens, model.device)
-    with angles_by_row(model.rotary_by_length, batch.lengths if begins and "position_ids" not in options else None):
-        if not is_bridge(raw):
-            out = raw(tokens, stop_at_layer=stop_at, **options)
-            return out if columns is None else out[:, to_device(columns, out.device)]
-        if raw.training:
-            raise ModelError(f"{model.name} is in training mode, where dropout is random: call model.raw.eval() first.")
-        options = {"use_cache": False} | options
-        if stop_at == model.shape.n_layers:
-            return _residual_after_last_block(model, tokens, options)
-        if columns is None:
-            return raw(tokens, stop_at_layer=stop_at, **options)
-        if leaves_logits_out(raw):
-            # a list works on every device: the logits of a spread model may be on another device than the inputs
-            keep = columns.tolist() if model.spread else to_device(columns, model.device)
-            return raw(tokens, **{"logits_to_keep": keep} | options)
-        return raw(tokens, **options)[:, columns]
+    if not is_bridge(raw):
+        out = raw(tokens, stop_at_layer=stop_at, **options)
+        return out if columns is None else out[:, to_device(columns, out.device)]
+    if raw.training:
+        raise ModelError(f"{model.name} is in training mode, where dropout is random: call model.raw.eval() first.")
+    options = {"use_cache": False} | options
+    if stop_at == model.shape.n_layers:
+        return _residual_after_last_block(model, tokens, options)
+    if columns is None:
+        return raw(tokens, stop_at_layer=stop_at, **options)
+    if leaves_logits_out(raw):
+        # a list works on every device: the logits of a spread model may be on another device than the inputs
+        keep = columns.tolist() if model.spread else to_device(columns, model.device)
+        return raw(tokens, **{"logits_to_keep": keep} | options)
+    return raw(tokens, **options)[:, columns]
 
 
 def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
@@ -387,11 +342,6 @@ def common_start(tokens: Int[Tensor, "row position"]) -> int:
     return shared if shared >= WORTH_A_RUN and shared * (len(tokens) - 1) >= SAVED else 0
 
 
-def can_continue(model: Model) -> bool:
-    """Return whether a model is known to compute the same at a position if the earlier positions run separately."""
-    return takes_cache(model.raw) and not model.is_bidirectional and not model.rotary_by_length
-
-
 class _EndOfRunError(Exception):
     """Ends a run once its last keys and values are known."""
 
@@ -461,8 +411,6 @@ def finite_output(
     out: Float[Tensor, "batch position out"],
     batch: Batch,
     columns: Int[Tensor, " position"] | None,
-    *,
-    edited: bool = False,
     cached: bool = False,
 ) -> None:
     """Refuse the output of a run, logits or a residual stream, if it is not finite at a real token.
@@ -478,26 +426,17 @@ def finite_output(
     found = None if cached else _first_place(model, batch)
     where, (row, place) = found or ("the logits", wrong.nonzero()[0].tolist())
     position = place if found or columns is None else int(columns[place])
-    share = f"{int(wrong.any(1).sum())} of {len(wrong)} examples of this batch have it"
+    share = f"; {int(wrong.any(1).sum())} of {len(wrong)} examples of this batch have it"
     token = int(batch.tokens[row, position])
-    raise NumericsError(not_finite(model, where, batch.name(row), position, token, share, edited))
+    raise NumericsError(not_finite(model, where, batch.name(row), position, token, share))
 
 
-def not_finite(
-    model: Model, where: str, example: int | str, position: int, token: int, share: str = "", edited: bool = False
-) -> str:
+def not_finite(model: Model, where: str, example: int | str, position: int, token: int, share: str = "") -> str:
     """Return the message that names the first non-finite value and what to do."""
-    text = model.token_strings([token])[0]
-    kind = str(model.dtype).removeprefix("torch.")
-    if model.dtype == torch.float16:
-        advice = "float16 overflows above 65,504: load the model with dtype='bfloat16' or 'float32'"
-    elif edited:
-        advice = "Probably an edit caused it"
-    else:
-        advice = "Look at the weights" if model.dtype == torch.float32 else "Load the model with dtype='float32'"
     return (
-        f"{model.name} ({kind}) computed NaN or infinity: first in {where}, example {example}, position {position} "
-        f"({text!r}){'; ' if share else ''}{share}. {advice}."
+        f"{model.name} ({str(model.dtype).removeprefix('torch.')}) computed NaN or infinity: first in {where}, example "
+        f"{example}, position {position} ({model.token_strings([token])[0]!r}){share}. float16 overflows above 65,504: "
+        "load the model with dtype='bfloat16' or 'float32'. Otherwise an edit or the weights hold such values."
     )
 
 

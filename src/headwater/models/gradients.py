@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from headwater.errors import InputError, InterventionError, ModelError, Numerics
 from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import WRAPPED
 from headwater.models.edits import Hook, read_hook, replace_hook
-from headwater.models.forward import FixedPrefix, KeysValues, attentions_of, original_length, reached, unpadded
+from headwater.models.forward import FixedPrefix, KeysValues, attentions_of, reached, unpadded
 from headwater.models.sites import hook_name
 
 if TYPE_CHECKING:
@@ -61,13 +61,10 @@ def refuse_without_gradients(model: HookedModel) -> None:
         )
 
 
-def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> None:
-    """Raise InputError if texts of these lengths cannot be cut after a token because later tokens change its states."""
-    longest, original = max(lengths, default=0), original_length(model.rotary_by_length)
-    if model.is_bidirectional or longest > original:
-        why = f"has rotary embeddings that depend on the length past {original} tokens, and a text has {longest} tokens"
-        why = "also reads later tokens" if model.is_bidirectional else why
-        raise InputError(f"{what} runs texts up to the token that is read, but {model.name} {why}.")
+def refuse_cut_texts(model: HookedModel, what: str) -> None:
+    """Raise InputError if texts cannot be cut after a token because later tokens change its states."""
+    if model.is_bidirectional:
+        raise InputError(f"{what} runs texts up to the token that is read, but {model.name} also reads later tokens.")
 
 
 class Descent:

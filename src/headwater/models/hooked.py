@@ -1,6 +1,5 @@
 """A model that can be run, read and edited with hooks: a small interface to TransformerLens's bridge.
 
-`model.tokenize` makes a batch, `model.run` returns logits (optionally with hooks), `model.cache` keeps activations.
 Hooks are attached by one context manager, `model.hooks`, which guarantees four things:
 
 1. every hook names an existing activation and fired whenever the model ran: a dead hook is an error, because an
@@ -10,8 +9,6 @@ Hooks are attached by one context manager, `model.hooks`, which guarantees four 
 3. nothing stays attached, whatever exception is raised inside, KeyboardInterrupt included;
 4. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits
    (`headwater.models.model` describes the behaviour in a forked process).
-
-`headwater.models.cache_collection` collects activations, and `headwater.models.generation` generates text.
 """
 
 from __future__ import annotations
@@ -182,8 +179,7 @@ class HookedModel(TransformerLensNames):
         if past is not None and (before := past.get_seq_length()):
             whole = Reading.of(batch)
             follow = whole.positions + before if position_ids is None else position_ids.cpu()
-            # Generation knows more of its new tokens: their prompts.
-            new = now_reading() or replace(whole, positions=follow.where(batch.mask, -1))
+            new = replace(whole, positions=follow.where(batch.mask, -1))
         listed = hooks_for(self, listed_hooks(hooks), batch, new)
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
@@ -194,12 +190,14 @@ class HookedModel(TransformerLensNames):
             # Restore the previous value, not False: runs nest when a hook runs the model.
             stack.callback(setattr, self, "_own_graph", self._own_graph)
             self._own_graph = True
-            stack.enter_context(reads(new or Reading.of(batch)))
+            # Generation knows more of its new tokens: their prompts.
+            known = None if new is None else now_reading() or new
+            stack.enter_context(reads(known or Reading.of(batch)))
             if past is not None:
                 options |= cache_options(self, past)
                 stack.enter_context(reached(attentions_of(self.raw)))
             out = forward(self, batch, columns, stop_at, options)
-            finite_output(self, out, batch, columns, edited=bool(listed), cached=past is not None)
+            finite_output(self, out, batch, columns, cached=past is not None)
         if isinstance(keep, str) and columns is not None:
             # The columns of all rows' last tokens were computed; pick the row's own column.
             here = to_device(torch.searchsorted(columns, batch.lengths - 1), out.device)
@@ -250,7 +248,7 @@ class HookedModel(TransformerLensNames):
                 attached.append(Attached(name, function, site, read_only))
             # Distinguishes a context in which the model never ran (so no hook could fire) from one with a dead hook.
             ran = Attached(hook_name("resid_pre"), read_hook(lambda activation, hook: None))
-            with self._attachments.attached([*attached, ran]):
+            with self._attachments.attached([*attached, ran], hook_dict):
                 yield
         if ran.fired:
             refuse_silent(attached)

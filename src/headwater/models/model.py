@@ -133,7 +133,9 @@ class Model:
         self.head_checked: tuple[object, ...] | None = None
         self.unwrapped_checked: dict[frozenset[int], bool] = {}
         self.without_wrappers: Any = None
-        self._weights = KnownWeights(raw, shape, self.rotary_by_length)
+        # vars, not getattr: a bridge's wrapper forwards attributes of the module it wraps, which would be listed twice.
+        longrope = [module for module in raw.modules() if vars(module).get("rope_type") == "longrope"]
+        self._weights = KnownWeights(raw, shape, longrope)
         self._modules = KnownModules(raw)
         self._hashes: tuple[str, str] | None = None
 
@@ -158,11 +160,6 @@ class Model:
         cfg = self.raw.cfg
         given = getattr(cfg, "d_vocab_out", -1)
         return given if given > 0 and given != cfg.d_vocab else self.shape.d_vocab
-
-    @cached_property
-    def rotary_by_length(self) -> list[torch.nn.Module]:
-        """Its modules whose rotary embeddings depend on a text's length."""
-        return rotary_by_length(self.raw)
 
     def resolve_bos(self, bos: Bos) -> tuple[int, ...]:
         """Return the ids that texts begin with for a value of the option `bos` of `hw.load`."""
@@ -215,12 +212,6 @@ class Model:
         token_strings: Callable[..., tuple[str, ...]]
         run: Callable[..., Tensor]
         hooks: Callable[..., AbstractContextManager[None]]
-
-
-def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules of a model whose rotary embeddings depend on a text's length (longrope)."""
-    # vars, not getattr: a bridge's wrapper forwards attributes of the module it wraps, which would be listed twice.
-    return [module for module in model.modules() if vars(module).get("rope_type") == "longrope"]
 
 
 def is_bridge(raw: object) -> bool:

@@ -183,7 +183,7 @@ class WalkRunner(Runner):
             model.run(batch, [*before, *_edits([variant], [example], self.values, n_layers)], stop_at=n_layers)
             token = int(batch.tokens[0, error.position])
             where = batch.name(0), error.position, token
-            raise NumericsError(not_finite(model, "the logits", *where, edited=True)) from None
+            raise NumericsError(not_finite(model, "the logits", *where)) from None
         # Remembered if memory ran out, so that the next wave does not try the large tile again.
         self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
 

@@ -218,7 +218,7 @@ def saliency(
     if not hasattr(model.raw, "original_model"):
         raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
     refuse_without_gradients(model)
-    refuse_cut_texts(model, "Saliency", answered.table["tokens"].map(len))
+    refuse_cut_texts(model, "Saliency")
     checked_name("the probe's site", probe.site, PROBE_SITES)
     checked_name("the probe's token", probe.token, PROBE_TOKENS)
     width = tuple(probe.weight.shape) if isinstance(probe.weight, Tensor) else shown(probe.weight)
