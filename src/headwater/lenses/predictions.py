@@ -242,7 +242,8 @@ def _targets(model: HookedModel, prompts: Sequence[Prompt], rows: pd.DataFrame, 
     known = sorted({token for token in ids if token is not None})
     names = dict(zip(known, model.token_strings(known), strict=True)) if known else {}
     names_of = [None if token is None else names[token] for token in ids]
-    return rows[["example", "position"]].assign(target=names_of, target_id=pd.array(ids, dtype="Int64"))
+    targets = pd.Series(names_of, index=rows.index)
+    return rows[["example", "position"]].assign(target=targets, target_id=pd.array(ids, dtype="Int64"))
 
 
 def _table(

@@ -436,7 +436,8 @@ def not_finite(model: Model, where: str, example: int | str, position: int, toke
     return (
         f"{model.name} ({str(model.dtype).removeprefix('torch.')}) computed NaN or infinity: first in {where}, example "
         f"{example}, position {position} ({model.token_strings([token])[0]!r}){share}. float16 overflows above 65,504: "
-        "load the model with dtype='bfloat16' or 'float32'. Otherwise an edit or the weights hold such values."
+        "load the model with dtype='bfloat16' or 'float32'. Otherwise an edit caused it, or the weights hold such "
+        "values."
     )
 
 

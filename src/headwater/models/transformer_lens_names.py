@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.calls import checked_calls
+from headwater.calls import checked_call, checked_calls
 from headwater.errors import InputError
 from headwater.kernels.devices import failures_named, usable_device
 from headwater.models.edits import Hook, HookFunction, read_hook
@@ -91,9 +91,19 @@ class TransformerLensNames(Model):
         """Sizes and settings by TransformerLens's names, such as `n_layers`, `d_vocab`, `act_fn`; read-only."""
         return Config(self)
 
-    def __call__(self, input: Given, return_type: str | None = "logits", **options: Any) -> Any:
-        """Run the model; see `run_with_hooks` for the options."""
-        return self.run_with_hooks(input, return_type, **options)
+    @checked_call
+    def __call__(
+        self,
+        input: Given,
+        return_type: str | None = "logits",
+        loss_per_token: bool = False,
+        prepend_bos: bool | None = None,
+        stop_at_layer: int | None = None,
+    ) -> Any:
+        """Run the model; see `run_with_hooks` for the arguments."""
+        return self.run_with_hooks(
+            input, return_type, loss_per_token=loss_per_token, prepend_bos=prepend_bos, stop_at_layer=stop_at_layer
+        )
 
     def run_with_hooks(
         self,
