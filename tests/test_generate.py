@@ -65,8 +65,9 @@ def plainly_continued(hf, ids, steps, family=None, site=None):
 def test_greedy_texts_are_those_of_transformers(family):
     hf, tokenizer = tiny_model(family), tiny_tokenizer()
     model = hw.load(hf, tokenizer=tokenizer)
-    texts = model.generate(PROMPTS, max_new_tokens=9)
-    for prompt, text, new in zip(PROMPTS, texts, texts.tokens, strict=True):
+    texts, tokens = model.generate(PROMPTS, max_new_tokens=9, return_tokens=True)
+    assert texts.tokens == tokens
+    for prompt, text, new in zip(PROMPTS, texts, tokens, strict=True):
         ids = model.tokenize(prompt).tokens
         made = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=1)
         assert new == made[0, ids.shape[1] :].tolist()

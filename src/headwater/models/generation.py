@@ -123,9 +123,10 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     stop: str | Iterable[str] = (),
+    return_tokens: bool = False,
     batch_size: int = 64,
     progress: bool = True,
-) -> Texts:
+) -> Texts | tuple[Texts, list[list[int]]]:
     """Continue prompts, optionally with hooks.
 
     Decoding is greedy unless `do_sample`, and greedy tokens are those of `generate` in transformers. Hooks act at every
@@ -146,12 +147,13 @@ def generate(
         seed: seed of the sampling. A prompt's samples depend only on the seed and the prompt (and on how many equal
             prompts come before it: repeat a prompt for several samples).
         stop: one or more stop strings; the generated text ends right before the first, regardless of token boundaries.
+        return_tokens: also return the ids of the new tokens, which are `texts.tokens` too.
         batch_size: number of prompts in one run.
         progress: show a progress bar if there are several batches.
 
     Returns:
-        The new text of each prompt, a list also for one prompt. Its `tokens` are the ids of the new tokens, its `run`
-        is the record of the run, hooks included.
+        The new text of each prompt, a list also for one prompt. Its `tokens` are the ids of the new tokens, with the
+        end token or stop string that ended the text (if any); its `run` is the record of the run, hooks included.
 
     Raises:
         InputError: an option is invalid or contradicts another, or prompts and new tokens are too long.
@@ -159,7 +161,7 @@ def generate(
         NumericsError: see `HookedModel.run`.
     """
     sampling = checked_sampling(do_sample, temperature, top_p, top_k, model.shape.d_vocab)
-    progress = checked_flag("progress", progress)
+    progress, return_tokens = checked_flag("progress", progress), checked_flag("return_tokens", return_tokens)
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer to generate texts with: pass tokenizer= to hw.load.")
     checked_count("max_new_tokens", max_new_tokens)
@@ -209,7 +211,8 @@ def generate(
             lengths = generated.lengths.tolist()
             tokens += [row[:length] for row, length in zip(generated.tokens.tolist(), lengths, strict=True)]
             bar.update(len(lengths))
-    return Texts([texts[number].text for number in range(len(rows))], tokens, run)
+    generated_texts = Texts([texts[number].text for number in range(len(rows))], tokens, run)
+    return (generated_texts, tokens) if return_tokens else generated_texts
 
 
 def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
