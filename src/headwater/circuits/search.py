@@ -12,9 +12,10 @@ first. An edge is tried in the circuit C that remains when its turn comes:
 so that each effect includes all earlier decisions. An edge into a receiver from which no edge of C leads to the logits
 changes nothing: it is removed without a run. C starts with all edges, or with those that are given.
 
-Many edges are tried in one batch: the first, the first two, the first three ... of the next ones are taken out of C. As
-most edges are, that is what the circuit will be up to the first edge that stays. The batch decides the edges up to that
-one; the next batch begins after it. So each decision is the same as if single edges were tried one at a time.
+Many edges are tried in one batch: each in the circuit that remains if all guesses before it are right, where the guess
+is that an edge is removed, as most are, unless an earlier batch says that it stays. The batch decides the edges up to
+the first wrong guess; its later runs were made in another circuit, and only provide guesses for the next batch. So each
+decision is the same as if single edges were tried one at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from headwater.runs.result import Result, table_html, whole_summary, with_interv
 
 DECISIONS = ("kept", "removed", "leads nowhere", "not tried", "left out")
 KEPT, REMOVED, NOWHERE, NOT_TRIED, LEFT_OUT = range(5)
-FIRST, LEAST, MOST = 8, 2, 128
+FIRST, LEAST, MOST = 8, 4, 128
 """Number of edges in the first batch, and the limits for any batch."""
 
 
@@ -68,7 +69,7 @@ class Decisions:
     value: Float[np.ndarray, " edge"]
     """The metric after the decision."""
     runs: int
-    """Number of circuits that were run, including those of a batch after an edge that stays."""
+    """Number of circuits that were run, including those that only provided guesses."""
 
     @property
     def inside(self) -> Indices:
@@ -98,40 +99,52 @@ def decide_edges(
     effect, values = np.full((2, graph.n_edges), np.nan)
     # Edges are numbered by receiver, then sender, so descending order is ACDC's order.
     order, decided, tried, runs, width = start[::-1].tolist(), 0, 0, 1, FIRST
-    # Whether a sender has an edge that stays: all edges out of a node are decided before those into it.
-    reaches_output = np.zeros(len(graph.senders), dtype=bool)
+    stays_as_guessed = np.zeros(graph.n_edges, dtype=bool)
     now = float(evaluate([start])[0])
     while decided < len(order):
-        inside, batch, trials = np.isin(decision, (KEPT, NOT_TRIED)), list[tuple[int, bool]](), list[Indices]()
+        # As guessed: the circuit, and the senders with an edge that stays. All edges out of a node come before those
+        # into it.
+        inside, reaches_output = np.isin(decision, (KEPT, NOT_TRIED)), np.zeros(len(graph.senders), dtype=bool)
+        reaches_output[graph.sender[decision == KEPT]] = True
+        batch, trials, leads_by_receiver = list[tuple[int, bool]](), list[Indices](), dict[int, bool]()
         most = width if budget is None else min(width, budget - tried)
-        for place in range(decided, len(order)):
-            edge = order[place]
-            # The logits are the target; they drive no sender.
-            driven = graph.driven(int(graph.receiver[edge]), together)
-            leads = not len(driven) or bool(reaches_output[driven].any())
+        for edge in order[decided:]:
+            if (receiver := int(graph.receiver[edge])) not in leads_by_receiver:
+                driven = graph.driven(receiver, together)
+                # The logits are the target; they drive no sender.
+                leads_by_receiver[receiver] = not len(driven) or bool(reaches_output[driven].any())
+            leads = leads_by_receiver[receiver]
             # An edge that leads nowhere needs no run, so those at the end of a batch are included.
             if leads and len(trials) == most:
                 break
-            inside[edge] = False
             batch.append((edge, leads))
-            trials += [np.flatnonzero(inside)] * leads
+            inside[edge] = False
+            if leads:
+                trials.append(np.flatnonzero(inside))
+                inside[edge] = stays_as_guessed[edge]
+                reaches_output[graph.sender[edge]] |= inside[edge]
         if not batch:  # the budget is spent
             break
-        results, before = iter(evaluate(trials).tolist() if trials else ()), tried
+        results = iter(evaluate(trials).tolist() if trials else ())
+        is_right, tried_before, value_before = True, tried, now
         for edge, leads in batch:
-            value = next(results) if leads else now
-            effect[edge] = value - now if leads else 0.0
-            loss = -sign * effect[edge] if sign else abs(effect[edge])
+            value = next(results) if leads else value_before
+            change = value - value_before
+            loss = -sign * change if sign else abs(change)
             # Written so that an edge whose effect is NaN stays, too.
-            stays = leads and not loss < threshold
-            decision[edge] = KEPT if stays else REMOVED if leads else NOWHERE
-            now = now if stays else value
-            values[edge], decided, tried = now, decided + 1, tried + leads
-            if stays:
-                reaches_output[graph.sender[edge]] = True
-                break  # the next trials were made in a circuit without this edge
-        # Twice the number decided: the next batch is larger where few edges stay.
-        runs, width = runs + len(trials), min(MOST, max(LEAST, 2 * (tried - before)))
+            stays, guess = leads and not loss < threshold, leads and bool(stays_as_guessed[edge])
+            if is_right:
+                now = value if leads and not stays else now
+                decision[edge] = KEPT if stays else REMOVED if leads else NOWHERE
+                effect[edge], values[edge], decided, tried = change, now, decided + 1, tried + leads
+            is_right = is_right and stays == guess
+            if leads:
+                # Also after a wrong guess, because an effect measured in another circuit still predicts the decision.
+                stays_as_guessed[edge] = stays
+            # The next trial was made in the circuit of this guess.
+            value_before = value_before if guess else value
+        # Twice the number decided: right guesses make larger batches, wrong guesses smaller ones.
+        runs, width = runs + len(trials), min(MOST, max(LEAST, 2 * (tried - tried_before)))
         report(decided)
     return Decisions(decision, effect, values, runs)
 
