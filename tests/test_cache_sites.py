@@ -230,6 +230,9 @@ def test_what_is_asked_of_a_cache_and_not_in_it_is_refused(llama):
             cache[key]
     with pytest.raises(InputError, match="example=4"):
         cache.example("z", 0, 4)
+    pattern = llama.cache(TEXTS, sites="pattern", layers=0, **QUIET)
+    with pytest.raises(InputError, match=r"use cache\.example\('pattern', layer, example\)"):
+        pattern["pattern", 0]
 
 
 def test_the_older_form_is_named_with_the_new_one(llama):

@@ -415,12 +415,12 @@ class Cache(TokenizedTexts, Result):
     def __getitem__(self, key: str | tuple[str, int]) -> Shaped[Tensor, "batch ..."]:
         """Return an activation of all texts: `batch position ...`, or `batch head query key`."""
         activation, place = self._find(key)
+        self._refuse_other_keys(activation)
         if not _alike(self.counts):
             raise InputError(
                 f"The texts have different lengths, {int(self.counts.min())} to {int(self.counts.max())} tokens: use "
                 "cache.rows(site, layer), one row per token (cache.frame names them), or cache with positions='last'."
             )
-        self._refuse_other_keys(activation)
         return torch.stack(list(self._texts(activation, place).values()))
 
     def rows(self, site: str, layer: int | None = None) -> Shaped[Tensor, "token ..."]:
