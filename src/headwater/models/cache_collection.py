@@ -386,6 +386,7 @@ class Transfer:
 
     def __init__(self) -> None:
         self._pending: list[tuple[Tensor, torch.device, Tensor, Tensor | None]] = []
+        self._pending_bytes = 0
 
     def write(
         self,
@@ -397,15 +398,21 @@ class Transfer:
         if where is not None and len(where) and bool((where.diff() == 1).all()):
             # Consecutive rows are a slice, and copying into a slice is faster.
             target, where = target[int(where[0]) : int(where[-1]) + 1], None
-        if not copies_later(activation, target):
+        if not copies_later(activation, target) or not activation.numel():
             _put(activation, target, where)
             return
-        # In the model's dtype, so that bfloat16 transfers two bytes per number. torch copies into pinned memory, in the
-        # order of the model's operations: an edit of the activation in place comes later.
-        arriving = activation.detach().to("cpu", non_blocking=True)
-        self._pending.append((arriving, activation.device, target, where))
-        if sum(copy.nbytes for copy, *_ in self._pending) > PENDING_BYTES:
-            self.finish()
+        # In parts, so that pinned memory stays small: torch rounds its size up to a power of two, and never frees it.
+        n_rows = max(1, PENDING_BYTES // activation[0].nbytes)
+        for start in range(0, len(activation), n_rows):
+            rows = slice(start, start + n_rows)
+            # In the model's dtype, so that bfloat16 transfers two bytes per number. torch copies into pinned memory, in
+            # the order of the model's operations: an edit of the activation in place comes later.
+            arriving = activation.detach()[rows].to("cpu", non_blocking=True)
+            place = (target[rows], None) if where is None else (target, where[rows])
+            self._pending.append((arriving, activation.device, *place))
+            self._pending_bytes += arriving.nbytes
+            if self._pending_bytes > PENDING_BYTES:
+                self.finish()
 
     def finish(self) -> None:
         """Wait for the pending copies and write them into the cache."""
@@ -414,6 +421,7 @@ class Transfer:
         for arrived, _, target, where in self._pending:
             _put(arrived, target, where)
         self._pending.clear()
+        self._pending_bytes = 0
 
 
 def copies_later(activation: Tensor, target: Tensor) -> bool:
