@@ -212,3 +212,7 @@ def test_longrope_reads_texts_up_to_its_original_length_as_hugging_face_does():
         model.run([[2] * 33])
     with pytest.raises(InputError, match="at most 32"):
         model.generate([row], max_new_tokens=9)
+    earlier = tf.DynamicCache()
+    model.run([row], past_key_values=earlier)
+    with pytest.raises(InputError, match="has 33 tokens; the model reads at most 32"):
+        model.run([row[:5]], past_key_values=earlier)

@@ -180,6 +180,11 @@ class HookedModel(TransformerLensNames):
             whole = Reading.of(batch)
             follow = whole.positions + before if position_ids is None else position_ids.cpu()
             new = replace(whole, positions=follow.where(batch.mask, -1))
+            if (longest := int(new.positions.max()) + 1) > self.shape.n_ctx:
+                raise InputError(
+                    f"With the earlier tokens, a sequence has {longest} tokens; the model reads at most "
+                    f"{self.shape.n_ctx}."
+                )
         listed = hooks_for(self, listed_hooks(hooks), batch, new)
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
