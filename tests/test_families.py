@@ -13,7 +13,7 @@ from headwater.heads.relations import Relation
 from headwater.models.effective_embedding import KINDS
 from headwater.models.families import FAMILIES, Family, Norms, shape_of
 from headwater.models.weights import open_weights
-from tests.random_models import random_model
+from tests.random_models import random_model, small_config
 from tests.tiny import CONFIGS, WORDS, tiny_tokenizer
 
 LISTED = (
@@ -216,3 +216,12 @@ def test_longrope_reads_texts_up_to_its_original_length_as_hugging_face_does():
     model.run([row], past_key_values=earlier)
     with pytest.raises(InputError, match="has 33 tokens; the model reads at most 32"):
         model.run([row[:5]], past_key_values=earlier)
+
+
+def test_longrope_is_refused_past_its_original_length_in_a_family_without_a_description_too():
+    rotary = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = small_config("arcee", rope_parameters=rotary | {"original_max_position_embeddings": 32})
+    model = hw.load(tf.AutoModelForCausalLM.from_config(config))
+    assert model.run([[2] * 32]).shape[1] == 32
+    with pytest.raises(InputError, match="at most 32"):
+        model.run([[2] * 33])

@@ -373,16 +373,21 @@ def refuse_impossible_sizes(config: object) -> None:
             raise ModelError(f"the config says {name}={value}, which no model has; it must be at least 1.")
 
 
+def longrope_length(config: object) -> int | None:
+    """Return the length past which longrope rotates every token by other angles; None for all other embeddings.
+
+    Longer texts are refused, because the start of a text would depend on its length.
+    """
+    rotary = getattr(config, "rope_parameters", None) or {}
+    return rotary["original_max_position_embeddings"] if rotary.get("rope_type") == "longrope" else None
+
+
 def shape_of(config: Any) -> ModelShape:
     """Read a model's shape from its transformers config."""
     family, config = family_of(config), text_config(config)
     parallel = family.parallel
     refuse_impossible_sizes(config)
     d_model, n_heads = config.hidden_size, config.num_attention_heads
-    rotary, n_ctx = getattr(config, "rope_parameters", None) or {}, getattr(config, family.context, None)
-    if rotary.get("rope_type") == "longrope":
-        # Longer texts rotate every token by other angles, so that a text's start would depend on its length.
-        n_ctx = rotary["original_max_position_embeddings"]
     n_kv_heads = family.kv_heads(config) if family.kv_heads else getattr(config, "num_key_value_heads", None)
     return ModelShape(
         architecture=family.architecture,
@@ -393,6 +398,6 @@ def shape_of(config: Any) -> ModelShape:
         d_head=getattr(config, "head_dim", None) or d_model // n_heads,
         d_mlp=getattr(config, family.mlp_width, None) or 4 * d_model,
         d_vocab=config.vocab_size,
-        n_ctx=n_ctx or DEFAULT_CONTEXT,
+        n_ctx=longrope_length(config) or getattr(config, family.context, None) or DEFAULT_CONTEXT,
         parallel_blocks=bool(getattr(config, parallel, False)) if isinstance(parallel, str) else parallel,
     )

@@ -38,7 +38,7 @@ from headwater.models.checkpoint import (
     stored_tensors,
 )
 from headwater.models.conversion import Conversion, SkipWeightInit, split_heads
-from headwater.models.families import ModelShape, family_of, known_family, shape_of, text_config
+from headwater.models.families import ModelShape, family_of, known_family, longrope_length, shape_of, text_config
 from headwater.models.fingerprint import is_a
 from headwater.models.gguf_file import is_gguf, read_gguf
 from headwater.models.hooked import HookedModel
@@ -303,7 +303,7 @@ def _shape(hf_config: object, cfg: Any) -> ModelShape:
         d_head=cfg.d_head,
         d_mlp=0 if getattr(cfg, "attn_only", False) else cfg.d_mlp or 0,
         d_vocab=cfg.d_vocab,
-        n_ctx=cfg.n_ctx,
+        n_ctx=longrope_length(hf_config) or cfg.n_ctx,
         # The blocks of TransformerLens's own models in a bridge are serial, whatever their config says.
         parallel_blocks=bool(cfg.parallel_attn_mlp) and getattr(cfg, "architecture", None) != "TransformerLensNative",
     )
