@@ -262,7 +262,8 @@ class Attachments:
                 append(at(before).carrying, Attached(before, read_hook(carried.take)))
                 append(at(carrying).carrying, carried)
             try:
-                stack.enter_context(self._raw.hooks(fwd_hooks=list(new.items())))
+                if new:
+                    stack.enter_context(self._raw.hooks(fwd_hooks=list(new.items())))
             except (ValueError, AssertionError) as error:
                 named, hint = ", ".join(dict.fromkeys(hook.name for hook in hooks)), str(error)
                 if "set_use_" in hint:

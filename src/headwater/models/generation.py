@@ -13,12 +13,13 @@ Each row's tokens are the same as if it ran alone, up to rounding: the order of 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
@@ -42,6 +43,7 @@ from headwater.models.edits import (
     hooks_for,
     hooks_over,
     listed_hooks,
+    read_hook,
     replace_hook,
 )
 from headwater.models.families import text_config
@@ -304,8 +306,7 @@ def generate_tokens(
             # If memory ran out halfway, the halves restart.
             tokens[row], log_probs[row] = [], []
         live, batch = list(rows), prompts.rows(rows.start, rows.stop)
-        with model.lock:
-            steps = steps_of(model, batch, hooks, max_new_tokens)
+        with model.lock, steps_of(model, batch, hooks, max_new_tokens) as steps:
             for step in range(max_new_tokens):
                 with torch.inference_mode():
                     logits = steps.logits().float()
@@ -483,21 +484,24 @@ def processors_of(model: Model, prompts: Batch, max_new_tokens: int) -> list[Any
 # the model during generation (for example by a function that is called with each token) acts from the next call on.
 
 
+@contextlib.contextmanager
 def steps_of(
     model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], max_new_tokens: int
-) -> _CachedSteps | _UncachedSteps:
-    """Return the object that runs the steps for these prompts; hold the model's lock until the last step."""
-    if not keeps_keys(model):
-        return _UncachedSteps(model, prompts, hooks)
-    if not hooks and (bare := bare_model(model)) is not None:
-        return _CachedSteps(model, prompts, bare, _common_start(model, prompts, max_new_tokens))
-    return _HookedSteps(model, prompts, hooks)
+) -> Iterator[_CachedSteps | _UncachedSteps]:
+    """Yield the object that runs the steps for these prompts; hold the model's lock until the last step."""
+    with contextlib.ExitStack() as stack:
+        if not keeps_keys(model):
+            yield _UncachedSteps(model, prompts, hooks)
+        elif not hooks and (bare := bare_model(model)) is not None:
+            yield _CachedSteps(model, prompts, bare, _common_start(model, prompts, max_new_tokens))
+        else:
+            yield _HookedSteps(model, prompts, hooks, stack)
 
 
 def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
     """Return the logits of the token that follows each prompt, as in the first step of generation."""
-    with model.lock, torch.inference_mode():
-        return steps_of(model, prompts, (), 1).logits()
+    with model.lock, torch.inference_mode(), steps_of(model, prompts, (), 1) as steps:
+        return steps.logits()
 
 
 def keeps_keys(model: Model) -> bool:
@@ -588,9 +592,10 @@ class _HookedSteps(_CachedSteps):
     the same prompt to the end: finished rows read padding, and their logits are left out.
     """
 
-    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
+    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], stack: contextlib.ExitStack):
         super().__init__(model, prompts, None)
         self._hooks, self._prompts, self._first, self._step = hooks, prompts, Reading.of(prompts), 0
+        self._stack = stack
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         if self._step == 0:
@@ -620,6 +625,11 @@ class _HookedSteps(_CachedSteps):
         if self._step == 1 and listed and not is_latent:
             # `model.hooks` sees at the first block whether the model ran, and refuses hooks that did not fire.
             self._bare = bare_model(model, [hook_name("resid_pre"), *(name for name, _ in listed)])
+            if self._bare is not None:
+                # TransformerLens takes milliseconds to attach a hook: the hooks of each step join these, which do
+                # nothing and stay to the last step.
+                nothing = read_hook(lambda activation, hook: None, may_be_silent=True)
+                self._stack.enter_context(model.hooks([(name, nothing) for name, _ in listed]))
         if self._bare is not None:
             with model.hooks(listed):
                 return super().logits()
