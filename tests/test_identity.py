@@ -303,11 +303,15 @@ def test_files_are_read_once_until_they_change(tmp_path, monkeypatch):
     folder, reads = tiny_folder(tmp_path / "model", "llama"), []
     read = Checkpoint.read
     monkeypatch.setattr(Checkpoint, "read", lambda self, name: (reads.append(name), read(self, name))[1])
+    monkeypatch.setattr(fingerprints, "cached_assets_path", lambda *names: tmp_path)
     assert open_weights(folder).fingerprint == open_weights(folder).fingerprint
     young = len(reads)
     monkeypatch.setattr(fingerprints, "YOUNG", -1.0)
+    monkeypatch.setattr(fingerprints, "LARGE", 0)
     first = open_weights(folder).fingerprint
     settled = len(reads)
+    assert open_weights(folder).fingerprint == first
+    monkeypatch.setattr(fingerprints, "_OF_FILES", {})  # as in a new process
     assert open_weights(folder).fingerprint == first
     assert len(reads) - settled < 5 < young / 2 <= settled - young
     tiny_model("llama", seed=1).save_pretrained(folder)

@@ -16,11 +16,13 @@ When weights are hashed again:
   in-place edits) or checksum over all its bytes: 128-bit XXH3 on the host, sums of words along two axes on other
   devices. The checksum detects edits through `.data`, and of tensors made under `torch.inference_mode()`, which have no
   version.
-- On disk, when the path, size, inode or a time of a file has changed. A file younger than `YOUNG` is always read.
+- On disk, when the path, size, inode or a time of a file has changed. A file younger than `YOUNG` is always read. The
+  fingerprint of large files is also stored next to Hugging Face's cache, since reading them takes minutes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -38,14 +40,17 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from huggingface_hub import cached_assets_path
 from torch import Tensor
 from torch.nn.modules import module as torch_modules
 from xxhash import xxh3_128_digest
 
+from headwater.errors import HeadwaterError
 from headwater.models.conversion import Conversion, join_heads
 from headwater.models.families import Family, ModelShape, family_of, known_family, shape_of, text_config
 from headwater.progress import progress_bar
 from headwater.runs.identity import UNKNOWN, content_of, without_type_checks
+from headwater.runs.storage import write_atomically
 
 SPAN = 2**22
 """Number of values to hash at a time."""
@@ -58,6 +63,8 @@ SMALL = 2**16
 """Up to this number of bytes, a tensor's checksum is a hash of all its bytes."""
 YOUNG = 2.0
 """Seconds: a younger file may change again with the same modification time."""
+LARGE = 2**30
+"""From this number of bytes on, the fingerprint of files is stored on disk."""
 WITHOUT_EFFECT = frozenset(
     "architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id gradient_checkpointing id2label "  # noqa: SIM905
     "initializer_range label2id name_or_path output_attentions output_hidden_states pad_token_id problem_type "
@@ -194,9 +201,20 @@ def fingerprint_of_files(files: Iterable[Path], about: Any, compute: Callable[[]
         return compute()
     listed = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for path, s in looks]
     key = hashlib.sha256(json.dumps([listed, about], sort_keys=True, default=str).encode()).hexdigest()
-    if key not in _OF_FILES:
-        _OF_FILES[key] = compute()
-    return _OF_FILES[key]
+    if key in _OF_FILES:
+        return _OF_FILES[key]
+    digest, is_large = "", sum(look.st_size for _, look in looks) >= LARGE
+    if is_large:
+        with contextlib.suppress(OSError, ValueError):
+            digest = (cached_assets_path("headwater", "fingerprints") / key).read_text(encoding="ascii")
+    if len(digest) != 64:
+        digest = compute()
+        if is_large:
+            with contextlib.suppress(OSError, HeadwaterError):  # an unwritable folder only costs time
+                file = cached_assets_path("headwater", "fingerprints") / key
+                write_atomically(file, lambda temporary: temporary.write_text(digest, encoding="ascii"))
+    _OF_FILES[key] = digest
+    return digest
 
 
 def _hash_of(values: Tensor) -> bytes:
