@@ -7,6 +7,7 @@ import torch
 import headwater as hw
 from headwater.errors import InterventionError
 from headwater.patching import walk
+from headwater.patching.edits import CellTemplate
 from tests.own_models import own_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -64,13 +65,21 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_sweeps_with_cells_that_change_nothing_equal_whole_runs(options):
+def test_sweeps_with_cells_that_change_nothing_equal_whole_runs_of_every_cell(options, monkeypatch):
     model, (clean, corrupted) = own_model("plain"), pairs(2)
     found = hw.patch(model, clean, corrupted, **options, **QUIET)
     assert found.engine == "wavefront"
+    monkeypatch.setattr(CellTemplate, "writes_inputs_outside", lambda *_: False)
     whole = hw.patch(model, clean, corrupted, engine="whole runs", **options, **QUIET)
     np.testing.assert_allclose(found.table["effect"], whole.table["effect"], atol=1e-5)
     assert (whole.table["effect"].abs() > 1e-3).any()
+
+
+def test_with_hooks_that_mix_tokens_every_cell_is_run():
+    model, (clean, corrupted) = own_model("plain"), pairs(2)
+    with model.hooks([("hook_embed", lambda activation, hook: activation + activation.cumsum(1))]):
+        table = hw.patch(model, clean, corrupted, sites="resid_pre", layers=[0], engine="whole runs", **QUIET).table
+    assert (table[table["position"] >= CHANGED[0]]["effect"].abs() > 1e-4).all()
 
 
 def test_an_edit_that_was_made_for_some_rows_only_is_told(monkeypatch):

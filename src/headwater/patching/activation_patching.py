@@ -394,8 +394,10 @@ class SweepSpec:
         """Return the cells of every example. Prompts that share their steps share one list of templates."""
         cache: dict[Hashable, list[CellTemplate]] = {}
         rows, config = [], self.model.config
-        # Another architecture than those known, and TransformerLens's own, may mix tokens before its first layer.
+        # Hooks of the caller, and other architectures than those known and TransformerLens's own, may mix tokens before
+        # the first layer.
         embeds_each = known_family(config) is not None or not hasattr(text_config(config), "model_type")
+        embeds_each = embeds_each and not self.model.interventions
         for example in range(len(pair.base)):
             i = example // pair.draws
             # Tokens are known to be equal only if they are at the same positions.
