@@ -27,6 +27,7 @@ from headwater.runs.identity import (
     UnknownIdentityError,
     describe,
     digest,
+    is_library,
     tokenizer_digest,
     unknown_in,
 )
@@ -133,6 +134,15 @@ def test_a_file_called_like_a_module_of_python_is_no_part_of_it(tmp_path, monkey
         found.append(digest(importlib.import_module("this").f))
     monkeypatch.delitem(sys.modules, "this")
     assert found[0] != found[1]
+
+
+def test_a_package_of_a_cluster_is_a_library_and_a_script_on_the_path_is_not(tmp_path, monkeypatch):
+    for name, folder in (("clustered", tmp_path / "torch" / "site-packages"), ("scripted", tmp_path)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.py").write_text("def f(x): return x\n")
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+    assert [is_library("clustered"), is_library("scripted")] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["eval", "exec", "globals", "__import__"])

@@ -438,7 +438,10 @@ def is_library(module: str | None) -> bool:
     if file is None:  # also for standard library modules that are not loaded, or frozen
         return top in sys.stdlib_module_names
     # By its location, not its name: a user's file may be called profile.py.
-    return os.path.realpath(file).startswith(_library_folders())
+    path = os.path.realpath(file)
+    # Clusters often have packages in other folders of these names, on PYTHONPATH.
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+    return is_installed or path.startswith(_library_folders())
 
 
 def reads(code: types.CodeType) -> Iterator[tuple[str, ...]]:
