@@ -131,6 +131,19 @@ def test_rows_side_by_side_in_attention_give_what_each_gives_alone(family, monke
     assert_same_table(side_by_side.table, hw.patch(model, clean, corrupted, **asked).table, CLOSE)
 
 
+@pytest.mark.parametrize("changed", ["eps", "module"])
+def test_a_model_with_another_eps_or_module_is_swept_with_whole_runs(changed):
+    model, options = tiny_hooked("gpt2"), {"sites": "resid_pre", "metric": hw.logit_difference(5, 9), **QUIET}
+    hw.patch(model, *pairs([5]), **options)
+    block = model.raw.original_model.transformer.h[1]
+    if changed == "eps":
+        block.ln_2.original_component.eps = 0.5
+    else:
+        block.ln_2 = torch.nn.Identity()
+    with pytest.warns(UserWarning, match=r"it was changed since it was loaded: blocks\.1\.ln_?2"):
+        assert hw.patch(model, *pairs([5]), **options).engine == "whole runs"
+
+
 def test_a_module_with_a_hook_of_torch_is_swept_with_whole_runs_that_use_it():
     model, quiet = tiny_hooked("llama"), {"progress": False}
     pair, metric = (" the capital of France is", " the capital of Italy is"), hw.logit_difference(" Paris", " Rome")

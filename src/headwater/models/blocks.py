@@ -347,9 +347,11 @@ def cannot_step(model: HookedModel) -> str | None:
     # TransformerLens's own wiring hooks (OPT's MLP) are harmless; any other hook could change a step's result.
     if any(getattr(getattr(handle, "user_hook", None), "__module__", "") != WIRING for handle in handles):
         return "it already has hooks"
-    # They may act on whole modules, some of which are not called in steps, and expect rows of whole prompts.
-    if changed := unknown_in(model.interventions.get(PAST_HOOKS)):
-        return f"it was changed since it was loaded: {changed}"
+    # Hooks may act on whole modules, some of which are not called in steps, and expect rows of whole prompts. A norm
+    # with another eps, or an exchanged module, may differ from what the steps call in its place.
+    changes: Any = model.interventions.get(PAST_HOOKS)
+    if changes:
+        return f"it was changed since it was loaded: {unknown_in(changes) or changes[0]}"
     if keeps_an_index(raw):
         return "its attention caches an index of tokens in addition to keys and values"
     if is_bridge(raw) and (family := known_family(model.config)) is not None and family.positions_by_place:
