@@ -192,7 +192,7 @@ def test_the_place_is_read_by_the_key_names_of_every_version(config, place, tmp_
         ({"activation_fn_str": "gelu"}, {}, "activation_fn_str 'gelu'; supported are"),
         ({"architecture": "topk"}, {}, "must say how many of 30 features are kept; k is None"),
         ({"architecture": "topk", "k": 31}, {}, "of 30 features are kept; k is 31"),
-        ({"d_in": 13}, {}, "has d_in 13; supported are 12"),
+        ({"d_in": 13}, {}, "says d_in=13, but W_enc is 12 by"),
         ({"architecture": "jumprelu"}, {}, "threshold is missing; a jumprelu autoencoder"),
         ({}, {"b_enc": torch.zeros(29)}, r"b_enc is \(29,\) .* needs finite numbers, \(30,\)"),
         ({}, {"W_dec": torch.full((N, D), torch.nan)}, r"W_dec is \(30, 12\) or holds NaN or infinity"),

@@ -303,7 +303,10 @@ def open_safetensors(file: Path) -> Iterator[Any]:
             yield opened
     except (SafetensorError, OSError, ValueError) as error:
         why = first_line(error)
-        raise ModelError(f"{file} is missing, damaged or cut short ({why}); fetch or save it again.") from error
+        raise ModelError(
+            f"{file} is missing, damaged or cut short ({why}); fetch it again (in a clone of git: `git lfs pull`), or "
+            "save it again."
+        ) from error
 
 
 # Quantized checkpoints: which can be read, one tensor at a time, and which are refused by name.

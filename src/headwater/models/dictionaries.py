@@ -650,7 +650,8 @@ def _checked_weights(
         raise InputError(f"{path / WEIGHTS} has no matrix W_enc; it holds {', '.join(sorted(tensors)) or 'nothing'}.")
     d, n = encoder.shape
     for key, size in (("d_in", d), ("d_sae", n)):
-        _option(config, path / CONFIG, key, size, (size,))
+        if config.get(key) not in (None, size):
+            raise InputError(f"{path / CONFIG} says {key}={shown(config[key])}, but W_enc is {d} by {n}.")
     sizes: dict[str, tuple[int, ...]] = {"W_enc": (d, n), "W_dec": (n, d), "b_dec": (d,)}
     sizes |= dict.fromkeys(ARCHITECTURES[architecture], (n,))
     scales = tensors.get("scaling_factor")
