@@ -43,7 +43,7 @@ def rewrite(file, **changes):
 @pytest.mark.parametrize("opened", OPENERS)
 def test_a_git_lfs_pointer_is_refused_by_its_name(folder, opened):
     (folder / "model.safetensors").write_text(POINTER)
-    with pytest.raises(ModelError, match="is missing, damaged or cut short.*git lfs pull") as caught:
+    with pytest.raises(ModelError, match=r"is missing, damaged or cut short.*git lfs pull") as caught:
         opened(folder)
     assert str(folder / "model.safetensors") in str(caught.value)
 
