@@ -205,9 +205,11 @@ def _checked(where: str, row: Mapping[str, object], written: Row, dataset: str, 
     if wrong := next((one for one in answers if one is not None and not isinstance(one, str)), None):
         raise InputError(f"{where}: the answer {shown(wrong)} is not a text: write it as one, in quotes.")
     if not answers or not all(isinstance(one, str) and one.strip() for one in answers):
+        column = next((name for name in ANSWER_COLUMNS if name in written), "answers")
+        column = "answer" if dataset in ("hotpotqa", "nq_open") else column  # these read no other
         raise InputError(
-            f"{where}: the column answers is missing or empty, or holds an empty answer. "
-            f"{columns_found(written, 'answers')}"
+            f"{where}: the column {column} is missing or empty, or holds an empty answer. "
+            f"{columns_found(written, column)}"
         )
     spans = {name: _spans(where, name, row.get(name) or [], question) for name in SPAN_COLUMNS}
     given = row.get("id")
