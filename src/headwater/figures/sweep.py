@@ -296,7 +296,7 @@ def _shared_tokens(part: pd.DataFrame, sweep: Sweep) -> tuple[str, ...] | None:
 
     None if the examples have different lengths.
     """
-    drawn = {tuple(sweep.tokens[i]) for i in part["example"].unique()} if len(sweep.tokens) else set()
+    drawn = dict.fromkeys(tuple(sweep.tokens[i]) for i in part["example"].unique()) if len(sweep.tokens) else {}
     if len({len(tokens) for tokens in drawn}) != 1:
         return None
     return tuple(
