@@ -24,6 +24,7 @@ def test_every_option_says_what_it_is_and_what_holds_without_it(name):
     for option, one in OPTIONS[name].items():
         text, default = " ".join((one.parameter.help or "").split()), one.field_info.default
         assert text.endswith("."), option
+        assert not re.search(r"\bhw\.\w+\(|\w=\"", text), f"{option} is explained as in Python"
         assert one.required or default is not None or "efault" in text or text.endswith("Needed."), option
 
 

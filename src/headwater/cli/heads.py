@@ -13,6 +13,12 @@ from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, RunOption
 from headwater.errors import InputError
 from headwater.models.packaged import BASE, is_embedded
 
+Relations = Annotated[
+    Path | None,
+    Parameter(
+        help="A folder or file of relations, or the name of a relation of headwater's suite. Default: the whole suite."
+    ),
+]
 MultiToken = Literal["first", "distinguishing"] | None
 Embedding = Literal["auto", "raw", "mlp0", "embed+mlp0", "layer0"]
 
@@ -21,7 +27,17 @@ Embedding = Literal["auto", "raw", "mlp0", "embed+mlp0", "layer0"]
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Scoring:
-    """How to score heads on relations."""
+    """How to score heads on relations.
+
+    Args:
+        threshold: Smallest chance-corrected score (with `headwater heads --rule published`, smallest score) with which
+            a head implements a relation.
+        embedding: Token representation that heads from layer 1 on read; heads of layer 0 read the raw embedding.
+            Default: auto, the one that agrees best with the output of the first block; with --rule published "mlp0",
+            or "raw" for the shape of Llama-3.1-70B.
+        device: Device that scores a checkpoint, such as "cpu" or "cuda"; scores do not depend on it. Default: a CUDA
+            device if there is one, else the CPU.
+    """
 
     k: int | None = None
     threshold: float = 0.15
@@ -33,7 +49,7 @@ class Scoring:
 def heads(
     model: Model = None,
     *,
-    relations: Path | None = None,
+    relations: Relations = None,
     rule: Literal["controlled", "published"] = "controlled",
     scoring: Scoring = Scoring(),
     multi_token: MultiToken = None,
@@ -88,7 +104,7 @@ def compare(
     ],
     /,
     *,
-    relations: Path | None = None,
+    relations: Relations = None,
     scoring: Scoring = Scoring(),
     multi_token: MultiToken = None,
     run: RunOptions = RunOptions(),
@@ -194,7 +210,7 @@ def evidence(
 def relations(
     model: Model = None,
     *,
-    relations: Path | None = None,
+    relations: Relations = None,
     multi_token: MultiToken = None,
     as_json: AsJson = False,
 ) -> None:

@@ -74,8 +74,12 @@ def memorization(
     - `headwater memorization gpt2 --data questions.json --judge label`
 
     Args:
+        context: "raw" (as a plain prompt) or "chat" (in the chat template).
         layers: final, all, or layers such as 0,4,8.
         k: Share of the lowest tokens, for Min-K% and its variants.
+        predecessors: "none", the question alone; "gold", after the questions it builds on with their accepted answers;
+            "predicted", with the model's own answers to them; "multi-turn", in a conversation (`likelihood.framed`).
+            The data's answers are used only with "none", unless --answers data.
     """
     graph, scorer = hw.load_depth_graph(data, predictions=predictions), read_judge(judge)
     profile = hw.memorization(
@@ -158,6 +162,8 @@ def score(
     Args:
         model: The model by name, as in --model gpt2. Default: the embedded model.
         prefix: File of texts known to be unseen, for the score recall. Default: none.
+        precision: How a CUDA device multiplies float32 states with W_U, "highest" with all bits or "high" in fewer
+            tensor-core products. It affects float32 models and lenses; otherwise both are the same.
         token_counts: How often each token id occurs in a corpus, for the score dc_pdd: a JSON list of numbers. Default:
             none.
     """

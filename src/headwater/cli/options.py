@@ -73,7 +73,10 @@ Model = Annotated[
 ]
 AsJson = Annotated[Flag, Parameter(name="--json", help="Print the summary as one JSON line on stdout.")]
 Variant = Literal["mask", "zero"]
-Direction = Literal["denoise", "noise"]
+Direction = Annotated[
+    Literal["denoise", "noise"],
+    Parameter(help="`denoise` edits the corrupted run, `noise` the clean one; neither adds random noise."),
+]
 ProbeToken = Literal[
     "prompt_last", "answer_first", "before_answer", "exact_answer_first", "exact_answer_last", "after_answer",
     "answer_last",
@@ -195,7 +198,8 @@ class MetricOptions:
     """logit-difference, log-probability, probability, rank or kl-divergence."""
     tokens: Several = None
     """The answers: for logit-difference the right and the wrong token, as --tokens " Paris" " Rome"; for
-    log-probability, probability and rank one token. One that begins with a hyphen needs --tokens=-. Default: none."""
+    log-probability, probability and rank one token. One that begins with a hyphen is written --tokens=-x. Default:
+    none."""
     answers: Several = None
     """Instead of --tokens: the columns of the table of --pairs with the answers of each pair, such as --answers answer
     wrong. Default: none."""
@@ -212,7 +216,8 @@ class MetricOptions:
             raise InputError("Pass --tokens, or with --answers columns of the table of --pairs, not both.")
         if len(given) != (count := len(answers_of(name))):
             wanted = f"{count} --tokens or --answers, separated by spaces"
-            raise InputError(f"The metric {self.metric} needs {wanted}; found {given}.")
+            hint = " Put MODEL before them." if len(given) > count else ""
+            raise InputError(f"The metric {self.metric} needs {wanted}; found {given}.{hint}")
         return metric(*(_columns(pairs, given) if self.answers else given), at=position(self.at))
 
 

@@ -37,7 +37,14 @@ SHOWN, SIZE = 10, 20
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Measuring:
-    """How to measure the effects of edges."""
+    """How to measure the effects of edges.
+
+    Args:
+        method: `exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates
+            all (as `sublayer` does), and recomputes exactly the --verify strongest edges, by that estimate or by `eap`,
+            and 50 random ones of the rest; `sublayer`, `eap` and `eap-ig` only estimate (see
+            `headwater.circuits.estimates`).
+    """
 
     method: Literal["exact", "screened", "sublayer", "eap", "eap-ig"] | None = None
     verify: int = 500
@@ -54,6 +61,9 @@ class Search:
     Args:
         threshold: Search for the circuit: remove edges one by one, in the order of ACDC, if this changes the metric's
             mean over pairs by less than the threshold. Default: none.
+        budget: Largest number of edges to try, each with one run of every pair; edges that lead nowhere do not count.
+            If there are more edges, the search starts from this many of the strongest, which --method screened finds at
+            about the same cost, and leaves out the others. Default: no limit.
     """
 
     threshold: float | None = None
@@ -99,6 +109,7 @@ def patch(
         positions: Only these positions: last, an index, or words of the prompt; repeat for several. With words, each is
             a role of its own, and the prompts may differ in length. Default: all.
         heads: Only these heads, by number or, of one layer, by name: --heads 3 --heads 7, or --heads 9.3. Default: all.
+        window: Number of layers around each to patch at once, such as 3, or "cumulative". Default: one.
     """
     from headwater.models.sites import sites_called
     from headwater.patching.replacements import replacement_spec
@@ -144,6 +155,7 @@ def knockout(
         query: Positions that must not read the keys: last, after, all, an index, or words of the prompt.
         key: Positions not to read: an index, first, or words of the prompt; " John#2" is the second one. Needed.
         heads: Only these heads, by number or, of one layer, by name: --heads 3 --heads 7, or --heads 9.3. Default: all.
+        window: Sever in this many layers around each layer, or "cumulative", in every layer up to each. Default: one.
         over: layer, head, or both. Default: layer.
     """
     if not prompt or key is None:
@@ -183,6 +195,9 @@ def edges(
     - `headwater edges --clean "The capital of France is" --corrupted "The capital of Italy is"
       --tokens " Paris" " Rome"`
     - `headwater edges gpt2 --pairs pairs.csv --metric kl-divergence --out runs/edges`
+
+    Args:
+        seed: Seed of the random edges of `screened`.
     """
     from headwater.runs.result import whole_summary
 

@@ -170,6 +170,10 @@ def memorization(
     **Example**
 
     `headwater reproduce memorization meta-llama/Meta-Llama-3-8B-Instruct --data depthqa --out runs/depth`
+
+    Args:
+        predecessors: "none", the question alone; "gold", after the questions it builds on with their accepted answers;
+            "predicted", with the model's own answers to them; "multi-turn", in a conversation (`likelihood.framed`).
     """
     graph, scorer = hw.load_depth_graph(data, predictions=predictions), read_judge(judge)
     reproduction = hw.reference.reproduce_memorization(
