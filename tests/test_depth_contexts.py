@@ -282,9 +282,13 @@ def test_contexts_that_cannot_be_used_are_refused(options, message, model, tmp_p
 @pytest.mark.parametrize(
     ("prompt", "later", "message"),
     [
-        (None, [{"role": "user", "content": "So"}], "does not write a message out exactly once"),
-        (None, {"role": "user", "content": "{question}"}, "predecessor_prompt: .* must be messages, a list of"),
-        (None, "{question}", "predecessor_prompt: .* must be messages, a list of"),
+        (None, [{"role": "user", "content": "So"}], "predecessor_prompt: pass the last messages .* found \\[{'role'"),
+        (
+            None,
+            {"role": "user", "content": "{question}"},
+            "predecessor_prompt: pass the last messages .* found {'role'",
+        ),
+        (None, "{question}", "predecessor_prompt: pass the last messages .* as a list, one of them with {question}"),
         (
             [{"role": "user", "content": "{question}"}, {"role": "assistant", "content": "Well ,"}],
             None,

@@ -178,7 +178,7 @@ def test_statistics_of_other_texts_are_refused(rng):
     stats = made_up_statistics([3, 4], rng, ["One", "Two"])
     with pytest.raises(InputError, match=r"reference= are not of these texts: they differ from text 1 on"):
         memorization_scores(stats, reference=made_up_statistics([3, 4], rng, ["One", "too"]))
-    with pytest.raises(InputError, match=r"lowercased= are not of these texts: they differ from text 0 on"):
+    with pytest.raises(InputError, match=r"lowercased= are not of these texts, lowercased: they differ from text 0 on"):
         memorization_scores(stats, lowercased=stats)
     with pytest.raises(InputError, match=r"differ from text 1 on"):
         memorization_scores(stats, reference=made_up_statistics([3], rng, ["One"]))

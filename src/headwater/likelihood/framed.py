@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
@@ -198,8 +198,10 @@ class ContextWording:
         for question, answer in before:
             messages.append({**turn, "content": turn["content"].replace(SLOT, question)})
             messages.append({"role": "assistant", "content": answer})
-        # A text as `later` is refused by the check of the messages.
-        messages += [turn] if later is None else cast(Messages, later)
+        if later is not None and (isinstance(later, str | dict) or SLOT not in str(later)):
+            wanted = f"pass the last messages of a conversation as a list, one of them with {SLOT}"
+            raise InputError(f"{wanted}; found {shown(later)}.")
+        messages += [turn] if later is None else later
         return question_frame(self.model, CHAT, messages)
 
     @cached_property

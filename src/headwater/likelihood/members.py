@@ -20,7 +20,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -52,9 +52,6 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, each_row, whole_summary, with_interval
 from headwater.stats.discrimination import BELOW, CHANCE, auc, true_positives
 from headwater.stats.resample import Bootstrap, interval
-
-if TYPE_CHECKING:
-    pass
 
 BASELINE = "bag of words"
 FOLDS = 5

@@ -358,7 +358,8 @@ def _means_like(
     differing = [place for place, pair in enumerate(pairs) if not same(*pair)]
     if differing or len(other.texts) != len(contents):
         first = differing[0] if differing else len(pairs)
-        raise InputError(f"The statistics passed as {name}= are not of these texts: they differ from text {first} on.")
+        wanted = "these texts" if name == "reference" else f"these texts, {name}"
+        raise InputError(f"The statistics passed as {name}= are not of {wanted}: they differ from text {first} on.")
     if "layer" in other.table and "layer" not in stats.table:
         raise InputError(
             f"The statistics passed as {name}= have layers, the others do not: use layers='final' in both."
