@@ -122,6 +122,11 @@ def test_layers_positions_and_heads_of_a_sweep_are_chosen(capsys, monkeypatch, t
         ),
         (["patch", "--clean", "a", "--tokens", " Paris"], "logit-difference needs 2 --tokens or --answers"),
         (["patch", *PAIR, "--tokens", " Paris", "--sites", "z"], "separated by spaces; found [' Paris']"),
+        (["patch", *PAIR, "--tokens", " Paris", " Rome", "gpt2"], "' Rome', 'gpt2']. Put MODEL before them."),
+        (
+            ["patch", *PAIR, "--tokens", " a", "--metric", "kl-divergence"],
+            "needs no --tokens or --answers; found [' a'].",
+        ),
         (["patch", *PAIR, "--tokens", "Paris,Rome"], "separated by spaces; found ['Paris,Rome']"),
         (["patch", *PAIR, *ANSWERS, "--layers", "all"], "--layers all is neither a number nor two numbers"),
         (["patch", *PAIR, "--answers", "right", "wrong"], "names columns of a table of --pairs; for tokens use"),

@@ -215,8 +215,8 @@ class MetricOptions:
         if self.tokens and self.answers:
             raise InputError("Pass --tokens, or with --answers columns of the table of --pairs, not both.")
         if len(given) != (count := len(answers_of(name))):
-            wanted = f"{count} --tokens or --answers, separated by spaces"
-            hint = " Put MODEL before them." if len(given) > count else ""
+            wanted = f"{count} --tokens or --answers, separated by spaces" if count else "no --tokens or --answers"
+            hint = " Put MODEL before them." if len(given) > count > 0 else ""
             raise InputError(f"The metric {self.metric} needs {wanted}; found {given}.{hint}")
         return metric(*(_columns(pairs, given) if self.answers else given), at=position(self.at))
 
