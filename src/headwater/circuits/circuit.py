@@ -122,12 +122,14 @@ class Circuit(Shown):
         strata, counts = np.unique(self.graph.stratum[self.edges], return_counts=True)
         pools = [(np.flatnonzero(self.graph.stratum == s), int(k)) for s, k in zip(strata, counts, strict=True)]
         # If a circuit fills all its strata, no other circuit has its shape, and the placebo is the circuit itself.
-        spare, drawn = any(len(pool) > count for pool, count in pools), list[Circuit]()
+        spare = any(len(pool) > count for pool, count in pools)
+        drawn: list[Circuit] = []
         while len(drawn) < n:
             parts = [generator.choice(pool, count, replace=False) for pool, count in pools]
             one = circuit_from_edges(self.graph, chain.from_iterable(parts), model=self.model)
-            # At least every second draw is another circuit, and all others are equally likely.
-            drawn += [one] * (one != self or not spare)
+            # At least every second draw is another circuit, so this ends; all others are equally likely.
+            if one != self or not spare:
+                drawn.append(one)
         return drawn
 
     def save(self, path: str | Path) -> Path:
@@ -162,7 +164,11 @@ class Circuit(Shown):
             if about[SEAL] != loaded._hash():
                 raise ValueError("it was changed since it was written")
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, InputError) as error:
-            reason = "it is a folder" if file.is_dir() else first_line(error)[:200]
+            reason = first_line(error)[:200]
+            if not file.exists():
+                reason = "there is no such file"
+            elif file.is_dir():
+                reason = "it is a folder: if it holds a result, use the load of the result's class"
             raise RunFolderError(f"{file} holds no circuit that Circuit.save wrote ({reason}).") from None
         return loaded
 
