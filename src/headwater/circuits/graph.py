@@ -191,6 +191,7 @@ class Graph:
         first = self.first_head(layer)
         if layer == self.n_layers:
             return np.zeros(0, dtype=np.int64)
+        # In both lists a layer's MLP is last: among receivers after q, k and v, among senders after the heads.
         if place == n_qkv:
             return np.array([first + self.n_heads])
         if together:
