@@ -100,7 +100,7 @@ class CircuitCurve(ByMetric):
         """Return the four numbers of each metric beside their placebos, and the limits of the result."""
         sentences, by = [], self.run.options["by"]
         words = {"cpr": "CPR, its area over sizes,", "cmd": "CMD, the area of its distance from 1,"}
-        words |= {"log_area": "its mean over log size", "least_size": f"the smallest size with {ENOUGH}"}
+        words |= {"log_area": "its mean over log size", "least_size": f"the smallest size that reaches {ENOUGH}:"}
         for metric, part in self.areas().groupby("metric", sort=False):
             found = []
             for row in part.to_dict("records"):
