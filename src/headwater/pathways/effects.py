@@ -197,7 +197,8 @@ def _fits(run: Run, states: States, answered: AnsweredQuestions, half: Halves, s
         return probes_as_tensors([fitted])
 
     sides = [(seed, side) for seed in range(len(half)) for side in (0, 1)]
-    found = [probes_from_tensors(piece, setup)[0] for piece in run.pieces("probes", sides, compute)]
+    # Not "probes": earlier versions left pieces of another shape under that name in unfinished folders.
+    found = [probes_from_tensors(piece, setup)[0] for piece in run.pieces("fits", sides, compute)]
     return Fits([found[i : i + 2] for i in range(0, len(found), 2)], half)
 
 
