@@ -97,6 +97,7 @@ class Model:
         is_bidirectional: whether its attention also reads later positions; tested at load.
         takes_padding: whether a text padded next to a longer one has the same logits as alone; tested at load.
         steps_checked: whether its blocks, called one by one, were found to reproduce the whole model.
+        start_checked: whether rows run after a shared prefix were found to reproduce whole rows; None before the test.
         heads_checked: whether each head was found to depend only on its own queries, keys and values.
         factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
         head_checked: the unembedding that was found to reproduce its logits; see `headwater.models.unembedding`.
@@ -128,6 +129,7 @@ class Model:
         self.is_bidirectional = False
         self.takes_padding = True
         self.steps_checked = False
+        self.start_checked: bool | None = None
         self.heads_checked = False
         self.factors_checked: tuple[str, set[str]] | None = None
         self.head_checked: tuple[object, ...] | None = None

@@ -104,6 +104,10 @@ class Batch:
         texts = tuple(self.texts[row] for row in rows) if self.texts is not None else None
         return Batch(self.tokens[list(rows), :width], mask[:, :width], offsets, names, texts)
 
+    def after(self, shared: int) -> Batch:
+        """Return the batch without its first `shared` tokens; every row must have more tokens than that."""
+        return Batch(self.tokens[:, shared:], self.mask[:, shared:], names=self.names)
+
     def name(self, row: int) -> int | str:
         """Return the name of a row in error messages: its number by default."""
         return row if self.names is None else self.names[row]

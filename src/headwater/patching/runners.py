@@ -154,6 +154,10 @@ class WalkRunner(Runner):
             if reason := self._why_whole_runs(batch):
                 raise CannotStepError(reason)
             plan.model.steps_checked = True
+            # Later calls share a common start. Record this first call the same way, so that its numbers are the same to
+            # the bit.
+            if self.blocks.common_start(batch, names):
+                self._record(batch, names, gradients_at)
 
     def _record(self, batch: Batch, names: Sequence[str], gradients_at: Sequence[str]) -> None:
         """Run both sides without edits, and keep the values that edits write and the readings of the runs."""
@@ -161,7 +165,8 @@ class WalkRunner(Runner):
         before = self.group.corrupting(*self._sides)
         # All logits are needed only for the check of the first call; later only the positions read are unembedded.
         unembed = not plan.model.steps_checked
-        self.recording: Recording = self.blocks.record(batch, names, before, gradients_at, unembed=unembed)
+        in_two = None if before or gradients_at or unembed else self.blocks.record_in_two(batch, names)
+        self.recording: Recording = in_two or self.blocks.record(batch, names, before, gradients_at, unembed=unembed)
         others = {name: activation[n:] for name, activation in self.recording.activations.items()}
         self.values = values_written(self.group, others)
         base = self._read(self.recording.activations, "base", self.group.kept)
