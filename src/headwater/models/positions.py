@@ -126,6 +126,11 @@ def is_all(where: Where) -> bool:
     return isinstance(where, str) and where == "all"
 
 
+def needs_length(where: object) -> bool:
+    """Whether a prompt's length alone determines the positions, judged by the type of `where`."""
+    return where in ENDS if isinstance(where, str) else isinstance(where, int | range | slice | AbstractSet)
+
+
 @checked_call
 def characters(start: int | Callable[[str], Any] | Any, stop: int | Any = None) -> Characters:
     """Select tokens by characters of their prompt's text, for any `positions=`.

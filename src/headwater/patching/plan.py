@@ -256,8 +256,9 @@ class Group:
         listed, distinct = list(number), []
         for template, i in pairs.T:
             edits, (kept, length) = cells.templates[template].edits, listed[i]
-            readings = tuple(sorted({*self.plan.states, *self.plan.metric_readings[template]}))
-            distinct.append(Variant(edits, kept, readings, whole=length))
+            # From the cells' own edits: a board's clicks are cells that the plan does not list.
+            readings = {*self.plan.states, *(self.plan.reading(metric, edits) for metric in self.plan.metrics)}
+            distinct.append(Variant(edits, kept, tuple(sorted(readings)), whole=length))
         return Variants(tuple(distinct), which.reshape(-1), example, cells.parents())
 
 

@@ -29,6 +29,7 @@ from headwater.models.positions import (
     Prompt,
     Where,
     checked_roles,
+    needs_length,
     positions_of,
     refuse_two_meanings,
     role_in,
@@ -193,27 +194,31 @@ def aligned_spans(
     roles = where if by_role else {"": where}
     if by_role:
         checked_roles(roles)
-    resolved, n = [], len(base) // draws
+    # If the lengths determine the positions, they are resolved once for all pairs of the same lengths.
+    by_lengths: dict[tuple[int, int | None], dict[str, AlignedSpan]] = {}
+    resolved, shared, n = [], not by_role and needs_length(where), len(base) // draws
     for number, (first, second) in enumerate(zip(base, other, strict=True)):
-        i, spans = number // draws, dict[str, AlignedSpan]()
-        for role, place in roles.items():
-            find = partial(role_in, role, place) if by_role else partial(positions_of, place)
-            spans[role] = span = _found_in_pair(find, first, second, base_side, i, n)
-            if (by_role and len(span.base) == len(span.other)) or span.base == span.other:
-                continue
-            name, at = f"The role {role!r}" if by_role else shown(where), f"{span.base} and {span.other}"
-            if second is not None and len(first) == len(second) and not by_role:
-                raise InputError(
-                    f"{name} falls on different tokens in the two prompts of pair {i}: {at}.\n"
-                    f"{side_by_side(first, second)}"
-                )
-            if len(span.base) != len(span.other):
-                raise InputError(
-                    f"{name} is {len(span.base)} tokens of one prompt of pair {i} and {len(span.other)} of the other, "
-                    f"{at}: they cannot be matched one for one. hw.last_token_of({shown(place)}) names the last token "
-                    "of each."
-                )
-        resolved.append(spans)
+        i, lengths = number // draws, (len(first), None if second is None else len(second))
+        if not shared or lengths not in by_lengths:
+            spans: dict[str, AlignedSpan] = {}
+            for role, place in roles.items():
+                find = partial(role_in, role, place) if by_role else partial(positions_of, place)
+                spans[role] = _found_in_pair(find, first, second, base_side, i, n)
+            by_lengths[lengths] = spans
+            for role, span in spans.items():
+                name, at = f"The role {role!r}" if by_role else shown(where), f"{span.base} and {span.other}"
+                if second is not None and len(first) == len(second) and not by_role and span.base != span.other:
+                    raise InputError(
+                        f"{name} falls on different tokens in the two prompts of pair {i}: {at}.\n"
+                        f"{side_by_side(first, second)}"
+                    )
+                if len(span.base) != len(span.other):
+                    raise InputError(
+                        f"{name} is {len(span.base)} tokens of one prompt of pair {i} and {len(span.other)} of the "
+                        f"other, {at}: they cannot be matched one for one. hw.last_token_of({shown(roles[role])}) "
+                        "names the last token of each."
+                    )
+        resolved.append(by_lengths[lengths])
     return resolved
 
 
