@@ -144,9 +144,9 @@ def test_axes_have_the_words_of_the_vocabulary(llama):
 
 def test_texts_of_unequal_length_have_rows_and_the_error_says_so(llama):
     cache = llama.cache(TEXTS, sites=["z", "pattern"], layers=[1], **QUIET)
-    with pytest.raises(InputError, match=r"2 to 7 tokens: use cache\.rows\('z', 1\), one row per token"):
+    with pytest.raises(InputError, match=r"2 to 7 tokens: use cache\.rows\(site, layer\), one row per token"):
         cache["z", 1]
-    with pytest.raises(InputError, match=r"use cache\.example\('pattern', 1, example\) for one text"):
+    with pytest.raises(InputError, match=r"use cache\.example\('pattern', layer, example\) for one text"):
         cache["pattern", 1]
     with pytest.raises(InputError, match="has an axis of keys"):
         cache.rows("pattern", 1)
@@ -236,7 +236,9 @@ def test_what_is_asked_of_a_cache_and_not_in_it_is_refused(llama):
 
 
 def test_the_older_form_is_named_with_the_new_one(llama):
-    with pytest.raises(InputError, match="no option attention=: sites= chooses the activations"):
+    with pytest.raises(
+        InputError, match=r"no option attention=: model\.cache\(texts, sites=\['resid_post', 'pattern'\]\)"
+    ):
         llama.cache(" Paris", attention=True, **QUIET)
 
 

@@ -31,7 +31,7 @@ def test_what_is_said_of_other_names_exists(llama):
 def test_none_of_them_is_a_name_or_an_option_of_headwater():
     takers = [hw.HookedModel.generate, hw.HookedModel.run, hw.HookedModel.cache, hw.load]
     functions = {"option": takers, "plot": [hw.Sweep.plot]}
-    owners = {"package": hw, "model": hw.HookedModel, "result": Result, "Cache": hw.Cache}
+    owners = {"package": hw, "model": hw.HookedModel, "result": Result, "Cache": hw.Cache, "Circuit": hw.Circuit}
     for place, name in HINTS:
         if place in functions:
             assert not any(name in inspect.signature(one).parameters for one in functions[place])

@@ -259,5 +259,5 @@ def test_what_cannot_be_validated_is_refused_in_one_line(planted):
     with pytest.raises(InputError, match="give the relations="):
         heads.validate(model, **ASK | {"relations": None})
     other, _ = classified({(0, 0): [implements(PAST.pairs)]})
-    with pytest.raises(ModelError, match="does not have the weights"):
+    with pytest.raises(ModelError, match="is not the model of this head map"):
         heads.validate(other, **ASK)

@@ -77,7 +77,8 @@ PER_LAYER = {
     "cache": (3, lambda m, *n: m.cache(ids(*n))),  # plain copies; from CUDA they come by pinned buffers
     "generate": (2, lambda m, *n: m.generate(ids(*n), max_new_tokens=3, **QUIET)),  # transformers' empty caches
     "direct logit attribution": (1, lambda m, *n: hw.direct_logit_attribution(m, ids(*n), tokens=(5, 6), **QUIET)),
-    "heads": (14, lambda m, n, length: hw.classify_heads(m, relations=suite(n), embedding="mlp0", **FROM_LITTLE)),
+    # Ranks near the k-th logit are settled in the order of ids: two tiles, with two waits each.
+    "heads": (16, lambda m, n, length: hw.classify_heads(m, relations=suite(n), embedding="mlp0", **FROM_LITTLE)),
     "attention behaviour": (4, lambda m, *n: hw.attention_behaviour(m, **QUIET)),
     "paths": (
         0,

@@ -102,7 +102,7 @@ def test_a_caller_without_a_type_checker_is_told_too():
         "Relation 'r': 'ja' is not a pair",
         "A tuned lens maps layers, whole numbers, to pairs of tensors (A, b), here of shapes",
         "A tuned lens maps layers, whole numbers, to pairs of tensors (A, b), here of shapes",
-        "A dict was given as labels: give a list with a label for each text.",
+        "A dict was given as labels: give a list of labels, one for each text",
     )
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == list(starts)
 

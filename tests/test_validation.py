@@ -320,7 +320,7 @@ def test_what_does_not_fit_together_is_refused(planted):
     with pytest.raises(InputError, match="method"):
         ablate_heads(model, head_map, "capital", method="none", progress=False)
     other = plant_relations({(0, 0): [implements(CAPITAL.pairs)]})
-    with pytest.raises(ModelError, match="does not have the weights"):
+    with pytest.raises(ModelError, match="is not the model of this head map"):
         dynamic_scores(hw.load(other.model, tokenizer=other.tokenizer), head_map, relations=[CAPITAL], progress=False)
 
 

@@ -92,7 +92,8 @@ OPTIONS = {
     "fwd_hooks": "hooks are pairs (name, function) or hw.edit(...), as in model.run(texts, hooks)",
     "bwd_hooks": "model.run(tokens, hooks, grad=True) records gradients",
     "stop_at_layer": "model.run(texts, stop_at=layer) runs the layers below one; model.cache takes layers=",
-    "names_filter output_hidden_states output_attentions": "model.cache(texts, sites=...) keeps activations",
+    "names_filter output_hidden_states output_attentions residual attention": "model.cache(texts, sites=['resid_post', "
+    "'pattern']) keeps activations",
     "past_kv_cache": "model.run takes keys and values of earlier tokens as past_key_values=",
     "use_cache": "model.run takes a cache of transformers as past_key_values=, and fills it",
 }
@@ -111,6 +112,11 @@ CACHE = {
     "apply_ln_to_stack compute_head_results": "hw.direct_logit_attribution(model, texts, tokens=...) sums these; "
     "model.run_with_cache(tokens) returns TransformerLens's cache, which has {name}",
 }
+CIRCUIT = {
+    "prune top top_k best": "circuit.strongest(n) keeps its n strongest edges; hw.find_circuit removes edges in turn",
+    "nodes heads": "circuit.table has a row per edge, with its sender and receiver",
+    "faithfulness evaluate run": "hw.run_circuits(model, clean, corrupted, circuits=circuit, metric=...) runs it alone",
+}
 PLOT = {
     "save savefig filename file path out dpi": "plot().savefig(path, dpi=300) writes it",
     "cmap color colors alpha linewidth fontsize xlabel ylabel xlim ylim vmin vmax": "plot() returns matplotlib's axes "
@@ -123,6 +129,7 @@ TABLES = {
     "model": MODEL,
     "result": RESULT,
     "Cache": CACHE,
+    "Circuit": CIRCUIT,
     "option": OPTIONS,
     "plot": PLOT,
 }
@@ -134,7 +141,7 @@ HINTS = {
 def hint_for(place: str, name: str) -> str | None:
     """Return the equivalent here of another library's name; None if the name is not known.
 
-    The place where it occurred is "package", "model", "result", "Cache", "plot", or "option" of any other function.
+    The place where it occurred is "package", "model", "result", "Cache", "Circuit", "plot", or "option" of any other function.
     """
     hint = HINTS.get((place, name))
     return hint.replace("{name}", name) if hint else None
