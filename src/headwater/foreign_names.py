@@ -141,7 +141,8 @@ HINTS = {
 def hint_for(place: str, name: str) -> str | None:
     """Return the equivalent here of another library's name; None if the name is not known.
 
-    The place where it occurred is "package", "model", "result", "Cache", "Circuit", "plot", or "option" of any other function.
+    The place where it occurred is "package", "model", "result", "Cache", "Circuit", "plot", or "option" of any other
+    function.
     """
     hint = HINTS.get((place, name))
     return hint.replace("{name}", name) if hint else None
