@@ -12,7 +12,7 @@ from headwater.errors import ModelError
 from headwater.patching import runners, walk
 from tests.random_models import random_model
 from tests.same_table import assert_same_table
-from tests.tiny import FAMILIES, tiny_hooked, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_hooked, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*swept with whole runs")
 CLOSE = 1e-5
@@ -133,7 +133,8 @@ def test_rows_side_by_side_in_attention_give_what_each_gives_alone(family, monke
 
 @pytest.mark.parametrize("changed", ["eps", "module"])
 def test_a_model_with_another_eps_or_module_is_swept_with_whole_runs(changed):
-    model, options = tiny_hooked("gpt2"), {"sites": "resid_pre", "metric": hw.logit_difference(5, 9), **QUIET}
+    model = hw.load(tiny_model("gpt2"))  # one of its own, because it is changed for good
+    options = {"sites": "resid_pre", "metric": hw.logit_difference(5, 9), **QUIET}
     hw.patch(model, *pairs([5]), **options)
     block = model.raw.original_model.transformer.h[1]
     if changed == "eps":
