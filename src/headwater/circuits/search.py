@@ -215,27 +215,26 @@ class CircuitSearch(Result):
         metric, n = str(row["metric"]).replace("_", " "), len(self.table)
         change = "cost the answer" if options["by"] == "signed" else "made a difference of"
         faithfulness = with_interval(row["faithfulness"], row["low"], row["high"])
-        sentences = [
+        sentences = []
+        if row["not_tried"]:
+            sentences.append(
+                f"This is not a circuit yet: {row['not_tried']:,} of {n:,} edges were not tried, because the budget of "
+                f"{options['budget']:,} was spent, and stay in. Give a larger budget=, or a smaller start=: "
+                "hw.edges(...).circuit(n)."
+            )
+        if row["left_out"]:
+            which = "given" if options["start"] else "strongest in the whole model, screened by hw.edges"
+            sentences.append(
+                f"The search started from {n - row['left_out']:,} edges ({which}), with faithfulness "
+                f"{self.faithfulness_at_first:.2f}; the other {row['left_out']:,} were left out from the start."
+            )
+        sentences += [
             f"{row['edges']:,} of {n:,} edges are left ({row['edges_on_a_path']:,} on a path), those whose removal, "
             f"when they were tried, {change} {options['threshold']:g} of {metric} or more. {row['removed']:,} were "
             f"removed and {row['nowhere']:,} led nowhere (on no path), in {row['runs']:,} runs of a pair.",
             f"The circuit alone has faithfulness {faithfulness} over {row['examples']} "
             f"pair{'s' * (row['examples'] != 1)}{beside_placebos(row)}.",
         ]
-        if row["left_out"]:
-            which = "given" if options["start"] else "strongest in the whole model, screened by hw.edges"
-            sentences.insert(
-                0,
-                f"The search started from {n - row['left_out']:,} edges ({which}), with faithfulness "
-                f"{self.faithfulness_at_first:.2f}; the other {row['left_out']:,} were left out from the start.",
-            )
-        if row["not_tried"]:
-            sentences.insert(
-                0,
-                f"This is not a circuit yet: {row['not_tried']:,} of {n:,} edges were not tried, because the budget of "
-                f"{options['budget']:,} was spent, and stay in. Give a larger budget=, or a smaller start=: "
-                "hw.edges(...).circuit(n).",
-            )
         if not row["faithfulness"] >= ENOUGH:
             advice = "a smaller threshold= or a larger budget=" if row["left_out"] else "a smaller threshold="
             sentences.append(f"This is not a circuit: it has less than half of the effect of all edges. Give {advice}.")

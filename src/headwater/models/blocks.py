@@ -40,6 +40,7 @@ from headwater.models.forward import (
     KeysValues,
     Reading,
     cache_options,
+    can_continue,
     common_start,
     finite_output,
     forward,
@@ -47,7 +48,6 @@ from headwater.models.forward import (
     keeps_an_index,
     last_logits_only,
     reads,
-    takes_cache,
     with_cache,
 )
 from headwater.models.model import is_bridge, logit_scale, residual_scale
@@ -345,8 +345,7 @@ class Blocks:
     def common_start(self, batch: Batch, names: Iterable[str]) -> int:
         """Return the number of first tokens, common to all rows, that `record_in_two` runs in one row only."""
         keyed = any(place is not None and place[0].has_keys for place in map(place_named, names))
-        can_continue = takes_cache(self.model.raw) and not self.model.is_bidirectional
-        if self.model.start_checked is False or self._own or keyed or not can_continue:
+        if self.model.start_checked is False or self._own or keyed or not can_continue(self.model):
             return 0
         return common_start(batch.tokens[:, : int(batch.lengths.min()) - 1])
 
@@ -388,12 +387,7 @@ class Blocks:
         )
         if self.model.start_checked is None:
             # Families may use a cache differently, so the first call runs both ways and compares them.
-            whole = self.record(batch, names, unembed=False)
-            self.model.start_checked = all(
-                difference(kept_in_two[real], whole.activations[name][real]) <= rounding(kept_in_two.dtype)
-                for name, kept_in_two in in_two.activations.items()
-                for real in [to_device(batch.mask, kept_in_two.device)]
-            )
+            self.model.start_checked = _alike(in_two, self.record(batch, names, unembed=False), batch)
         return in_two if self.model.start_checked else None
 
 
@@ -427,6 +421,15 @@ def cannot_step(model: HookedModel) -> str | None:
     if is_bridge(raw) and hasattr(raw, "project_out"):
         return "its residual stream is projected before the unembedding"
     return None
+
+
+def _alike(one: Recording, other: Recording, batch: Batch) -> bool:
+    """Return whether two recordings hold the same activations at every token, up to rounding."""
+    for name, kept in one.activations.items():
+        real = to_device(batch.mask, kept.device)
+        if not difference(kept[real], other.activations[name][real]) <= rounding(kept.dtype):
+            return False
+    return True
 
 
 def has_part(block: Any, part: str) -> bool:

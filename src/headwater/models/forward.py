@@ -342,6 +342,11 @@ def common_start(tokens: Int[Tensor, "row position"]) -> int:
     return shared if shared >= WORTH_A_RUN and shared * (len(tokens) - 1) >= SAVED else 0
 
 
+def can_continue(model: Model) -> bool:
+    """Return whether a model is known to compute the same at a position if the earlier positions run separately."""
+    return takes_cache(model.raw) and not model.is_bidirectional
+
+
 class _EndOfRunError(Exception):
     """Ends a run once its last keys and values are known."""
 

@@ -49,6 +49,7 @@ from headwater.models.edits import (
 from headwater.models.families import text_config
 from headwater.models.forward import (
     Reading,
+    can_continue,
     common_start,
     finite_output,
     now_reading,
@@ -523,7 +524,7 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
     widths = (width for name, width in config.to_dict().items() if "window" in name or "chunk" in name)
     # `> 1` leaves out flags such as use_sliding_window, since True is the int 1.
     window = min((width for width in widths if isinstance(width, int) and width > 1), default=math.inf)
-    if model.is_bidirectional or window < prompts.tokens.shape[1] + max_new_tokens:
+    if not can_continue(model) or window < prompts.tokens.shape[1] + max_new_tokens:
         return 0
     # Each prompt keeps at least its last token, which produces its first logits.
     return common_start(prompts.tokens[:, : int(prompts.lengths.min()) - 1])

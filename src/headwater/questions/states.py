@@ -21,7 +21,7 @@ from torch import Tensor
 from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import rounding
 from headwater.models.edits import Hook, read_hook
-from headwater.models.forward import FixedPrefix, KeysValues, common_start, keys_values, takes_cache, unpadded
+from headwater.models.forward import FixedPrefix, KeysValues, can_continue, common_start, keys_values, unpadded
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, by_length
@@ -147,7 +147,7 @@ def shared_start(
     `run` continues one row from such a prefix. The length is 0 if its state then differs from that of a whole run.
     """
     shared = 0
-    if tokens and takes_cache(model.raw) and not model.is_bidirectional:
+    if tokens and can_continue(model):
         shared = common_start(torch.tensor([list(row[:first]) for row in tokens], dtype=torch.long))
     if not shared:
         return 0, {}
