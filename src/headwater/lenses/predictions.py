@@ -175,10 +175,13 @@ def lens(
         # Read once, with the names of all its roles.
         rows = rows.groupby(["example", "position"])["role"].agg(", ".join).reset_index()
     targets = _targets(model, read, rows, answer)
+    places = rows[["example", "position"]].to_numpy()
+    # -1 at a position without a next token.
+    target_ids = targets["target_id"].fillna(-1).to_numpy(dtype=np.int64)
     options = {
         "prompts": [list(prompt.ids) for prompt in read], "lens": lens_named(opened), "layers": chosen,
-        "positions": rows[["example", "position"]].to_numpy().tolist(), "top_k": top_k,
-        "targets": targets["target_id"].fillna(-1).tolist(), **note_on_chats(prompt.text for prompt in read),
+        "positions": places.tolist(), "top_k": top_k, "targets": target_ids.tolist(),
+        **note_on_chats(prompt.text for prompt in read),
     } | ({"roles": rows["role"].tolist()} if "role" in rows else {})  # fmt: skip
 
     def work(run: Run) -> LayerPredictions:
@@ -188,15 +191,14 @@ def lens(
         def measure(examples: range) -> dict[str, Tensor]:
             """Return the predictions of layers, `layer row ...`; a row is a position read in an example."""
             batch = Batch.of([read[i].ids for i in examples], pad_id(model.tokenizer)).named(examples)
-            mine = rows["example"].isin(examples).to_numpy()
-            of_batch, places = torch.tensor(rows.loc[mine, ["example", "position"]].to_numpy()).T
-            of_batch = of_batch - examples.start
+            mine = np.isin(places[:, 0], examples)
+            of_batch, columns = torch.from_numpy(places[mine] - [examples.start, 0]).T
             recorded: dict[int, Tensor] = {}
             ends: list[Tensor] = []
 
             def keep(residual: Tensor, hook: object, layer: int) -> None:
                 there = residual.device
-                recorded[layer] = residual[to_device(of_batch, there), to_device(places, there)]
+                recorded[layer] = residual[to_device(of_batch, there), to_device(columns, there)]
                 if layer == chosen[-1]:
                     ends.append(
                         residual[torch.arange(len(residual), device=there), to_device(batch.lengths - 1, there)]
@@ -210,7 +212,7 @@ def lens(
             last = normalise(recorded[chosen[-1]]).to(device)
             hidden = [normalise(transform(recorded[layer], layer)).to(device).float() for layer in chosen]
             # A position without a next token gets token 0, and its rank is removed from the table.
-            target = to_device(torch.tensor(targets["target_id"].fillna(0).to_numpy(dtype=np.int64)[mine]), device)
+            target = to_device(torch.from_numpy(target_ids[mine].clip(0)), device)
             found = layer_predictions(torch.stack(hidden), last, head, target, top_k)
             return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
 
