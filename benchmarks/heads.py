@@ -25,6 +25,7 @@ from torch import Tensor
 
 import headwater as hw
 from benchmarks import outliers
+from benchmarks.full_ranks import count_ranks
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.peers import maps as peer
 from benchmarks.report import Row
@@ -234,7 +235,7 @@ def our_membership(inputs: Inputs, maps: OVMaps) -> Found:
 
 def our_ranks(inputs: Inputs, maps: OVMaps) -> Found:
     """Headwater: ranks of every pair in every head of a layer."""
-    return ov_blocked.count_ranks(maps, inputs.source, inputs.target)
+    return count_ranks(maps, inputs.source, inputs.target)
 
 
 def our_scores(inputs: Inputs, maps: OVMaps) -> dict[str, Tensor]:

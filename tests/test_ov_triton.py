@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from benchmarks import full_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def through_the_kernel(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(ov_blocked, "runs_triton", lambda tensor: True)
-    monkeypatch.setattr(ov_blocked, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(full_ranks, "runs_triton", lambda tensor: True)
 
 
 def on_device(maps, *pairs):
@@ -84,7 +85,7 @@ def test_membership_by_the_kernel_is_membership_in_the_whole_map(layer):
 @settings(max_examples=25)
 def test_ranks_by_the_kernel_are_ranks_in_the_whole_map(layer):
     maps, source, target, _ = layer
-    found = ov_blocked.count_ranks(*on_device(maps, source, target))
+    found = full_ranks.count_ranks(*on_device(maps, source, target))
     for sign, ranks, expected in zip(SIGNS, found, ov.ranks(maps, source, target), strict=True):
         assert torch.equal(ranks.cpu(), expected), sign
 
@@ -118,7 +119,7 @@ def test_on_the_card_every_count_is_that_of_the_formula_at_the_width_of_a_model(
     pairs, there = (source, target), (source.cuda(), target.cuda())
     for found, expected in (
         (ov_blocked.topk_membership(maps, *pairs, k), ov.topk_membership(maps, *there, k.cuda())),
-        (ov_blocked.count_ranks(maps, *pairs), ov.ranks(maps, *there)),
+        (full_ranks.count_ranks(maps, *pairs), ov.ranks(maps, *there)),
         (next(ov_sweep.topk_hits(maps, [ov_sweep.Grid(*pairs, 10)])), ov.topk_hits(maps, *there, 10)),
     ):
         for ours, exact in zip(found, expected, strict=True):
