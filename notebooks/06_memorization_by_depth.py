@@ -34,13 +34,11 @@ profile.comparisons.round(3).head(8)
 
 # %% [markdown]
 # ## Which tokens determine the score?
-# The lowest 20 % are framed; darker is less likely.
+# The lowest 20 % of each text, at least one token, are marked. `profile.view()` shows them with their questions.
 
 # %%
-from IPython.display import HTML
-
-deepest = profile.table.query("depth == 3")["id"].head(3).tolist()
-HTML(hw.figures.token_html(profile, deepest))
+deepest = profile.table.query("depth == 3")["id"].head(3)
+profile.tokens[profile.tokens["id"].isin(deepest)].round(2)
 
 # %% [markdown]
 # ## By layer

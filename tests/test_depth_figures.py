@@ -1,7 +1,4 @@
-"""The figures of a depth profile show what its tables hold, in the published form; texts are escaped."""
-
-import re
-from html import unescape
+"""The figures of a depth profile show what its tables hold, in the published form."""
 
 import numpy as np
 import pytest
@@ -13,13 +10,11 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.figures.likelihood import (
     BLUE,
-    FRAME,
     GREEN,
     ORANGE,
     depth_profiles,
     layer_curves,
     plot_gaps,
-    token_html,
 )
 from headwater.likelihood.formulas import SCORES
 from tests import chance
@@ -126,18 +121,6 @@ def test_legends_lie_between_the_title_and_the_plot(rng, layers):
     low, high = curves.get_xlim()
     ticks = [text.get_text() for text in curves.get_xticklabels() if low <= text.get_position()[0] <= high]
     assert ticks == ["2"] or len(layers) > 1
-
-
-def test_html_holds_every_token_and_nothing_that_is_not_escaped(rng):
-    bad = "<script>alert('&')</script>"
-    profile = made_up_profile(rng, token=bad)
-    page = token_html(profile, ["0_d3_n0"])
-    assert "<script>" not in page
-    assert page.count(FRAME) == 1
-    shown = [unescape(piece) for piece in re.findall(r'<span title="[^"]*" style="[^"]*">(.*?)</span>', page)]
-    assert shown == [bad] * 5
-    with pytest.raises(InputError, match=r"no node '0_d3_n1'. Did you mean '0_d"):
-        token_html(profile, ["0_d3_n1"])
 
 
 def test_every_likelihood_result_has_a_figure_of_its_table(checkpoint, rng, tmp_path):

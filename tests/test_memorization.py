@@ -381,7 +381,7 @@ def test_the_command_writes_tables_figures_and_a_report_and_reads_folders(run, c
     for name in (
         "depth_profile.png",
         "layers.png",
-        "tokens.html",
+        "view.html",
         "table.csv",
         "judged.csv",
         "report.md",

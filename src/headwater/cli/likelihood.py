@@ -89,13 +89,12 @@ def memorization(
     )  # fmt: skip
     files = run.write(profile, "depth_profile")
     if run.out is not None and is_main():
-        from headwater import figures
+        from headwater.figures import layer_curves
+        from headwater.figures.files import write_figure
 
-        (run.out / "tokens.html").write_text(figures.token_html(profile), encoding="utf-8")
+        files.append(str(profile.save_html(run.out / "view.html")))
         if profile.by_layer["layer"].nunique() > 1:
-            curves = figures.layer_curves(profile)
-            files += map(str, figures.save_figure(curves, run.out / "layers", ("png", "svg", "pdf")))
-        files.append(str(run.out / "tokens.html"))
+            files += write_figure(layer_curves(profile), run.out / "layers")
         files += run.write_report({"memorization": profile})
     run.finish(profile, files)
 

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from headwater.figures.head_map import head_maps as head_maps
     from headwater.figures.likelihood import depth_profiles as depth_profiles
     from headwater.figures.likelihood import layer_curves as layer_curves
-    from headwater.figures.likelihood import token_html as token_html
     from headwater.figures.pathways import controls as controls
     from headwater.figures.pathways import delta_p as delta_p
     from headwater.figures.pathways import flip_rates as flip_rates

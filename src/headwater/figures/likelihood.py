@@ -8,16 +8,13 @@ the highest. Min-K% is drawn with the published sign, opposite to the tables: hi
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from numpy import ndarray
 from scipy.stats import gaussian_kde
@@ -25,7 +22,7 @@ from scipy.stats import gaussian_kde
 import headwater.figures.style as st
 from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.published import StyleName, is_published, model_name, with_letter
 from headwater.likelihood.files import ScoredTexts
@@ -35,7 +32,7 @@ from headwater.likelihood.members import BASELINE, Membership
 from headwater.likelihood.profile import DepthProfile
 from headwater.likelihood.scores import MemorizationScores
 from headwater.likelihood.statistics import TextStatistics
-from headwater.options import checked_kind, checked_name
+from headwater.options import checked_name
 from headwater.runs.result import DRAWINGS
 
 DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
@@ -358,52 +355,3 @@ def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
         ax.set_title(st.model_title(scored.run, f"Min-K% of {len(values):,} texts"))
         st.whole_numbers(ax.yaxis)
     return ax
-
-
-# A heat map of the tokens of texts, as HTML: hovering over a token shows its numbers. A token's colour is its
-# log-probability, from white (certain) to dark (unlikely); the lowest K %, which Min-K% averages, are framed.
-
-SHADES = mpl.colormaps["YlOrBr"]
-UNLIKELY = -10.0
-"""The log-probability, in nats, at and below which the colour is the darkest."""
-FRAME = "#2b6cb8"
-SHOWN = 6
-SEEN = "how likely each token is"
-
-
-@checked_call
-def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str:
-    """Return the scored tokens of questions as HTML, for `IPython.display.HTML`; all text in it is escaped.
-
-    Args:
-        profile: a result of `memorization`.
-        nodes: ids of questions. Default: the first of the first graphs.
-
-    Raises:
-        InputError: a node is unknown, or has no scored tokens.
-    """
-    checked_kind("profile", profile, DepthProfile, "hw.memorization(...)")
-    by_id, table = dict(list(profile.tokens.groupby("id", sort=False))), profile.table.set_index("id")
-    nodes = [name for name in table.index if name in by_id][:SHOWN] if nodes is None else nodes
-    blocks = []
-    for name in nodes:
-        if name not in table.index:  # `checked_name` would list all nodes
-            raise InputError(f"There is no node {name!r}.{did_you_mean(name, table.index)}")
-        # Nodes with the same text share the tokens of the first.
-        same = table.index[(table[["question", "answer"]] == table.loc[name, ["question", "answer"]]).all(axis=1)]
-        owner = next((other for other in same if other in by_id), None)
-        if owner is None:
-            raise InputError(f"The node {name!r} has no scored tokens: {table.at[name, 'note']!s}.")
-        rows, spans = by_id[owner].sort_values("position"), ""
-        for token, value, lowest in zip(rows["token"], rows["log_probability"], rows["lowest"], strict=True):
-            frame = f";outline:2px solid {FRAME};outline-offset:-2px" if lowest else ""
-            tooltip = f"log p = {value:.2f}{', among the lowest' if lowest else ''}"
-            share = min(1.0, max(0.0, value / UNLIKELY))
-            colors = f"background:{to_hex(SHADES(share))};color:{'#ffffff' if share > 0.65 else INK}"
-            text = html.escape(str(token).replace("\n", "↵").replace("\t", "→") or "∅")
-            spans += f'<span title="{tooltip}" style="{colors}{frame}">{text}</span>'
-        blocks.append(
-            f'<p style="margin:0.4em 0"><small style="color:{FAINT}">{html.escape(name)}</small><br>'
-            f'<span style="font-family:monospace;line-height:1.9;white-space:pre-wrap">{spans}</span></p>'
-        )
-    return f'<div style="background:white;color:{INK};padding:0.4em">{"".join(blocks)}</div>'

@@ -14,7 +14,7 @@ import pandas as pd
 
 from headwater.colors import FAINT
 from headwater.errors import InputError
-from headwater.figures.likelihood import SEEN, depth_label, looks_of_depths, title_of
+from headwater.figures.likelihood import depth_label, looks_of_depths, title_of
 from headwater.figures.pathways import SPELLED, VALUES, default_split, layer_label, look_of
 from headwater.figures.pathways import title_of as pathways_title
 from headwater.figures.style import plain_title
@@ -137,7 +137,7 @@ def view_likelihood(stats: TextStatistics, *, texts: Sequence[int] | int | None 
         texts_shown.append(about | tokens)
     omitted = len(stats.texts) - len(chosen)
     spec = {
-        "title": plain_title(stats.run.model, SEEN),
+        "title": plain_title(stats.run.model, "how likely each token is"),
         "note": f"{len(chosen):,} of {len(stats.texts):,} texts" if omitted else "",
         "layers": ["final"] if "layer" not in stats.table else layers,
         "texts": texts_shown,
