@@ -80,9 +80,8 @@ class CircuitRunner:
         return {"values": values, "baselines": baselines}
 
     def _baselines(self, walk: CircuitWalk) -> Float[Tensor, "metric 3"]:
-        runs, example = walk.runs, walk.runs.example
-        unedited = runs.wave.readout.unedited(range(example, example + 1))
-        clean, corrupted = unedited.unedited[0], unedited.other[0]
+        runs = walk.runs
+        clean, corrupted = runs.metrics
         if not self.pairs.has_other_run:
             # The values come from no run, so the empty circuit has to be run to get its metric.
             corrupted = walk.measure([np.zeros(0, dtype=np.int64)])[0]

@@ -331,8 +331,7 @@ def baselines_of(pairs: Pairs, run: Run, exact: bool = True) -> Float[Tensor, "e
             runs = pairs.runs(example)
             rows = EdgeRows(runs, runs.start)
             refuse_heads_that_meet(rows)
-            unedited = runs.wave.readout.unedited(range(example, example + 1))
-            base, other = unedited.unedited[0], unedited.other[0]
+            base, other = runs.metrics
             # At least the metrics' own precision, because rows without a change may agree by chance.
             floor = torch.finfo(pairs.model.dtype).eps * torch.maximum(base.abs(), other.nan_to_num().abs())
             if exact:

@@ -375,6 +375,13 @@ class BothRuns:
         self.base, self.other = recorded_in(activations, 0), recorded_in(activations, 1)
         self._recomputed = recorded_in(activations, 0, recomputed), recorded_in(activations, 1, recomputed)
 
+    @property
+    def metrics(self) -> tuple[Float[Tensor, " metric"], Float[Tensor, " metric"]]:
+        """The metrics of the base run, and of the other prompt's run; NaN without one."""
+        readout, reading = self.wave.readout, (LOGITS, self.graph.n_layers)
+        base = readout.base_metrics[reading][0]
+        return base, readout.other_metrics[reading][0] if readout.other_metrics else torch.full_like(base, torch.nan)
+
     def changes_at(self, place: Place) -> Float[Tensor, "sender position d_model"]:
         """Return Δ from the first recomputed position of a place on; 0 outside its positions, if it lists any."""
         changes = self.changes[:, place.start - self.start :]

@@ -287,7 +287,7 @@ def knocked_out_states(
     before, after = ({name: torch.empty(shape.n_layers, n, shape.d_model) for name in names} for _ in range(2))
     for examples, measured in collect_states(plan, progress):
         for name, (kept, states) in product(names, ((before, measured.before), (after, measured.after))):
-            by_layer = [states[name, layer].float() for layer in range(shape.n_layers)]
+            by_layer = [states[name, layer][:, -1].float() for layer in range(shape.n_layers)]
             kept[name][:, examples.start : examples.stop] = torch.stack([one.to(by_layer[0]) for one in by_layer]).cpu()
     return before, after
 
@@ -317,9 +317,9 @@ def windowed_states(
         part = cells.part(done)
         centers, examples = [template.labels["layer"] for _, template in part], part.example.tolist()
         for place, read_layer in enumerate(read):
-            states[centers, place, examples] = measured.after[site, read_layer].float().cpu()
+            states[centers, place, examples] = measured.after[site, read_layer][:, -1].float().cpu()
             for layer in above:
-                states[layer, place, examples] = measured.before[site, read_layer].float().cpu()
+                states[layer, place, examples] = measured.before[site, read_layer][:, -1].float().cpu()
     return states
 
 

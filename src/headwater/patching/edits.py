@@ -208,9 +208,17 @@ class Variant:
     edits: tuple[Edit, ...]
     kept: tuple[int, ...]
     """The positions that metrics read, ascending."""
-    readings: tuple[Reading, ...]
+    of_metrics: tuple[Reading, ...]
+    """By metric: what it reads."""
+    states: tuple[Reading, ...] = ()
+    """What is read besides."""
     whole: int | None = None
     """With non-causal attention, the length of the prompt: an edit anywhere reaches all of it."""
+
+    @cached_property
+    def readings(self) -> tuple[Reading, ...]:
+        """All that is read, each once."""
+        return tuple(sorted({*self.of_metrics, *self.states}))
 
     @cached_property
     def joins(self) -> tuple[int, Stage]:

@@ -26,7 +26,7 @@ from headwater.models.positions import Where, positions_of
 from headwater.models.sites import SITES, Site, sites_named
 from headwater.models.tokens import Batch, pad_id, warn_of_missing_spaces
 from headwater.options import checked_count, checked_layer
-from headwater.patching.edits import LOGITS, CellTable, CellTemplate, Edit, Indices, Place, Reading, Variant, Variants
+from headwater.patching.edits import LOGITS, CellTable, Edit, Indices, Place, Reading, Variant, Variants
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import AlignedSpan, PromptPair, Side, aligned_spans
 from headwater.patching.replacements import Replacement
@@ -55,7 +55,8 @@ class Plan:
     batch_size: int | None = None
     states: tuple[Reading, ...] = ()
     """Residual-stream states to return, in addition to what the metrics read."""
-    states_at: Where = "last"
+    states_at: Where | None = None
+    """Where these states are read, besides the positions that the metrics read."""
     matched: tuple[Mapping[int, int] | None, ...] = ()
     """By prompt: the position in the other prompt of each position that edits may write; None, or an empty tuple,
     if the positions are equal."""
@@ -90,7 +91,7 @@ class Plan:
     def positions(self) -> tuple[tuple[int, ...], ...]:
         """By example: all positions that are read, ascending."""
         by_example = [{position for span in spans for position in span.base} for spans in self.spans]
-        for i, prompt in enumerate(self.pair.base if self.states else ()):
+        for i, prompt in enumerate(self.pair.base if self.states_at is not None else ()):
             by_example[i].update(positions_of(self.states_at, prompt, i // self.pair.draws, len(self.pair.prompts)))
         return tuple(tuple(sorted(read)) for read in by_example)
 
@@ -151,11 +152,6 @@ class Plan:
         last = max((edit.layers.stop for edit in edits), default=1) - 1
         return metric.site, metric.layer if metric.layer is not None else last
 
-    @cached_property
-    def metric_readings(self) -> list[tuple[Reading, ...]]:
-        """By template of cells: the reading of each metric."""
-        return [tuple(self.reading(metric, one.edits) for metric in self.metrics) for one in self.cells.templates]
-
     @property
     def metric_options(self) -> list[dict[str, Any]]:
         """Options of the metrics for the run's record: function, site, positions and token ids of each."""
@@ -195,8 +191,8 @@ class Group:
         """By place: the hook name of the other run's activation that values are computed from."""
         if plan.replacement is not None and plan.replacement.takes_other_run:
             self.value_names = {(site, layer): self.sites[site].hook_name(layer) for site, layer in self.sources}
-        of_metrics = (plan.metric_readings[number] for number in np.unique(self.cells.template))
-        self.readings = sorted({*plan.states, *(reading for some in of_metrics for reading in some)})
+        of_metrics = {plan.reading(metric, one.edits) for metric in plan.metrics for one in self.cells.used}
+        self.readings = sorted({*plan.states, *of_metrics})
         self.read_names = [SITES[site].hook_name(layer) for site, layer in self.readings if site != LOGITS]
         """The hook names of the activations that are read."""
 
@@ -257,8 +253,8 @@ class Group:
         for template, i in pairs.T:
             edits, (kept, length) = cells.templates[template].edits, listed[i]
             # From the cells' own edits: a board's clicks are cells that the plan does not list.
-            readings = {*self.plan.states, *(self.plan.reading(metric, edits) for metric in self.plan.metrics)}
-            distinct.append(Variant(edits, kept, tuple(sorted(readings)), whole=length))
+            of_metrics = tuple(self.plan.reading(metric, edits) for metric in self.plan.metrics)
+            distinct.append(Variant(edits, kept, of_metrics, self.plan.states, whole=length))
         return Variants(tuple(distinct), which.reshape(-1), example, cells.parents())
 
 
@@ -344,9 +340,9 @@ class Measured:
     """The same reading of the other prompt's run; NaN without one."""
     edges: Float[Tensor, " cell"]
     """Number of visible edges that a cell severs, over its layers and heads; NaN for cells that sever none."""
-    before: dict[Reading, Float[Tensor, "cell width"]] = field(default_factory=dict)
+    before: dict[Reading, Float[Tensor, "cell kept width"]] = field(default_factory=dict)
     """The requested states, in the base run."""
-    after: dict[Reading, Float[Tensor, "cell width"]] = field(default_factory=dict)
+    after: dict[Reading, Float[Tensor, "cell kept width"]] = field(default_factory=dict)
     """The same states after the edits."""
 
     @classmethod
@@ -408,30 +404,26 @@ class Readout:
             self._columns.append((distinct, np.array([distinct.index(columns) for columns in own])))
         # The base run of an attribution has a graph, which baselines do not need and would keep alive.
         with torch.no_grad():
-            self._of_base = self._baseline(base)
-            self._of_other = self._baseline(other) if other is not None else None
+            self.base_metrics = self._baseline(base)
+            self.other_metrics = self._baseline(other) if other is not None else None
 
-    def unedited(self, cells: range) -> Measured:
-        """Return the measurements of cells on the unedited runs, as if their edits changed nothing."""
-        chosen = self.plan.cells.part(cells)
-        measured = Measured.empty(len(chosen), len(self.plan.metrics))
-        rows = chosen.example - self.examples.start
+    def unedited(self, variants: Variants) -> Measured:
+        """Return the measurements of variants on the unedited runs, as if their edits changed nothing."""
+        measured = Measured.empty(len(variants), len(self.plan.metrics))
         for m in range(len(self.plan.metrics)):
-            readings = [of_metrics[m] for of_metrics in self.plan.metric_readings]
-            for reading in {readings[number] for number in np.unique(chosen.template)}:
-                reading_cells = np.flatnonzero(np.array([each == reading for each in readings])[chosen.template])
-                index, examples = torch.from_numpy(reading_cells), torch.from_numpy(rows[reading_cells])
-                measured.unedited[index, m] = self._of_base[reading][examples, m]
-                if self._of_other is not None:
-                    measured.other[index, m] = self._of_other[reading][examples, m]
-        cutting = [any(not edit.writes for edit in template.edits) for template in chosen.templates]
-        if self.plan.metrics and len(cutting_cells := np.flatnonzero(np.array(cutting)[chosen.template])):
-            numbers, which = np.unique(chosen.template[cutting_cells], return_inverse=True)
-            edges = self._visible_edges([chosen.templates[number] for number in numbers])
-            measured.edges[torch.from_numpy(cutting_cells)] = edges[torch.from_numpy(which.reshape(-1))]
+            readings = [variant.of_metrics[m] for variant in variants.distinct]
+            for reading in set(readings):
+                cells = np.flatnonzero(np.array([each == reading for each in readings])[variants.which])
+                index, examples = torch.from_numpy(cells), torch.from_numpy(variants.example[cells])
+                measured.unedited[index, m] = self.base_metrics[reading][examples, m]
+                if self.other_metrics is not None:
+                    measured.other[index, m] = self.other_metrics[reading][examples, m]
+        cuts = [[edit for edit in variant.edits if not edit.writes] for variant in variants.distinct]
+        if self.plan.metrics and any(cuts):
+            measured.edges = self._visible_edges(cuts)[torch.from_numpy(variants.which)]
         # A cell without any delivery keeps these values: its effect is 0 without a run.
         measured.values = measured.unedited.clone()
-        states = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
+        states = {name: torch.stack([self.base[name][i] for i in variants.example]) for name in self.plan.states}
         measured.before, measured.after = states, {reading: state.clone() for reading, state in states.items()}
         return measured
 
@@ -501,9 +493,8 @@ class Readout:
             table[reading] = columns
         return table
 
-    def _visible_edges(self, templates: Sequence[CellTemplate]) -> Float[Tensor, " template"]:
-        """Count the visible edges that cells sever, over their layers and heads."""
-        cuts = [[edit for edit in template.edits if not edit.writes] for template in templates]
+    def _visible_edges(self, cuts: Sequence[Sequence[Edit]]) -> Float[Tensor, " variant"]:
+        """Count the visible edges that variants sever, over their layers and heads; NaN for those that sever none."""
         # By identity: cells of a window over layers share one matrix.
         matrices = {id(cut.edges): cut.edges for some in cuts for cut in some}
         device = next(iter(matrices.values())).device
@@ -517,4 +508,5 @@ class Readout:
             each = sum(by_layer[id(cut.edges)][layer] for layer in cut.layers)
             return each * (self.plan.model.shape.n_heads if cut.heads is None else len(cut.heads))
 
-        return torch.tensor([sum(map(count, some)) for some in cuts], dtype=torch.float64)
+        counted = [sum(map(count, some)) if some else math.nan for some in cuts]
+        return torch.tensor(counted, dtype=torch.float64)

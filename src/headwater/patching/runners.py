@@ -82,24 +82,22 @@ class Runner(ABC):
     def __init__(self, plan: Plan, examples: range):
         """Make the unedited runs."""
 
-    def measure(self, cells: range) -> Measured:
-        """Measure some of the group's cells, from the readings of their variants that `run` delivers."""
-        plan, readout, chosen = self.plan, self.readout, self.plan.cells.part(cells)
-        variants = self.group.variants(chosen)
-        measured_cells = readout.unedited(cells)
+    def measure(self, cells: CellTable) -> Measured:
+        """Measure cells of the group's examples, from the readings of their variants that `run` delivers."""
+        variants, readout = self.group.variants(cells), self.readout
+        measured_cells = readout.unedited(variants)
 
         def deliver(reading: Reading, indices: Indices, read: Tensor) -> None:
-            for m in range(len(plan.metrics)):
-                asks = np.array([own[m] == reading for own in plan.metric_readings])[chosen.template[indices]]
+            for m in range(len(self.plan.metrics)):
+                asks = np.array([one.of_metrics[m] == reading for one in variants.distinct])[variants.which[indices]]
                 if asks.any():
                     asking = indices[asks]
                     # Usually the metric applies to all variants of a reading: then the logits are not copied.
                     part = read if asks.all() else read[to_device(np.flatnonzero(asks), read.device)]
                     measured = readout.apply(m, reading, part, variants.example[asking])
                     measured_cells.values[torch.from_numpy(asking), m] = measured
-            # The last kept position, as in `Readout.unedited`.
             if reading in measured_cells.after:
-                measured_cells.after[reading][to_device(indices, measured_cells.after[reading].device)] = read[:, -1]
+                measured_cells.after[reading][to_device(indices, measured_cells.after[reading].device)] = read
 
         self.run(variants, deliver)
         return measured_cells
@@ -523,11 +521,11 @@ class AttributionRunner(Runner):
         self.readout = Readout(group, base, other, {})
         self._products = [self._product(m, recorded) for m in range(len(plan.metrics))]
 
-    def measure(self, cells: range) -> Measured:
+    def measure(self, cells: CellTable) -> Measured:
         """Return the unedited values plus, for each cell, the sum over the places that it covers."""
-        measured, chosen = self.readout.unedited(cells), self.plan.cells.part(cells)
+        measured = self.readout.unedited(self.group.variants(cells))
         for m, products in enumerate(self._products):
-            measured.values[:, m] += sums(products, chosen, self.group.examples.start)
+            measured.values[:, m] += sums(products, cells, self.group.examples.start)
         return measured
 
     def _product(self, m: int, recorded: Mapping[str, Tensor]) -> dict[Drawn, Tensor]:

@@ -227,7 +227,7 @@ class _Measuring:
             cells_of_part = self.plan.cells.among(part)
             # A wave may begin or end within the cells of these examples.
             if shared := range(max(cells_of_part.start, cells.start), min(cells_of_part.stop, cells.stop)):
-                measured.append((shared, self._runner_of(part).measure(shared)))
+                measured.append((shared, self._runner_of(part).measure(self.plan.cells.part(shared))))
 
         most = min(self._most, len(examples))
         # No graph can be built in inference mode, not even with enable_grad inside it.

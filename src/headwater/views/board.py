@@ -222,7 +222,7 @@ class Board:
             parts = [ActivationNode(EDGES, node.layer, query, node.head, key) for key in range(keys)]
         elif len(nodes) == 1 and node.site in self.sites and node.position is not None:
             parts = [ActivationNode(HEADS, node.layer, node.position, head) for head in range(shape.n_heads)]
-        value, of_parts, states = bench.look(nodes, [[part] for part in parts])
+        (value, *of_parts), states = bench.look(nodes, [[part] for part in parts])
         first, after = bench.before, bench.read(states)
         likely = after.likeliest(TOP)
         ids = list(dict.fromkeys([*likely[: TOP // 2], *first.likeliest(TOP // 2), *likely]))[:TOP]

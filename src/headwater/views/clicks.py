@@ -36,7 +36,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
 from headwater.models.unembedding import unembedding_head
 from headwater.patching.components import ActivationNode, joint_template, set_name
-from headwater.patching.edits import LOGITS, CellTable, Indices, Reading
+from headwater.patching.edits import LOGITS, CellTable
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import PromptPair, Prompts
@@ -151,7 +151,7 @@ class RecordedPair:
         # Cells of every node; none is measured, but they determine what the runs record.
         cells = CellTable.of([(0, [joint_template([node], 0, self.replacement) for node in every])])
         states = tuple((STATE, layer) for layer in range(model.shape.n_layers))
-        self.plan = Plan(model, pair, cells, (metric,), self.replacement, states=states, states_at=metric.at)
+        self.plan = Plan(model, pair, cells, (metric,), self.replacement, states=states)
         self.normalise, self.head = unembedding_head(model)
         self.fingerprint = model.fingerprint
         self._runner: WalkRunner | WholeRuns
@@ -164,45 +164,34 @@ class RecordedPair:
     @property
     def kept(self) -> tuple[int, ...]:
         """The positions of the edited prompt that the metric reads."""
-        return self.plan.spans[0][0].base
+        return self.plan.positions[0]
 
     @property
     def unedited(self) -> tuple[float, float]:
         """The metric of the edited run before the change, and of the other run."""
-        found = self._runner.readout.unedited(range(1))
-        return float(found.unedited[0, 0]), float(found.other[0, 0])
+        readout, reading = self._runner.readout, (LOGITS, self.model.shape.n_layers)
+        assert readout.other_metrics is not None
+        return float(readout.base_metrics[reading][0, 0]), float(readout.other_metrics[reading][0, 0])
 
     def look(
         self, nodes: Sequence[ActivationNode], parts: Sequence[Sequence[ActivationNode]]
-    ) -> tuple[float, list[float], Float[Tensor, "layer kept d_model"]]:
+    ) -> tuple[list[float], Float[Tensor, "layer kept d_model"]]:
         """Change nodes together, and each of the other sets separately, in one walk.
 
-        Return the metric after the change, the metric for each other set, and the states after each layer, at the
-        positions of the metric.
+        Return the metric after the change, and for each other set; and the states after each layer, at the positions of
+        the metric.
         """
-        runner, end = self._runner, (LOGITS, self.model.shape.n_layers)
         cells = CellTable.of([(0, [joint_template(one, 0, self.replacement) for one in (nodes, *parts)])])
-        before, _ = self.unedited
-        values = [before] * len(cells)
-        states: dict[Reading, Tensor] = {reading: runner.readout.base[reading][0] for reading in self.plan.states}
-
-        def deliver(reading: Reading, indices: Indices, read: Tensor) -> None:
-            if reading == end:
-                measured = runner.readout.apply(0, reading, read, [0] * len(indices))
-                for index, value in zip(indices.tolist(), measured.tolist(), strict=True):
-                    values[index] = value
-            elif 0 in indices:
-                states[reading] = read[indices.tolist().index(0)]
-
         with torch.inference_mode(), self.model.lock:
-            runner.run(runner.group.variants(cells), deliver)
-            return values[0], values[1:], self._at_metric([states[reading] for reading in self.plan.states])
+            measured = self._runner.measure(cells)
+            states = torch.stack([measured.after[reading][0] for reading in self.plan.states])
+        return measured.values[:, 0].tolist(), states
 
     @cached_property
     def before(self) -> NextTokens:
         """The predictions of the edited run before the change, computed once."""
         base = self._runner.readout.base
-        return self.read(self._at_metric([base[reading][0] for reading in self.plan.states]))
+        return self.read(torch.stack([base[reading][0] for reading in self.plan.states]))
 
     def read(self, states: Float[Tensor, "layer kept d_model"]) -> NextTokens:
         """Return the predictions of states after every layer, each read as if it were the last (logit lens).
@@ -218,7 +207,7 @@ class RecordedPair:
                 readout = self._runner.readout
                 run = readout.base if self.plan.pair.base_is_clean else readout.other
                 assert run is not None
-                clean = self.logits(self._at_metric([run[self.plan.states[-1]][0]])).expand_as(logits)
+                clean = self.logits(run[self.plan.states[-1]][0][None]).expand_as(logits)
             metric = self.metric.measure(logits, answers, clean).double().tolist()
             return NextTokens(metric, logits[-1, -1].double().softmax(-1).cpu())
 
@@ -228,8 +217,3 @@ class RecordedPair:
             # W_U may be on another GPU than the states.
             hidden = self.normalise(states.flatten(0, 1)).to(self.head.W_U.device).float()
             return self.head.logits(hidden, slice(None)).view(*states.shape[:2], -1)
-
-    def _at_metric(self, states: list[Tensor]) -> Float[Tensor, "layer kept d_model"]:
-        """Stack the states after some layers, and select the positions that the metric reads."""
-        columns = [self.plan.positions[0].index(position) for position in self.kept]
-        return torch.stack(states)[:, columns]
