@@ -38,7 +38,7 @@ from headwater.circuits.graph import QKV
 from headwater.circuits.pairs import BothRuns, Place, names_with_gradient
 from headwater.errors import InputError, NumericsError
 from headwater.kernels.devices import to_device
-from headwater.models.edits import Hook, replace_hook
+from headwater.models.edits import Hook, forking, replace_hook
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
@@ -145,13 +145,8 @@ class Slopes:
             self.recorded[first] = rows.requires_grad_(True)
             return self.recorded[first]
 
-        def fork(activation: Tensor, hook: object, name: str) -> Tensor:
-            # A fork, so that the gradient is for this use only and not for everything that reads the same tensor.
-            self.recorded[name] = activation.view_as(activation)
-            return self.recorded[name]
-
         hooks: list[Hook] = [(first, replace_hook(begin))]
-        hooks += [(name, replace_hook(partial(fork, name=name))) for name in names_with_gradient(runs.model)[1:]]
+        hooks += forking(names_with_gradient(runs.model)[1:], self.recorded)
         prompt = runs.plan.pair.base[runs.example]
         batch = Batch.of([list(prompt.ids)] * len(self.shares), 0)
         # Fused once the hooks are attached: a norm after attention (Gemma) that has one inside must stay as it is.

@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.kernels.attention import reweighted
-from headwater.models.edits import Hook, read_hook, replace_hook
+from headwater.models.edits import at_tokens, keeping, replace_hook
 from headwater.models.forward import FixedPrefix, KeysValues, unpadded
 from headwater.models.gradients import refuse_cut_texts
 from headwater.models.hooked import HookedModel
@@ -104,9 +104,9 @@ class Reweighted:
         keys = _marked([self.keys[row] for row in rows], width).to(device)
         gate = self.gate[list(rows)].to(alpha)[:, None, None]
         scale = gate * alpha[0] - (1 - gate) * alpha[1]  # example layer head
-        outs: list[Tensor] = []
-        reads = (SITES[self.site].hook_name(self.layer), read_hook(lambda activation, hook: outs.append(activation)))
-        hooks: list[Hook] = [reads]
+        states: dict[str, Tensor] = {}
+        name, last = SITES[self.site].hook_name(self.layer), torch.tensor([len(row) - 1 for row in rest])
+        hooks = keeping([name], states, at_tokens(torch.arange(len(rest)), last))
         for layer, here in enumerate(rearrange(scale.to(device), "example layer head -> layer example head")):
 
             def reweigh(pattern: Tensor, hook: object, here: Tensor = here) -> Tensor:
@@ -114,8 +114,7 @@ class Reweighted:
 
             hooks.append((hook_name("pattern", layer), replace_hook(reweigh)))
         self.model.run(batch, hooks, stop_at=self.layer + 1, grad=grad, **options)
-        last = torch.tensor([len(row) - 1 for row in rest], device=outs[0].device)
-        return outs[0][torch.arange(len(rest), device=last.device), last]
+        return states[name]
 
     def batches(self, rows: Sequence[int], batch_size: int) -> list[list[int]]:
         """Deal rows out in batches of about equal length."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -37,7 +36,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError, NumericsError
 from headwater.kernels.devices import to_device
 from headwater.kernels.likelihood import UnembeddingHead
-from headwater.models.edits import read_hook
+from headwater.models.edits import at_tokens, keeping
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.model import residual_scale
 from headwater.models.positions import Prompt, Where, positions_read
@@ -342,23 +341,17 @@ class Contributions:
         rows, places = torch.tensor(reads[["example", "position"]].to_numpy()).T
         rows = rows - examples.start
         recorded: dict[str, Tensor] = {}
-
-        def keep(activation: Tensor, hook: object, name: str) -> None:
-            of, at = to_device(rows, activation.device), to_device(places, activation.device)
-            if name.endswith("pattern"):
-                taken = activation[of, :, at]
-            else:  # v at all positions, because each may be attended to
-                taken = activation[of] if name.endswith("hook_v") else activation[of, at]
-            recorded[name] = taken.float()
-
         sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]
         for layer in range(n_layers):
             read = ("z",) if layer in self.attended else ("resid_pre", "resid_mid")
             sites += [(site, layer) for site in (*read, "mlp_out")]
+        names, take = [SITES[site].hook_name(layer) for site, layer in sites], at_tokens(rows, places)
+        hooks = keeping(names, recorded, lambda activation: take(activation).float())
         if self.by_source:
-            sites += [(site, layer) for layer in self.attended for site in ("pattern", "v")]
-        names = [SITES[site].hook_name(layer) for site, layer in sites]
-        hooks = [(name, read_hook(partial(keep, name=name))) for name in names]
+            patterns, values = ([SITES[site].hook_name(layer) for layer in self.attended] for site in ("pattern", "v"))
+            hooks += keeping(patterns, recorded, lambda pattern: take(pattern.movedim(1, 2)).float())
+            # v at all positions, because each may be attended to.
+            hooks += keeping(values, recorded, lambda v: v[to_device(rows, v.device)].float())
         self.model.run(batch, hooks, stop_at=n_layers)
         return recorded
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -37,7 +36,7 @@ from headwater.errors import InputError, callers_level, first_line
 from headwater.kernels.devices import failures_named, to_device
 from headwater.kernels.likelihood_blocked import layer_predictions
 from headwater.models.bridge_check import is_finite
-from headwater.models.edits import read_hook
+from headwater.models.edits import at_tokens, keeping
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_read
 from headwater.models.sites import hook_name
@@ -193,24 +192,17 @@ def lens(
             batch = Batch.of([read[i].ids for i in examples], pad_id(model.tokenizer)).named(examples)
             mine = np.isin(places[:, 0], examples)
             of_batch, columns = torch.from_numpy(places[mine] - [examples.start, 0]).T
-            recorded: dict[int, Tensor] = {}
-            ends: list[Tensor] = []
-
-            def keep(residual: Tensor, hook: object, layer: int) -> None:
-                there = residual.device
-                recorded[layer] = residual[to_device(of_batch, there), to_device(columns, there)]
-                if layer == chosen[-1]:
-                    ends.append(
-                        residual[torch.arange(len(residual), device=there), to_device(batch.lengths - 1, there)]
-                    )
-
-            hooks = [(hook_name("resid_post", layer), read_hook(partial(keep, layer=layer))) for layer in chosen]
+            recorded, ends = dict[str, Tensor](), dict[str, Tensor]()
+            names = [hook_name("resid_post", layer) for layer in chosen]
+            hooks = keeping(names, recorded, at_tokens(of_batch, columns))
+            hooks += keeping(names[-1:], ends, at_tokens(torch.arange(len(batch)), batch.lengths - 1))
             expected = model.run(batch, hooks, keep="last")[:, 0]
             # Checked at the last tokens whatever positions are read, because the run computes these logits anyway.
-            refuse_other_logits(model, head.logits(normalise(ends[0]).float(), slice(None)), expected)
+            refuse_other_logits(model, head.logits(normalise(ends[names[-1]]).float(), slice(None)), expected)
             device = head.W_U.device
-            last = normalise(recorded[chosen[-1]]).to(device)
-            hidden = [normalise(transform(recorded[layer], layer)).to(device).float() for layer in chosen]
+            last = normalise(recorded[names[-1]]).to(device)
+            of_layers = zip(names, chosen, strict=True)
+            hidden = [normalise(transform(recorded[name], layer)).to(device).float() for name, layer in of_layers]
             # A position without a next token gets token 0, and its rank is removed from the table.
             target = to_device(torch.from_numpy(target_ids[mine].clip(0)), device)
             found = layer_predictions(torch.stack(hidden), last, head, target, top_k)

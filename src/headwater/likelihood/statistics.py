@@ -37,6 +37,7 @@ from headwater.kernels.devices import in_halves, to_device
 from headwater.kernels.likelihood import PRECISIONS, PrecisionName, TokenStatistics, UnembeddingHead
 from headwater.lenses.predictions import Layers, Lens, lens_named, open_lens, reader, resolve_layers
 from headwater.models.bare_model import residual_streams
+from headwater.models.edits import at_tokens
 from headwater.models.hooked import check_model, warn_of_no_template
 from headwater.models.tokens import (
     Batch,
@@ -336,12 +337,8 @@ def _measure_windows(
     def run(group: Sequence[_Window]) -> None:
         batch = Batch.of([window.ids for window in group], pad).named(window.text for window in group)
         rows, columns = torch.tensor([(row, place) for row, window in enumerate(group) for place in window.scored]).T
-
-        def take(residual: Tensor) -> Tensor:
-            # A token is predicted from the state one column before it.
-            return residual[to_device(rows, residual.device), to_device(columns, residual.device) - 1]
-
-        residuals = residual_streams(model, batch, layers, take)
+        # A token is predicted from the state one column before it.
+        residuals = residual_streams(model, batch, layers, at_tokens(rows, columns - 1))
         token_ids = target = batch.tokens[rows, columns]
         by_layer = []
         for layer in layers:

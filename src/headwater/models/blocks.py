@@ -33,7 +33,7 @@ from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
 from headwater.kernels.elementwise import softmax, tanh_gelu
 from headwater.models.bridge_check import difference, rounding
-from headwater.models.edits import Hook, read_hook, replace_hook
+from headwater.models.edits import Hook, begin_graph, forking, keeping
 from headwater.models.families import known_family
 from headwater.models.forward import (
     FixedPrefix,
@@ -286,26 +286,15 @@ class Blocks:
         activations: dict[str, Tensor] = {}
         forked: dict[str, Tensor] = {}
 
-        def keep(activation: Tensor, hook: object, name: str) -> None:
-            # TransformerLens passes hooks the tensor itself: a later in-place edit would change the kept activation.
-            activations[name] = activation.detach().clone()
-
-        def fork(activation: Tensor, hook: object, name: str) -> Tensor:
-            # The graph begins at the first fork. At later ones the run continues with a view, so that a gradient there
-            # omits whatever else uses the same tensor (Gemma 4's later layers also read the embedding).
-            forked[name] = (
-                activation.view_as(activation) if forked else activation.detach().clone().requires_grad_(True)
-            )
-            return forked[name]
-
         def tapped(layer: int, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
             calls[layer] = (args, dict(options))
             return args, with_cache(self._blocks[layer].attn, options, tap)
 
         k_and_v = [hook_name(site, layer) for layer in range(len(self._blocks)) for site in ("k", "v")]
-        kept_names = dict.fromkeys([*names, last, *(k_and_v if self._own is not None else [])])
-        hooks = [(name, replace_hook(functools.partial(fork, name=name))) for name in gradients_at]
-        hooks += [(name, read_hook(functools.partial(keep, name=name))) for name in kept_names]
+        kept_names = [*names, last, *(k_and_v if self._own is not None else [])]
+        hooks: list[Hook] = [(name, begin_graph) for name in gradients_at[:1]]
+        hooks += forking(gradients_at, forked)
+        hooks += keeping(kept_names, activations, lambda activation: activation.detach().clone())
         options: dict[str, Any] = {**last_logits_only(self.model.raw)}
         if start is not None:
             options |= cache_options(self.model, FixedPrefix(start))

@@ -17,13 +17,16 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
 from headwater.foreign_names import hint_for
+from headwater.kernels.devices import to_device
 from headwater.models.forward import Reading, now_reading
 from headwater.models.sites import SITES, EditVia, Site, place_named
 from headwater.options import shown
@@ -92,6 +95,43 @@ def read_hook(function: HookFunction, may_be_silent: bool = False) -> TrustedHoo
 def replace_hook(function: HookFunction) -> TrustedHook:
     """Mark a hook that returns a new tensor and does not modify its input."""
     return TrustedHook(function, edits=True)
+
+
+def keeping(
+    names: Iterable[str], kept: dict[str, Tensor], take: Callable[[Tensor], Tensor] = torch.clone
+) -> list[Hook]:
+    """Return hooks that store what `take` returns for each named activation in `kept`, by name.
+
+    `take` must return a copy, unless nothing writes into the activation later.
+    """
+
+    def keep(activation: Tensor, hook: object, name: str) -> None:
+        kept[name] = take(activation)
+
+    return [(name, read_hook(partial(keep, name=name))) for name in dict.fromkeys(names)]
+
+
+def at_tokens(rows: Int[Tensor, " token"], columns: Int[Tensor, " token"]) -> Callable[[Tensor], Tensor]:
+    """Return a function that copies the states at some tokens of a batch: `batch position ...` to `token ...`."""
+    return lambda activation: activation[to_device(rows, activation.device), to_device(columns, activation.device)]
+
+
+begin_graph = replace_hook(lambda activation, hook: activation.detach().clone().requires_grad_(True))
+"""A hook at which the graph of a run with gradients begins."""
+
+
+def forking(names: Iterable[str], kept: dict[str, Tensor]) -> list[Hook]:
+    """Return hooks that store a view of each named activation in `kept`, with which the run continues.
+
+    A gradient there omits whatever else uses the same tensor (Gemma 4's later layers also read the embedding). Hooks of
+    q, k, v and z get a reshaped view from which nothing later is computed, so the view must be returned.
+    """
+
+    def fork(activation: Tensor, hook: object, name: str) -> Tensor:
+        kept[name] = activation.view_as(activation)
+        return kept[name]
+
+    return [(name, replace_hook(partial(fork, name=name))) for name in dict.fromkeys(names)]
 
 
 def listed_hooks(hooks: Any) -> list[Any]:

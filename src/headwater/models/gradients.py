@@ -16,7 +16,7 @@ from torch import Tensor
 from headwater.errors import InputError, InterventionError, ModelError, NumericsError
 from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import WRAPPED
-from headwater.models.edits import Hook, read_hook, replace_hook
+from headwater.models.edits import Hook, at_tokens, keeping, replace_hook
 from headwater.models.forward import FixedPrefix, KeysValues, attentions_of, reached, unpadded
 from headwater.models.sites import hook_name
 
@@ -89,7 +89,7 @@ class Descent:
         self._entries: dict[int, Tensor] = {}
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._z: dict[int, Tensor] = {}
-        self._patterns: dict[int, Tensor] = {}
+        self._patterns: dict[str, Tensor] = {}
         n_keys = tokens.shape[1] + (next(iter(before.values()))[0].shape[2] if before else 0)
         # As many layers at once as fit: each segment below the first costs a second forward pass of its layers.
         at_once = max(1, graphs_in_memory(model, tokens.numel(), n_keys))
@@ -116,18 +116,16 @@ class Descent:
             gradient = gradients[0]
             for layer, slope in reversed(list(zip(heads, gradients[len(entry) :], strict=True))):
                 at_head = torch.zeros_like(heads[layer]) if slope is None else slope
-                yield HeadSlopes(layer, self._patterns.pop(layer), at_head, self._cache.after.pop(layer)[1])
+                pattern, (_, values) = self._patterns.pop(hook_name("pattern", layer)), self._cache.after.pop(layer)
+                yield HeadSlopes(layer, pattern, at_head, values)
 
     def _run(self, tokens: Tensor, name: str, positions: Tensor) -> Float[Tensor, "batch d_model"]:
         """Run the model up to the state, recording the graph of the topmost segment."""
-        states: list[Tensor] = []
-
-        def keep(activation: Tensor, hook: object) -> None:
-            rows = torch.arange(len(activation), device=activation.device)
-            states.append(activation[rows, to_device(positions, activation.device)])
-
+        states: dict[str, Tensor] = {}
         first = self._segments[0].start
-        hooks: list[Hook] = [*self._watch(self._segments[0]), (name, read_hook(keep))]
+        hooks = self._watch(self._segments[0]) + keeping(
+            [name], states, at_tokens(torch.arange(len(tokens)), positions)
+        )
         hooks.append((hook_name("resid_pre", first), replace_hook(lambda residual, hook: self._enter(residual, first))))
         with self.model.lock, contextlib.ExitStack() as stack:
             for layer in range(self._lowest, first):
@@ -135,7 +133,7 @@ class Descent:
                 block, note = self.model.raw.blocks[layer], partial(self._note_call, layer)
                 stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
             self.model.run(unpadded(tokens), hooks, stop_at=self._top + 1, grad=True, past_key_values=self._cache)
-        return states[0]
+        return states[name]
 
     def _again(self, segment: range) -> Tensor:
         """Rerun some blocks with their recorded arguments, now with a graph; return the residual stream after them."""
@@ -164,16 +162,11 @@ class Descent:
     def _watch(self, segment: range) -> list[Hook]:
         self._cache.kept = segment
 
-        def keep_pattern(pattern: Tensor, hook: object, layer: int) -> None:
-            self._patterns[layer] = pattern.detach()
-
         def keep_z(z: Tensor, hook: object, layer: int) -> Tensor:
             self._z[layer] = z.detach().requires_grad_(True) if layer == self._lowest else z
             return self._z[layer]
 
-        hooks: list[Hook] = [
-            (hook_name("pattern", layer), read_hook(partial(keep_pattern, layer=layer))) for layer in segment
-        ]
+        hooks = keeping((hook_name("pattern", layer) for layer in segment), self._patterns, Tensor.detach)
         return hooks + [(hook_name("z", layer), replace_hook(partial(keep_z, layer=layer))) for layer in segment]
 
     def _note_call(self, layer: int, _: object, args: tuple[Any, ...], options: dict[str, object]) -> None:

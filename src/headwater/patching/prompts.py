@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headwater.data.rows import read_rows, refuse_repeated
 from headwater.errors import InputError
-from headwater.models.edits import Hook, read_hook, replace_hook
+from headwater.models.edits import Hook, keeping, replace_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import (
     AbsentError,
@@ -431,15 +431,12 @@ def read_prompt_pair(
     at = tuple(positions_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts))
     if not arguments["absolute"]:
         # In standard deviations of the entries of these embeddings, over all prompts.
-        entries: list[Tensor] = []
-
-        def keep(activation: Tensor, hook: object, start: int) -> None:
-            rows = zip(activation, at[start:], strict=False)
-            entries.extend(activations[list(places)].float().flatten().cpu() for activations, places in rows)
-
+        entries, embedded = list[Tensor](), dict[str, Tensor]()
         for start in range(0, len(prompts), BATCH):
             batch = Batch.of([prompt.ids for prompt in prompts[start : start + BATCH]], pad_id(model.tokenizer))
-            model.run(batch, [(hook_name("embed"), read_hook(partial(keep, start=start)))], stop_at=1)
+            model.run(batch, keeping([hook_name("embed")], embedded), stop_at=1)
+            rows = zip(embedded[hook_name("embed")], at[start:], strict=False)
+            entries += [row[list(places)].float().flatten().cpu() for row, places in rows]
         std *= float(torch.cat(entries).std())
     corruption = Corruption(at, std, arguments["samples"], arguments["seed"])
     return PromptPair(prompts, prompts, direction, corruption)

@@ -18,7 +18,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
-from headwater.models.edits import Hook, read_hook
+from headwater.models.edits import Hook, keeping
 from headwater.models.forward import finite_output
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, roles_of
@@ -470,15 +469,11 @@ def capture(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Run prompts; return the named activations and the logits at the kept columns (without any, the last residual)."""
     activations: dict[str, Tensor] = {}
-
-    def hold(activation: Tensor, hook: object, name: str) -> None:
-        activations[name] = activation.clone()
-
     n_layers = model.shape.n_layers
     # Always kept: any non-finite value in a run shows in its last residual stream.
     last = main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)
-    hooks = [(name, read_hook(partial(hold, name=name))) for name in dict.fromkeys([*names, last])]
+    hooks = [*before, *keeping([*names, last], activations)]
     with model.lock:
-        out = model.run(batch, [*before, *hooks], keep=keep, stop_at=n_layers if keep is None else None)
+        out = model.run(batch, hooks, keep=keep, stop_at=n_layers if keep is None else None)
         finite_output(model, activations[last], batch, None)
     return activations, out

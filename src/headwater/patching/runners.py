@@ -25,7 +25,7 @@ from headwater.errors import InputError, InterventionError, NumericsError, first
 from headwater.kernels.devices import in_tiles, is_out_of_memory, to_device, to_device_many
 from headwater.models.blocks import Blocks, Recording, cannot_step
 from headwater.models.bridge_check import edges_are_cut, rounding
-from headwater.models.edits import Hook, read_hook, replace_hook
+from headwater.models.edits import Hook, begin_graph, forking, keeping, read_hook, replace_hook
 from headwater.models.forward import not_finite
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.hooked import HookedModel
@@ -361,16 +361,13 @@ def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementVal
 
 def visible_keys(model: HookedModel, prompt: Batch, layers: Collection[int]) -> dict[int, Bool[Tensor, "query key"]]:
     """Return the keys that each query sees at these layers, taken from the masked scores of one run."""
-    visible: dict[int, Tensor] = {}
-
-    def look(scores: Tensor, hook: object, layer: int) -> None:
-        # Half of the minimum: a masked score is finfo.min plus a little, or -inf in TransformerLens's own models.
-        visible[layer] = scores[0, 0] > torch.finfo(scores.dtype).min / 2
-
-    hooks = [(hook_name("attn_scores", layer), read_hook(partial(look, layer=layer))) for layer in layers]
+    visible: dict[str, Tensor] = {}
+    names = {layer: hook_name("attn_scores", layer) for layer in layers}
+    # Half of the minimum: a masked score is finfo.min plus a little, or -inf in TransformerLens's own models.
+    hooks = keeping(names.values(), visible, lambda scores: scores[0, 0] > torch.finfo(scores.dtype).min / 2)
     # Measured, not derived: sliding windows and chunks are masked by the model itself.
     model.run(prompt, hooks, stop_at=max(layers) + 1)
-    return visible
+    return {layer: visible[name] for layer, name in names.items()}
 
 
 def _edits(variants: Sequence[Variant], examples: Sequence[int], values: ReplacementValues, stop: int) -> list[Hook]:
@@ -501,19 +498,10 @@ class AttributionRunner(Runner):
         self.plan, self.group = plan, Group(plan, examples)
         group, places = self.group, self.group.places
         recorded: dict[str, Tensor] = {}
-
-        def hold(activation: Tensor, hook: object, name: str) -> Tensor:
-            # a fork: other consumers of the same tensor (Gemma 4's later layers read the embedding) are not edited
-            recorded[name] = activation.view_as(activation)
-            return recorded[name]
-
         names = [*group.read_names, *(group.sites[site].hook_name(layer) for site, layer in places)]
         names += [_carrying(group.sites[site]).hook_name(layer) for site, layer in places]
-        # Detached: the graph begins here, at the embeddings, whether or not parameters are frozen.
-        begin = replace_hook(lambda activation, hook: activation.detach().requires_grad_(True))
-        hooks: list[Hook] = [*group.corrupting("base"), (hook_name("embed"), begin)]
-        # Returned, not only kept: hooks of q, k, v and z get a reshaped view that nothing later is computed from.
-        hooks += [(name, replace_hook(partial(hold, name=name))) for name in dict.fromkeys(names)]
+        # The graph begins at the embeddings, whether or not parameters are frozen.
+        hooks: list[Hook] = [*group.corrupting("base"), (hook_name("embed"), begin_graph), *forking(names, recorded)]
         logits = plan.model.run(group.batch("base"), hooks, keep=columns_of(group.kept), grad=True)
         with torch.enable_grad():
             base = read_run(group, group.kept, recorded, logits)

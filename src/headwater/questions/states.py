@@ -18,9 +18,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import rounding
-from headwater.models.edits import Hook, read_hook
+from headwater.models.edits import Hook, at_tokens, keeping
 from headwater.models.forward import FixedPrefix, KeysValues, can_continue, common_start, keys_values, unpadded
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
@@ -114,17 +113,12 @@ def states_at(
         if shared:
             batch, options = unpadded(batch.tokens), {"past_key_values": FixedPrefix(start)}
         hooks = list(editing(rows, shared)) if editing is not None else []
-        collected: dict[int, Tensor] = {}
-        for layer in range(n_layers):
-
-            def keep(activation: Tensor, hook: object, layer: int = layer) -> None:
-                device = activation.device
-                collected[layer] = activation[torch.arange(len(columns), device=device), to_device(columns, device)]
-
-            hooks.append((SITES[site].hook_name(layer), read_hook(keep)))
+        collected: dict[str, Tensor] = {}
+        names = [SITES[site].hook_name(layer) for layer in range(n_layers)]
+        hooks += keeping(names, collected, at_tokens(torch.arange(len(columns)), columns))
         model.run(batch, hooks, stop_at=n_layers, **options)
         # The layers of a model may be on several devices; their states are stacked on the first.
-        by_layer = [collected[layer].to(model.device) for layer in range(n_layers)]
+        by_layer = [collected[name].to(model.device) for name in names]
         return torch.stack(by_layer).cpu().float()  # one copy, so that each run waits for the device once
 
     shared, start = shared_start(model, tokens, first, n_layers, partial(run, [0]))
