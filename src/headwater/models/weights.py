@@ -6,37 +6,28 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from einops import rearrange
+from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.errors import InputError, ModelError, first_line
+from headwater.errors import InputError, ModelError, did_you_mean, first_line
 from headwater.kernels.devices import to_device, usable_device
-from headwater.models.bridge_check import check_finite, finite, tokenizer_fits
+from headwater.models.bridge_check import check_finite, difference, finite, rounding, tokenizer_fits
 from headwater.models.checkpoint import Checkpoint, checkpoint_folder, load_tokenizer, open_checkpoint, revision_of
 from headwater.models.conversion import UNEMBEDDING, expected_tensors, split_heads
-from headwater.models.effective_embedding import (
-    adds_positions,
-    bos_token,
-    check_heads,
-    check_request,
-    chunks,
-    entering,
-    first_mlp,
-    layer0,
-    mlp0,
-    single_token_heads,
-)
+from headwater.models.edits import Hook, read_hook
+from headwater.models.effective_embedding import KINDS, bos_token, chunks, layer0, mlp0
 from headwater.models.families import ModelShape, clip_limit, family_of, shape_of
 from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
 from headwater.models.forward import unpadded
 from headwater.models.model import is_bridge
+from headwater.models.sites import hook_name
 from headwater.models.transformers_names import PreTrainedTokenizerBase
 from headwater.runs.identity import tokenizer_digest
 
@@ -105,6 +96,13 @@ class HeadWeights(OVWeights):
     b_O: Float[Tensor, " d_model"] | None
 
 
+FACTORS = tuple(field.name for field in fields(HeadWeights) if field.name.startswith(("W_", "b_")))
+PLACES = {"x": "attn_in", "z": "z", "weight": "pattern", "out": "attn_written"}
+"""Hooks of a bridge for the input of attention, the outputs and the weights of its heads, and attention's output."""
+N_TOKENS = 4
+"""Number of tokens to check."""
+
+
 class _Weights:
     """Common base class for parameters from memory and from files.
 
@@ -124,18 +122,46 @@ class _Weights:
         about = ", ".join(filter(None, (self.revision, self.shape.architecture)))
         return f"{type(self).__name__}({self.name!r}, {about}, {self.dtype} as {self.given_dtype})"
 
+    def layer(self, layer: int) -> HeadWeights:
+        """Return the factors of one layer's heads; a bias that the model lacks is None."""
+        return HeadWeights(layer, **self._factors_of(layer, FACTORS))
+
+    def ov(self, layer: int) -> OVWeights:
+        """Return W_V and W_O of one layer's heads; files with separate queries and keys are not read for these."""
+        return OVWeights(layer, **self._factors_of(layer, ("W_V", "W_O")))
+
+    @torch.inference_mode()
+    def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
+        """Return the effective embedding of each token, as later heads read it; `kind` is "raw", "mlp0", ..."""
+        if kind not in KINDS:
+            raise InputError(f"The effective embedding {kind!r} does not exist.{did_you_mean(kind, KINDS)}")
+        d_vocab = self.shape.d_vocab
+        if not len(tokens) or not 0 <= int(tokens.min()) <= int(tokens.max()) < d_vocab:
+            found = f"from {int(tokens.min())} to {int(tokens.max())}" if len(tokens) else "none"
+            raise InputError(f"Effective embeddings need token ids from 0 to {d_vocab - 1}; {found} were given.")
+        return self._given(self._effective(tokens, kind))
+
     def _given(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.given_dtype)
 
-    def _check_heads(self, layer: int, config: object) -> None:
-        """Refuse a nonexistent layer, and attention that clips its values, since a head is then not a linear map."""
+    def _factors_of(self, layer: int, names: Sequence[str]) -> dict[str, Any]:
+        """Return factors of a layer's heads by name, and its norm's gain.
+
+        Refuses attention that clips its values: the output of a head is then not x W_V W_O.
+        """
         if not 0 <= layer < self.shape.n_layers:
             raise InputError(f"Layer {layer} was requested; the model has layers 0 to {self.shape.n_layers - 1}.")
-        if limit := clip_limit(config):
+        if limit := clip_limit(self._config):
             raise ModelError(
                 f"{self.shape.architecture} clips queries, keys and values here (clip_qkv={limit}), so the output of a "
                 "head is not x W_V W_O; no OV map is computed."
             )
+        return self._factors(layer, names)
+
+    if TYPE_CHECKING:  # of each class
+        _config: Any
+        _factors: Callable[[int, Sequence[str]], dict[str, Any]]
+        _effective: Callable[[Tensor, str], Tensor]
 
 
 class LoadedWeights(_Weights):
@@ -143,11 +169,19 @@ class LoadedWeights(_Weights):
 
     The weights of a layer's heads are checked at the first read, and assumed unchanged afterwards. If the caller knows
     the fingerprint, checks that an earlier reader made of the same weights are not repeated.
+
+    Factors and embeddings that are found in modules by name are right only if the architecture uses them as expected. A
+    sequence of one token, which attends only to itself, shows it:
+
+        embedding   the input of the first block is E; with added positions, E plus the same vector for every token
+        first MLP   block 0, with input E and attention's output set to 0, returns E + MLP₀(LN(E))
+        heads       with x the input of attention, p a head's weight on the token (1, or less with a sink):
+                    z[h] = p[h] · (x W_V[g] + b_V[g])        output of attention = Σ_h z[h] W_O[h] + b_O
     """
 
     def __init__(self, model: Model, fingerprint: str | None = None):
         super().__init__(model.name, model.revision, model.shape, model.dtype)
-        self.model = model
+        self.model, self._config = model, model.config
         self.device = model.device
         self._sound: set[str] = set()
         """Tensors already checked for NaN, and layers whose heads were already compared with a run."""
@@ -178,24 +212,14 @@ class LoadedWeights(_Weights):
             raise ModelError(f"{self.name} was loaded without a tokenizer; pass tokenizer= to hw.load.")
         return self.model.tokenizer
 
-    def layer(self, layer: int) -> HeadWeights:
-        """Return the factors of one layer's heads."""
-        names = [field.name for field in fields(HeadWeights) if field.name.startswith(("W_", "b_"))]
-        return HeadWeights(layer, **self._factors(layer, names))
-
-    def ov(self, layer: int) -> OVWeights:
-        """Return W_V and W_O of one layer's heads."""
-        factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
-        return OVWeights(layer, factors["W_V"], factors["W_O"], norm_gain=factors["norm_gain"])
-
     @torch.inference_mode()
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
         """Return W_E as the residual stream receives it (Gemma: times √d_model), without positions."""
-        return self._checked(self._embed(torch.arange(self.shape.d_vocab)), "embed.W_E")
+        return self._given(finite(self._embed(torch.arange(self.shape.d_vocab)), "embed.W_E"))
 
     def unembedding(self) -> Float[Tensor, "d_model d_vocab"]:
         """Return W_U, without the bias of Phi's head."""
-        return self._checked(self.model.raw.unembed.W_U, "unembed.W_U")
+        return self._given(finite(self.model.raw.unembed.W_U.detach(), "unembed.W_U"))
 
     def final_norm_gain(self) -> Float[Tensor, " d_model"]:
         """Return the gain of the norm in front of the unembedding."""
@@ -208,29 +232,13 @@ class LoadedWeights(_Weights):
         norm = getattr(self.model.raw.blocks[layer], "ln1_post", None)
         return None if norm is None else self._gain(norm, f"blocks.{layer}.ln1_post")
 
-    @torch.inference_mode()
-    def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
-        """Return the effective embedding of each token, as later heads read it; `kind` is "raw", "mlp0", ..."""
-        check_request(tokens, kind, self.shape.d_vocab)
-        compute: Callable[[Tensor], Tensor] = {
-            "raw": self._embed,
-            "mlp0": lambda chunk: first_mlp(self.model, chunk, self._embed(chunk)),
-            "embed+mlp0": lambda chunk: (embedded := self._embed(chunk)) + first_mlp(self.model, chunk, embedded),
-            "layer0": self._layer0,
-        }[kind]
-        with self.model.lock:
-            rows = [compute(chunk) for chunk in chunks(tokens, self.shape.d_mlp)]
-        return self._checked(torch.cat(rows), f"effective embedding {kind}")
-
     def _factors(self, layer: int, names: Sequence[str]) -> dict[str, Any]:
-        """Return factors of a layer's heads by name, and its norm's gain; checks W_V and W_O against a run."""
-        self._check_heads(layer, self.model.config)
         at, block = f"blocks.{layer}", self.model.raw.blocks[layer]
         refused = f"{self.shape.architecture} has no factors of single heads in layer {layer}:"
         if (attention := getattr(block, "attn", None)) is None:
             raise ModelError(f"{refused} there is no attention.")
         stored: dict[str, Tensor] = {}
-        for name in names:
+        for name in dict.fromkeys([*names, "b_V", "b_O"]):  # the biases for the comparison with a run
             try:
                 # A HookedTransformer's W_K, W_V repeat grouped heads, and _W_K, _W_V are the parameters.
                 value = getattr(attention, f"_{name}", None)
@@ -242,17 +250,59 @@ class LoadedWeights(_Weights):
         if missing := {"W_V", "W_O"} - stored.keys():
             raise ModelError(f"{refused} TransformerLens does not expose {max(missing)}.")
         self._look({f"{at}.attn.{name}": factor for name, factor in stored.items()})
-        factors: dict[str, Any] = {name: self._given(stored[name]) if name in stored else None for name in names}
-        factors["norm_gain"] = self._gain(getattr(block, "ln1", None), f"{at}.ln1")
+        given = {name: self._given(factor) for name, factor in stored.items()}
+        gain = self._gain(getattr(block, "ln1", None), f"{at}.ln1")
         # A HookedTransformer computes with these same tensors; in a bridge they are found in modules by name.
         if f"{at}: heads" not in self._sound and is_bridge(self.model.raw):
-            check_heads(self.model, self._heads_seen, layer, factors)
+            self._compare_with_run(layer, given)
             self._sound.add(f"{at}: heads")
-        return factors
+        return {name: given.get(name) for name in names} | {"norm_gain": gain}
 
     @cached_property
-    def _heads_seen(self) -> dict[tuple[int, str], Tensor]:
-        return single_token_heads(self.model)
+    def _recorded(self) -> dict[tuple[str, int], Tensor]:
+        """Activations of every layer's heads for a few tokens, by name in `PLACES` and layer, from one run."""
+        recorded: dict[tuple[str, int], Tensor] = {}
+
+        def keep(activation: Tensor, hook: object, name: str, layer: int) -> None:
+            recorded[name, layer] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
+
+        listed = self.model.raw.hook_dict  # built at every access
+        hooks = [
+            (hook_name(place, layer), read_hook(partial(keep, name=name, layer=layer)))
+            for layer in range(self.shape.n_layers)
+            for name, place in PLACES.items()
+            if hook_name(place, layer) in listed
+        ]
+        self.model.run(unpadded(self._some_tokens[:, None]), hooks, stop_at=self.shape.n_layers)
+        return recorded
+
+    def _compare_with_run(self, layer: int, factors: Mapping[str, Tensor]) -> None:
+        """Check that a layer's heads computed with these W_V, W_O, b_V and b_O."""
+        W_V, W_O, recorded = factors["W_V"], factors["W_O"], self._recorded
+        if lacking := [hook_name(place, layer) for name, place in PLACES.items() if (name, layer) not in recorded]:
+            raise ModelError(
+                f"TransformerLens does not expose {lacking[0]} of {self.shape.architecture}, so W_V and W_O cannot be "
+                "checked against what its heads compute."
+            )
+        x, z, weight, out = (recorded[name, layer].to(W_V) for name in PLACES)
+        ending = f"in layer {layer}: they differ by {{}}. No OV map is computed."
+        values = einsum(x, W_V, "token m, head m d -> token head d") + factors.get("b_V", 0)
+        expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * weight
+        z = z.reshape(len(x), len(W_O), -1)
+        self._refuse_difference(expected, z, f"The heads of {{}} do not pass on their weight times x W_V {ending}")
+        written = einsum(z, W_O, "token head d, head d m -> token m") + factors.get("b_O", 0)
+        message = f"The attention of {{}} does not write the sum of its heads' z W_O {ending}"
+        self._refuse_difference(written, out, message)
+
+    def _refuse_difference(self, expected: Tensor, actual: Tensor, message: str) -> None:
+        """Raise an error if two results differ; `message` has placeholders for the architecture and the difference."""
+        if expected.shape != actual.shape:
+            gap = f"{tuple(expected.shape)} and {tuple(actual.shape)}"
+        elif (error := difference(expected, actual)) <= rounding(self.dtype):
+            return
+        else:
+            gap = f"{error:.1%}"
+        raise ModelError(message.format(self.shape.architecture, gap))
 
     def _look(self, named: Mapping[str, Tensor]) -> None:
         """Check all tensors that were not checked before for NaN and infinity, in one call."""
@@ -261,18 +311,77 @@ class LoadedWeights(_Weights):
             self._sound.update(new)
 
     @cached_property
+    def _some_tokens(self) -> Int[Tensor, " token"]:
+        return torch.arange(min(N_TOKENS, self.shape.d_vocab))
+
+    def _entering(self, tokens: Int[Tensor, " token"], before: int = 0) -> Float[Tensor, "token d_model"]:
+        """Return the input of the first block for each token, after `before` copies of the token."""
+        rows = tokens[:, None].expand(-1, before + 1).contiguous().cpu()
+        return self.model.run(unpadded(rows), stop_at=0)[:, -1]
+
+    @cached_property
     def _adds_positions(self) -> bool:
-        return adds_positions(self.model)
+        """Whether a position is added to the embedding, which must then equal `raw.embed`."""
+        tokens = self._some_tokens
+        first = self._entering(tokens)
+        if self.shape.n_ctx < 2 or torch.equal(first, self._entering(tokens, before=1)):
+            return False
+        embedded = self.model.raw.embed(tokens.to(self.model.device)[None])[0]
+        if embedded.shape == first.shape:
+            positions = (first - embedded).float()
+            if bool((positions - positions[0]).abs().max() <= rounding(self.dtype) * first.float().abs().max()):
+                return True
+        raise ModelError(
+            f"{self.shape.architecture} starts from more than its embedding and a position, so its input for a token "
+            "alone is unknown, and so is its effective embedding."
+        )
 
     @torch.no_grad()
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._adds_positions:
             return self.model.raw.embed(tokens.to(self.model.device)[None])[0]
-        return entering(self.model, tokens)
+        return self._entering(tokens)
 
-    def _layer0(self, tokens: Tensor) -> Tensor:
-        pairs = torch.stack([torch.full_like(tokens, bos_token(self.tokenizer)), tokens], dim=1)
-        return self.model.run(unpadded(pairs), stop_at=1)[:, 1]
+    def _first_mlp(
+        self, tokens: Int[Tensor, " token"], embeddings: Float[Tensor, "token d_model"]
+    ) -> Float[Tensor, "token d_model"]:
+        """Return MLP₀(LN(E)): what the first block adds to its input E when the output of its attention is 0."""
+        listed, written = self.model.raw.hook_dict, list[Tensor]()
+        silent = next((name for name in ("attn_written", "attn_out") if hook_name(name) in listed), "")
+        if not silent or hook_name("mlp_out") not in listed:
+            raise ModelError(
+                f"The first block of {self.shape.architecture} is not attention and an MLP; use embedding='raw' or "
+                "'layer0'."
+            )
+        hooks: list[Hook] = [
+            (hook_name("resid_pre"), lambda residual, hook: embeddings[:, None].to(residual)),
+            (hook_name(silent), lambda output, hook: torch.zeros_like(output)),
+            (hook_name("mlp_out"), lambda output, hook: written.append(output)),
+        ]
+        after = self.model.run(unpadded(tokens[:, None].cpu()), hooks, stop_at=1)[:, 0]
+        output = written[0][:, 0]
+        self._refuse_difference(
+            embeddings + output,
+            after,
+            "The first block of {} does not output the residual stream plus the outputs of attention and MLP: it "
+            "differs by {}. Use embedding='raw' or 'layer0'.",
+        )
+        return output
+
+    def _effective(self, tokens: Tensor, kind: str) -> Tensor:
+        rows = list[Tensor]()
+        with self.model.lock:
+            for chunk in chunks(tokens, self.shape.d_mlp):
+                if kind == "layer0":
+                    pairs = torch.stack([torch.full_like(chunk, bos_token(self.tokenizer)), chunk], dim=1)
+                    rows.append(self.model.run(unpadded(pairs), stop_at=1)[:, 1])
+                elif kind == "raw":
+                    rows.append(self._embed(chunk))
+                else:
+                    embedded = self._embed(chunk)
+                    output = self._first_mlp(chunk, embedded)
+                    rows.append(output if kind == "mlp0" else embedded + output)
+        return finite(torch.cat(rows), f"effective embedding {kind}")
 
     def _gain(self, norm: Any, name: str) -> Tensor:
         """Return a norm's gain; ones without one (OLMo 2, EXAONE 4, or folded into the next weights).
@@ -287,29 +396,19 @@ class LoadedWeights(_Weights):
         adds_one = weight is not None and getattr(self.model.raw.cfg, "rmsnorm_uses_offset", False)
         return self._given(stored.detach()) + (1.0 if adds_one else 0.0)
 
-    def _checked(self, tensor: Tensor, name: str) -> Tensor:
-        return self._given(finite(tensor.detach(), name))
-
 
 class StreamedWeights(_Weights):
     """A checkpoint's parameters, read from memory-mapped files on request and never cached."""
 
-    def __init__(
-        self, name: str, revision: str | None, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | None
-    ):
-        self.checkpoint, self.family, self._tokenizer = checkpoint, family_of(checkpoint.config), tokenizer
+    def __init__(self, name: str, revision: str | None, checkpoint: Checkpoint, tokenizer: Any):
+        self.checkpoint, self._config, self.family = checkpoint, checkpoint.config, family_of(checkpoint.config)
+        self._embedding_name = f"{self.family.embedding}.weight"
         is_dequantised = checkpoint.gguf is not None  # to float32, as each tensor is read
         dtype = torch.float32 if is_dequantised else checkpoint.read(self._embedding_name).dtype
         super().__init__(name, revision, shape_of(checkpoint.config), dtype)
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
         # Nothing besides the weights affects the model.
         self.interventions: Mapping[str, object] = {}
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer."""
-        if self._tokenizer is None:
-            raise ModelError(f"{self.name} was opened without a tokenizer.")
-        return self._tokenizer
 
     @property
     def fingerprint(self) -> str:
@@ -327,53 +426,39 @@ class StreamedWeights(_Weights):
     @property
     def tokenizer_digest(self) -> str:
         """Hash of the tokenizer."""
-        return tokenizer_digest(self._tokenizer)
+        return tokenizer_digest(self.tokenizer)
 
-    def layer(self, layer: int) -> HeadWeights:
-        """Return the factors of one layer's heads; a bias that the model lacks is None."""
-        attention, names = self._attention(layer), self.checkpoint.names
-        W_Q, W_K, W_V = self._query_key_value(attention, "weight")
-        first_bias = f"{attention}{self.family.fused.name if self.family.fused else 'q_proj'}.bias"
-        b_Q, b_K, b_V = self._query_key_value(attention, "bias") if first_bias in names else (None, None, None)
-        output = f"{attention}{self.family.output}.bias"
-        b_O = self._read(output) if output in names else None
-        return HeadWeights(layer, W_V, *self._output_and_gain(layer), W_Q, W_K, b_Q, b_K, b_V, b_O)
-
-    def ov(self, layer: int) -> OVWeights:
-        """Return W_V and W_O of one layer's heads; does not read queries and keys if they are stored separately."""
-        *_, W_V = self._query_key_value(self._attention(layer), "weight", ("v_proj",))
-        return OVWeights(layer, W_V, *self._output_and_gain(layer))
-
-    def _attention(self, layer: int) -> str:
-        """Return the name prefix of a layer's attention tensors, after checking that it has separable heads."""
-        self._check_heads(layer, self.checkpoint.config)
-        return f"{self.family.block(layer)}{self.family.attention}."
-
-    def _query_key_value(
-        self, attention: str, part: str, names: Sequence[str] = ("q_proj", "k_proj", "v_proj")
-    ) -> list[Tensor]:
-        """Return weights or biases of queries, keys and values by head: `head d_model d_head`, or `head d_head`.
-
-        If they are stored separately, only those in `names` are read.
-        """
-        if self.family.fused:
-            return split_heads(self._read(f"{attention}{self.family.fused.name}.{part}"), self.family.fused, self.shape)
-        heads = {"q_proj": self.shape.n_heads, "k_proj": self.shape.n_kv_heads, "v_proj": self.shape.n_kv_heads}
-        by_head = [self._read(f"{attention}{name}.{part}").unflatten(0, (heads[name], -1)) for name in names]
-        return [one if one.ndim == 2 else one.transpose(1, 2) for one in by_head]
-
-    def _output_and_gain(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return W_O of a layer, and the gain of the norm in front of its attention; ones without one (OLMo 2)."""
-        family = self.family
-        d_model_last = family.fused is not None and family.fused.d_model_first
-        stored = "(head d_head) d_model" if d_model_last else "d_model (head d_head)"
-        weight = self._read(f"{family.block(layer)}{family.attention}.{family.output}.weight")
-        W_O = rearrange(weight, f"{stored} -> head d_head d_model", head=self.shape.n_heads)
+    def _factors(self, layer: int, names: Sequence[str]) -> dict[str, Any]:
+        family, block = self.family, self.family.block(layer)
+        attention, fused = f"{block}{family.attention}.", family.fused
+        factors: dict[str, Any] = dict.fromkeys(names)
+        for kind, part in (("W", "weight"), ("b", "bias")):
+            for parts in ("Q", "K", "V") if fused is None else ("QKV",):
+                stored = f"{attention}{f'{parts.lower()}_proj' if fused is None else fused.name}.{part}"
+                wanted = [f"{kind}_{letter}" for letter in parts]
+                # A missing bias is None; a missing weight is an error.
+                if factors.keys().isdisjoint(wanted) or (kind == "b" and stored not in self.checkpoint.names):
+                    continue
+                tensor = self._read(stored)
+                if fused is None:
+                    by_head = tensor.unflatten(0, (self.shape.n_heads if parts == "Q" else self.shape.n_kv_heads, -1))
+                    found = [by_head if kind == "b" else by_head.transpose(1, 2)]
+                else:
+                    found = split_heads(tensor, fused, self.shape)
+                factors |= {name: one for name, one in zip(wanted, found, strict=True) if name in factors}
+        output = f"{attention}{family.output}"
+        d_model_last = fused is not None and fused.d_model_first
+        layout = "(head d_head) d_model" if d_model_last else "d_model (head d_head)"
+        W_O = self._read(f"{output}.weight")
+        factors["W_O"] = rearrange(W_O, f"{layout} -> head d_head d_model", head=self.shape.n_heads)
+        if "b_O" in factors and f"{output}.bias" in self.checkpoint.names:
+            factors["b_O"] = self._read(f"{output}.bias")
         norm = family.norms.before_attention
-        return W_O, self._norm_gain(None if norm is None else f"{family.block(layer)}{norm}")
+        factors["norm_gain"] = self._norm_gain(None if norm is None else f"{block}{norm}")
+        return factors
 
     def _norm_gain(self, norm: str | None) -> Tensor:
-        """Return the gain of a norm; ones if there is no norm, or it has no gain (OLMo 1)."""
+        """Return the gain of a norm; ones if there is no norm (OLMo 2), or it has no gain (OLMo 1)."""
         if norm is None or f"{norm}.weight" not in self.checkpoint.names:
             return torch.ones(self.shape.d_model, device=self.device, dtype=self.given_dtype)
         return self._read(f"{norm}.weight") + self.family.gain_offset
@@ -392,10 +477,7 @@ class StreamedWeights(_Weights):
             raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
         return self._norm_gain(norm)
 
-    @torch.inference_mode()
-    def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
-        """Return the effective embedding of each token, as later heads read it; `kind` is "raw", "mlp0", ..."""
-        check_request(tokens, kind, self.shape.d_vocab)
+    def _effective(self, tokens: Tensor, kind: str) -> Tensor:
         if reason := self.family.cannot.get(kind):
             raise InputError(f"The effective embedding {kind!r} of {self.name} cannot be read from its files: {reason}")
         matrix = self.checkpoint.read(self._embedding_name)
@@ -404,16 +486,12 @@ class StreamedWeights(_Weights):
         rows = finite(matrix[tokens.cpu()], self._embedding_name).to(device=self.device, dtype=precision)
         config, read = self.checkpoint.config, self._stored
         if kind == "layer0":
-            return self._given(layer0(config, read, rows, matrix[[bos_token(self.tokenizer)]].to(rows)))
+            return layer0(config, read, rows, matrix[[bos_token(self.tokenizer)]].to(rows))
         embeddings = self._entering(rows)
         if kind == "raw":
-            return self._given(embeddings)
+            return embeddings
         output = mlp0(config, read, embeddings)
-        return self._given(embeddings + output if kind == "embed+mlp0" else output)
-
-    @property
-    def _embedding_name(self) -> str:
-        return f"{self.family.embedding}.weight"
+        return embeddings + output if kind == "embed+mlp0" else output
 
     def _stored(self, name: str) -> Tensor:
         """Return one tensor on the device, after checking there that it is finite."""
