@@ -72,8 +72,8 @@ def test_draws_are_those_of_indices_drawn_with_replacement_however_many_are_made
 @pytest.mark.oracle
 def test_intervals_of_a_mean_are_those_of_scipy(rng):
     values = rng.normal(size=80) ** 2
-    ours = interval(Bootstrap.of(range(80), draws=4000).mean(values), 0.9)
-    theirs = bootstrap((values,), np.mean, confidence_level=0.9, n_resamples=4000, method="percentile", rng=1)
+    ours = interval(Bootstrap.of(range(80), draws=8000).mean(values))
+    theirs = bootstrap((values,), np.mean, confidence_level=0.95, n_resamples=8000, method="percentile", rng=1)
     assert ours.value == pytest.approx(values.mean())
     width = ours.high - ours.low
     assert ours.low == pytest.approx(theirs.confidence_interval.low, abs=0.05 * width)
@@ -83,9 +83,9 @@ def test_intervals_of_a_mean_are_those_of_scipy(rng):
 def test_intervals_are_percentiles_of_the_defined_draws_and_none_where_half_are_undefined(rng):
     estimates = rng.normal(size=(101, 3))
     estimates[:30, 1] = estimates[:60, 2] = np.nan
-    low, high = percentile_interval(estimates, 0.8)
-    np.testing.assert_allclose(low[:2], [np.quantile(estimates[start:, i], 0.1) for i, start in enumerate((0, 30))])
-    np.testing.assert_allclose(high[:2], [np.quantile(estimates[start:, i], 0.9) for i, start in enumerate((0, 30))])
+    low, high = percentile_interval(estimates)
+    np.testing.assert_allclose(low[:2], [np.quantile(estimates[start:, i], 0.025) for i, start in enumerate((0, 30))])
+    np.testing.assert_allclose(high[:2], [np.quantile(estimates[start:, i], 0.975) for i, start in enumerate((0, 30))])
     assert np.isnan([low[2], high[2]]).all()
 
 

@@ -587,8 +587,8 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
                 **QUIET,
             },
         ),
-        "CircuitRuns.summary": lambda: (g.circuit_runs.summary, {"level": 0.9, "seed": 0}),
-        "CircuitRuns.claim": lambda: (g.circuit_runs.claim, {"circuit": None, "margin": 0.1, "level": 0.9}),
+        "CircuitRuns.summary": lambda: (g.circuit_runs.summary, {"seed": 0}),
+        "CircuitRuns.claim": lambda: (g.circuit_runs.claim, {"circuit": None, "margin": 0.1}),
         "CircuitRuns.plot": lambda: (g.circuit_runs.plot, {"metric": None}),
         "circuit_curve": lambda: (
             hw.circuit_curve,
@@ -631,12 +631,11 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
                 "chosen_on": [CLEAN],
                 "placebos": 2,
                 "margin": 0.1,
-                "level": 0.9,
                 "seed": 0,
                 "progress": False,
             },
         ),
-        "CircuitSearch.summary": lambda: (g.search.summary, {"level": 0.9, "seed": 0}),
+        "CircuitSearch.summary": lambda: (g.search.summary, {"seed": 0}),
         "circuits.completeness": lambda: (
             hw.circuits.completeness,
             {
@@ -673,11 +672,10 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
                 "other": "zero",
                 "placebos": 2,
                 "margin": 0.1,
-                "level": 0.9,
                 "progress": False,
             },
         ),
-        "CircuitCurve.areas": lambda: (g.curve.areas, {"level": 0.9, "seed": 0}),
+        "CircuitCurve.areas": lambda: (g.curve.areas, {"seed": 0}),
         "CircuitCurve.plot": lambda: (g.curve.plot, {"metric": None}),
         "Sweep.summary": lambda: (g.sweep.summary, {}),
         "Sweep.grid": lambda: (

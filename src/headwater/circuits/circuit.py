@@ -182,7 +182,6 @@ class Circuit(Shown):
         other: object = "mean",
         placebos: int = 100,
         margin: float | Any = None,
-        level: float = 0.95,
         seed: int = 0,
         batch_size: int | None = None,
         progress: bool = True,
@@ -200,7 +199,6 @@ class Circuit(Shown):
             placebos: number of random circuits of the same shape.
             margin: smallest effect that matters, in units of the metric; default: the 95 % quantile of the sizes of the
                 random circuits' effects.
-            level: level of the interval.
             seed: seed of the random circuits, the bootstrap and the halves.
             batch_size: number of circuits per batch.
             progress: show progress bars.
@@ -213,7 +211,7 @@ class Circuit(Shown):
             InputError: an option or prompt cannot be used.
         """
         run = {"metric": metric, "placebos": placebos, "seed": seed, "batch_size": batch_size, "progress": progress}
-        judged = {"margin": margin, "level": level, "seed": seed}
+        judged = {"margin": margin, "seed": seed}
         return CLAIMS["alone"](self, model, clean, corrupted, other=other, run=run, claim=judged)
 
     def strongest(self, n: int) -> Circuit:

@@ -75,7 +75,7 @@ class CircuitRuns(ByMetric):
             circuits[name] = circuit_from_edges(graph, edges, seen=seen, model=self.run.model)
         return circuits
 
-    def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+    def summary(self, *, seed: int = 0) -> pd.DataFrame:
         """Summarize each circuit over prompts, a row per circuit and metric.
 
         Its columns: `circuit, metric, edges, edges_on_a_path, examples, value, faithfulness, low, high, placebo,
@@ -83,7 +83,7 @@ class CircuitRuns(ByMetric):
         interval; `placebo` is the mean of the random circuits, `placebo_high` their 95 % quantile, `overlap` the mean
         fraction of the circuit's edges that they have, p the rank of the circuit among them.
         """
-        return summarized(self.table, self.shapes, level, seed)
+        return summarized(self.table, self.shapes, seed)
 
     def report(self) -> list[str]:
         """Return the faithfulness of each circuit beside its placebos, and the limits of the result."""
@@ -107,7 +107,6 @@ class CircuitRuns(ByMetric):
         metric: str | None = None,
         other: CircuitRuns | None = None,
         margin: float | Any = None,
-        level: float = 0.95,
         seed: int = 0,
     ) -> Claim:
         """Judge whether a circuit alone has an effect, against random circuits, other values, halves, held-out prompts.
@@ -119,7 +118,6 @@ class CircuitRuns(ByMetric):
             metric: name of the metric, if there are several.
             other: the same circuits run with another kind of values.
             margin: smallest effect that matters; default: the 95 % quantile of the sizes of the placebos' effects.
-            level: level of the interval.
             seed: seed of the bootstrap and the halves.
 
         Returns:
@@ -132,8 +130,7 @@ class CircuitRuns(ByMetric):
         if other is not None:
             checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
         table, name = self.table, _chosen(self.table, "circuit", circuit)
-        level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
-        margin = None if margin is None else checked_number("margin", margin, above=0.0)
+        seed, margin = checked_seed(seed), None if margin is None else checked_number("margin", margin, above=0.0)
         # Indices of the run's prompts on which this circuit was chosen; None if these prompts are unknown.
         chosen_on = self.run.options["discovery"].get(name)
         discovery = places_among(self.run.options["prompts"][0], chosen_on) if chosen_on else None
@@ -156,7 +153,7 @@ class CircuitRuns(ByMetric):
             shares = self.shapes[(self.shapes["circuit"] == name) & self.shapes["placebo"].notna()]["overlap"]
             what += f" (random circuits share {shares.mean():.0%} of them on average)"
         what = f"{what} on {metric}".replace("_", " ")
-        return Claim.of(evidence, self.run, options, what=what, margin=margin, level=level, seed=seed, notes=notes)
+        return Claim.of(evidence, self.run, options, what=what, margin=margin, seed=seed, notes=notes)
 
     def __repr__(self) -> str:
         circuits, prompts = self.table["circuit"].nunique(), self.table["example"].nunique()
@@ -346,12 +343,12 @@ def ratio_of_means(
     return np.asarray(draws.ratio(value - corrupted[:, None], gap))
 
 
-def summarized(table: pd.DataFrame, shapes: pd.DataFrame, level: object, seed: object) -> pd.DataFrame:
+def summarized(table: pd.DataFrame, shapes: pd.DataFrame, seed: object) -> pd.DataFrame:
     """Summarize circuits over prompts: a row per circuit and metric, with its placebos beside it.
 
     `table` is the table of `hw.run_circuits`; `shapes` has the overlap of each placebo.
     """
-    rows, level, seed = [], checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
+    rows, seed = [], checked_seed(seed)
     joined = table.merge(shapes, on=["circuit", "placebo"], how="left")
     for (circuit, metric), part in joined.groupby(["circuit", "metric"], sort=False):
         alone = part[part["placebo"].isna()]
@@ -364,7 +361,7 @@ def summarized(table: pd.DataFrame, shapes: pd.DataFrame, level: object, seed: o
         p = (1 + int((f >= draws[0, 0]).sum())) / (1 + len(f))
         chance = [f.mean(), np.quantile(f, 0.95), drawn["overlap"].mean(), p] if len(f) else [np.nan] * 4
         counts = int(alone["edges"].iloc[0]), int(alone["edges_on_a_path"].iloc[0]), len(alone)
-        rows.append([circuit, metric, *counts, alone["value"].mean(), *interval(draws[:, 0], level), *chance])
+        rows.append([circuit, metric, *counts, alone["value"].mean(), *interval(draws[:, 0]), *chance])
     columns = ["circuit", "metric", "edges", "edges_on_a_path", "examples", "value", "faithfulness", "low", "high"]
     return pd.DataFrame(rows, columns=[*columns, "placebo", "placebo_high", "overlap", "p_value"])
 

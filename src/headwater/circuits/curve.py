@@ -66,14 +66,14 @@ class CircuitCurve(ByMetric):
     shapes: pd.DataFrame
     """A row per circuit and placebo: `circuit, placebo, overlap` (fraction of the circuit's edges in the placebo)."""
 
-    def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+    def summary(self, *, seed: int = 0) -> pd.DataFrame:
         """Summarize each size over prompts: a row per size and metric, with `size` and the columns of `CircuitRuns`."""
-        found = circuit_runs.summarized(self.table, self.shapes, level, seed)
+        found = circuit_runs.summarized(self.table, self.shapes, seed)
         sizes = self.table.drop_duplicates("circuit").set_index("circuit")["size"]
         found.insert(0, "size", found["circuit"].map(sizes))
         return found
 
-    def areas(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+    def areas(self, *, seed: int = 0) -> pd.DataFrame:
         """Summarize the curve in four numbers, with those of the placebos.
 
         A row per metric and number: `metric, area` (`cpr`, `cmd`, `log_area`, `least_size`: see the docstring of
@@ -81,14 +81,13 @@ class CircuitCurve(ByMetric):
         curves), `placebo_low, placebo_high` (their 5 % and 95 % quantiles). A least size is NaN where f never reaches
         0.9; a placebo that never does counts as needing the whole model.
         """
-        level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
-        rows = []
+        rows, seed = [], checked_seed(seed)
         for metric, part in self.table.groupby("metric", sort=False):
             sizes, drawn, placebos = _curves(part, seed)
             # Computed for each draw's curve: the least size of a mean curve is not the mean of least sizes.
             of_circuit, random = _areas(sizes, drawn), _areas(sizes, placebos)
             for name in AREAS:
-                value, low, high = interval(of_circuit[name], level)
+                value, low, high = interval(of_circuit[name])
                 # A random curve that never reaches 0.9 needs the whole model.
                 of_random = random[name] if name != "least_size" else np.nan_to_num(random[name], nan=1.0)
                 chance = [of_random.mean(), *np.quantile(of_random, [0.05, 0.95])] if len(of_random) else [np.nan] * 3

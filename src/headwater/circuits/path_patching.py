@@ -128,7 +128,7 @@ class PathEffects(ByMetric):
         order = np.argsort(-means["effect"].abs().to_numpy(), kind="stable")[:n]
         return means.iloc[order].reset_index(drop=True)
 
-    def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+    def summary(self, *, seed: int = 0) -> pd.DataFrame:
         """Summarize the 20 largest paths of each metric over examples: mean, bootstrap interval, sign-flip p of 0.
 
         A row per metric and path, the largest first: the columns that name it, `examples, mean, low, high, p_value,
@@ -142,7 +142,7 @@ class PathEffects(ByMetric):
             by_path = own.set_index([*named, "example"])["effect"].unstack("example")
             of_paths = pd.Series(q_of_all(by_path.to_numpy().T, seed), by_path.index)
             q.append(of_paths.loc[[*largest.itertuples(index=False, name=None)]])
-        found = summarize(pd.concat(parts, ignore_index=True), self.coordinates, "effect", level, seed)
+        found = summarize(pd.concat(parts, ignore_index=True), self.coordinates, "effect", seed)
         return found.assign(q_value=np.concatenate(q))
 
     def report(self) -> list[str]:

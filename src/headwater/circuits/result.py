@@ -164,7 +164,7 @@ class EdgeEffects(ByMetric):
         names = [self.graph.name(int(edge)) for edge in self._edges(order)]
         return pd.DataFrame(self._named(order) | {"edge": names, "effect": effect, "estimate": estimate})
 
-    def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+    def summary(self, *, seed: int = 0) -> pd.DataFrame:
         """Summarize the 20 largest edges of each metric over examples: mean, bootstrap interval, sign-flip p of 0.
 
         A row per metric and edge, the largest first: the columns that name it, `examples, mean, low, high, p_value,
@@ -180,7 +180,7 @@ class EdgeEffects(ByMetric):
             named = self._named(cells) | {"metric": metric, "value": values[:, order, m].T.flatten()}
             parts.append(pd.DataFrame(named))
         table = pd.concat(parts, ignore_index=True)
-        found = summarize(table, [name for name in table.columns if name != "value"], "value", level, seed)
+        found = summarize(table, [name for name in table.columns if name != "value"], "value", seed)
         return found.assign(q_value=np.concatenate(q))
 
     def report(self) -> list[str]:

@@ -299,8 +299,7 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
     """Draw a claim, as described in `Claim.plot`."""
     row = claim.table.iloc[0]
     side = 1.0 if row["effect"] >= 0 else -1.0
-    level = 100 * float(claim.run.options["claim"]["level"])
-    name = "the set, on one prompt" if np.isnan(row["low"]) else f"the set, with its\n{level:g} % interval"
+    name = "the set, on one prompt" if np.isnan(row["low"]) else "the set, with its\n95 % interval"
     rows: list[tuple[str, float, tuple[float, float] | None, str, str]]
     rows = [(name, row["effect"], (row["low"], row["high"]), BLUE, "o")]
     if not np.isnan(row["placebo"]):

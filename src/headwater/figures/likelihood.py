@@ -337,8 +337,7 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
         ax.axvline(0.5, color=FAINT, linewidth=0.7, linestyle="--")
         st.name_rows(ax, [f"{name}, no model" if name == BASELINE else name for name in names], 0.6)
         most = table[["members", "nonmembers"]].max()
-        level = membership.run.options["level"]
-        ax.set_xlabel(f"AUC, {most['members']:,} members against {most['nonmembers']:,} others (lines: {level:.0%})")
+        ax.set_xlabel(f"AUC, {most['members']:,} members against {most['nonmembers']:,} others (lines: 95%)")
         ax.set_title(st.model_title(membership.run, "membership in training data"))
     return ax
 

@@ -257,7 +257,6 @@ def claim(
     chosen_on: Prompts | None = None,
     placebos: int = 100,
     margin: float | Any = None,
-    level: float = 0.95,
     seed: int = 0,
     batch_size: int | None = None,
     progress: bool = True,
@@ -279,7 +278,6 @@ def claim(
             from the nearest layers if there are fewer than 19.
         margin: the smallest effect that matters, in units of the metric; default: the 95 % quantile of the sizes of
             the random sets' effects.
-        level: level of the interval.
         seed: seed of the random sets, the bootstrap, the halves, and of `resample`.
         batch_size: see `hw.patch`.
         progress: show progress bars.
@@ -296,8 +294,7 @@ def claim(
     # Called only for its checks: a head named twice, or in a layer without heads.
     read_sets(model, {"heads": pairs})
     chosen = [(layer, head) for layer, head in pairs]
-    level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
-    margin = None if margin is None else checked_number("margin", margin, above=0.0)
+    seed, margin = checked_seed(seed), None if margin is None else checked_number("margin", margin, above=0.0)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
     name = metric_of_a_claim(metric).name
     drawn = matched_sets(model, chosen, placebos, seed)
@@ -319,7 +316,7 @@ def claim(
     named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
     what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"
     options = {"heads": chosen, "margin": margin, "other": other, "seen": overlap if chosen_on is not None else None}
-    return Claim.of(evidence, swept.run, options, what=what, margin=margin, level=level, seed=seed, notes=notes)
+    return Claim.of(evidence, swept.run, options, what=what, margin=margin, seed=seed, notes=notes)
 
 
 def layer_matched(

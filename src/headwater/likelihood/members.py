@@ -41,7 +41,6 @@ from headwater.options import (
     checked_count,
     checked_flag,
     checked_kind,
-    checked_number,
     checked_path,
     checked_seed,
     checked_several,
@@ -123,7 +122,6 @@ def membership(
     *,
     strata: Iterable[Any] | None = None,
     baseline: bool = True,
-    level: float = 0.95,
     resamples: int = 1000,
     seed: int = 0,
 ) -> Membership:
@@ -136,7 +134,6 @@ def membership(
         labels: for each text, in the order of `scores.texts`: true (or 1) for a member, false (or 0) for a non-member.
         strata: for each text its kind, such as its topic: only pairs of one kind count for the AUC.
         baseline: add the bag-of-words baseline. It is NaN if a class has a single text.
-        level: level of the intervals.
         resamples: number of bootstrap draws, at most a million.
         seed: seed of the bootstrap and of the baseline's folds.
 
@@ -146,7 +143,6 @@ def membership(
     if isinstance(scores, TextStatistics):
         scores = memorization_scores(scores)
     checked_kind("scores", scores, MemorizationScores, "hw.memorization_scores(...)")
-    checked_number("level", level, above=0.0, below=1.0)
     checked_count("resamples", resamples, most=MOST_RESAMPLES)
     baseline, seed = checked_flag("baseline", baseline), checked_seed(seed)
     by_text = scores.texts.drop_duplicates("text")
@@ -155,7 +151,7 @@ def membership(
     place = dict(zip(by_text["text"], range(len(by_text)), strict=True))
     if unknown := set(scores.table["text"]) - set(place):
         raise InputError(f"scores.table has scores of text {min(unknown)}, which scores.texts lacks: filter both.")
-    drawing = (level, resamples, seed)
+    drawing = (resamples, seed)
     keys = [name for name in ("layer", "score", "k") if name in scores.table]
     rows = []
     for key, group in scores.table.groupby(keys, sort=False, dropna=False):
@@ -172,9 +168,7 @@ def membership(
         rows.append({"score": BASELINE, "k": math.nan} | measures)
     options = {"scores": scores.run.options, "labels": member.astype(int).tolist(), "baseline": baseline}
     options |= {"strata": kinds.tolist() if kinds is not None else None}
-    run = dataclasses.replace(
-        scores.run, analysis="membership", options=options | {"level": level, "resamples": resamples}, seed=seed
-    )
+    run = dataclasses.replace(scores.run, analysis="membership", options=options | {"resamples": resamples}, seed=seed)
     table = pd.DataFrame(rows)
     return Membership(table.astype({"layer": "Int64"}) if "layer" in table else table, run)
 
@@ -195,7 +189,6 @@ def _discrimination(
     values: Float[ndarray, " text"],
     member: Bool[ndarray, " text"],
     strata: Int[ndarray, " text"] | None,
-    level: float,
     resamples: int,
     seed: int,
 ) -> dict[str, int | float]:
@@ -216,7 +209,7 @@ def _discrimination(
     estimates = Bootstrap.of(range(len(values)), draws=resamples, seed=seed, within=member).apply(numbers)
     result: dict[str, int | float] = {"members": int(member.sum()), "nonmembers": int((~member).sum())}
     for name, drawn in zip(("auc", *FALSE_POSITIVE_RATES), estimates.T, strict=True):
-        estimate = interval(drawn, level)
+        estimate = interval(drawn)
         result |= estimate.named(name)
     return result
 

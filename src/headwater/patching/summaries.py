@@ -24,7 +24,7 @@ from pandas.api.types import is_numeric_dtype
 
 from headwater.errors import InputError, did_you_mean
 from headwater.foreign_names import hint_for
-from headwater.options import checked_name, checked_number, checked_seed, shown
+from headwater.options import checked_name, checked_seed, shown
 from headwater.runs.record import RunRecord
 from headwater.runs.result import with_interval
 from headwater.stats.resample import NOTHING_LEFT, Bootstrap, interval
@@ -60,9 +60,8 @@ def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
     return normalize if normalize == "ratio of means" else column
 
 
-def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: float, seed: int) -> pd.DataFrame:
+def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, seed: int) -> pd.DataFrame:
     """Summarize each cell over examples; see `Sweep.summary`."""
-    checked_number("level", level, above=0.0, below=1.0)
     seed = checked_seed(seed)
     # All cells with the same number of examples share resamples: drawn once, and equal cells get equal intervals.
     draws_of = cache(lambda examples: Bootstrap.of(range(examples), draws=RESAMPLES, seed=seed))
@@ -79,7 +78,7 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
         present = ~np.isnan(effects)
         gaps = by_prompt["gap"].to_numpy()[present] if of_means else np.ones(int(present.sum()))
         effects = effects[present]
-        with_interval = interval(draws_of(len(effects)).ratio(effects, gaps), level)
+        with_interval = interval(draws_of(len(effects)).ratio(effects, gaps))
         # With draws of one prompt the interval is over draws, but the count is still of prompts.
         counted = part.dropna(subset=["effect"])["example"].nunique() if "sample" in part else len(effects)
         rows.append([*cell, counted, *with_interval, sign_flip_p(effects, seed)])

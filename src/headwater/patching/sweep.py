@@ -281,7 +281,6 @@ class Sweep(Result):
     def summary(
         self,
         *,
-        level: float = 0.95,
         value: MeasureName = "effect",
         normalize: NormalizeName | None = None,
         seed: int = 0,
@@ -289,7 +288,6 @@ class Sweep(Result):
         """Summarize each cell over examples: mean, bootstrap interval, and sign-flip permutation p of a zero mean.
 
         Args:
-            level: of the interval.
             value: the column to summarize, `effect` or `normalized_effect`.
             normalize: how effects become fractions of the gap between the two runs: `mean of ratios` is the mean of
                 `normalized_effect`, in which pairs with hardly any gap weigh arbitrarily much; `ratio of means`
@@ -312,7 +310,7 @@ class Sweep(Result):
         """
         measure = summaries.measure_of(self.table, value, normalize)
         notes = self.warn_of_averages(self.table, measure)
-        summary = summaries.strongest_first(summaries.summarize(self.table, self.coordinates, measure, level, seed))
+        summary = summaries.strongest_first(summaries.summarize(self.table, self.coordinates, measure, seed))
         summary.attrs["notes"] = notes
         return summary
 
@@ -366,7 +364,6 @@ class Sweep(Result):
         match: Literal["layer", "site"] = "layer",
         placebos: int = 1000,
         margin: float | Any = None,
-        level: float = 0.95,
         seed: int = 0,
     ) -> Claim:
         """Judge whether some cells matter, compared with random cells, another ablation, halves, and held-out prompts.
@@ -384,7 +381,6 @@ class Sweep(Result):
             placebos: number of random sets; all of them if there are no more.
             margin: how large an effect has to be to matter, in the units of `value`; default: the 95 % quantile of the
                 random sets' effect sizes.
-            level: of the interval.
             seed: of the random sets, the bootstrap and the halves.
 
         Returns:
@@ -402,7 +398,6 @@ class Sweep(Result):
         checked_name("match", match, MATCH)
         checked_count("placebos", placebos)
         checked_seed(seed)
-        level = checked_number("level", level, above=0.0, below=1.0)
         margin = None if margin is None else checked_number("margin", margin, above=0.0)
         scores = CellEffects(self.table, self.coordinates, measure, metric)
         chosen = scores.chosen(cells)
@@ -430,13 +425,13 @@ class Sweep(Result):
         what = f"{len(chosen)} cell{'s' * (len(chosen) > 1)} on {scores.metric}".replace("_", " ")
         about = {"cells": scores.names(chosen), "metric": scores.metric, "value": measure, "margin": margin, **options}
         about |= {option: sweep.run for option, sweep in others.items()}
-        return Claim.of(evidence, self.run, about, what=what, margin=margin, level=level, seed=seed, notes=notes)
+        return Claim.of(evidence, self.run, about, what=what, margin=margin, seed=seed, notes=notes)
 
     def report(self) -> list[str]:
         """Return sentences on the strongest cell of each site and metric, and cautions about the means."""
         value = "normalized_effect" if "normalized_effect" in self.table else "effect"
         direction = str(self.run.options.get("direction", DIRECTIONS[0]))
-        cells = summaries.summarize(self.table, self.coordinates, value, level=0.95, seed=0)
+        cells = summaries.summarize(self.table, self.coordinates, value, seed=0)
         by_site = cells.groupby(["site", "metric"], sort=False)
         sentences = [sentence for _, part in by_site for sentence in summaries.strongest(part, value, direction)]
         if self.engine == AttributionRunner.name:

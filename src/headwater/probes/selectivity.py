@@ -205,7 +205,6 @@ class _Task:
     folds: int
     strengths: tuple[float, ...]
     controls: int
-    level: float
     seed: int
     draws: Bootstrap = field(repr=False)
 
@@ -232,7 +231,6 @@ def fit_probe(
     folds: int = 5,
     strengths: Sequence[float] = STRENGTHS,
     controls: int = 3,
-    level: float = 0.95,
     seed: int = 0,
     progress: bool = True,
     out: str | Path | None = None,
@@ -256,7 +254,6 @@ def fit_probe(
         folds: each of this many folds is held out in turn.
         strengths: inverse strengths of the L2 penalty; one is chosen for each fold, without using the fold.
         controls: number of control tasks that are drawn and averaged; 0 for none.
-        level: level of the intervals.
         seed: seed of the folds, the control tasks and the bootstrap.
         progress: show a progress bar over layers.
         out: a folder for the result. An interrupted run resumes if it is called again with the same folder.
@@ -290,7 +287,6 @@ def fit_probe(
         folds=checked_count("folds", folds, least=2),
         strengths=tuple(listed),
         controls=checked_count("controls", controls, least=0, most=MOST_REPEATS),
-        level=checked_number("level", level, above=0.0, below=1.0),
         seed=seed,
         draws=Bootstrap.of(of_groups, seed=seed),
     )
@@ -298,7 +294,7 @@ def fit_probe(
     options = {
         "labels": task.labels.tolist(), "groups": digest([str(name) for name in task.groups]),
         "types": digest([str(name) for name in task.types]), "site": states.site, "layers": list(states.layers),
-        "folds": task.folds, "strengths": list(task.strengths), "controls": task.controls, "level": task.level,
+        "folds": task.folds, "strengths": list(task.strengths), "controls": task.controls,
     }  # fmt: skip
 
     def work(run: Run) -> ProbeFit:
@@ -361,7 +357,7 @@ def _numbers(piece: Mapping[str, Tensor], task: _Task) -> dict[str, float]:
         control = np.mean([_right(logit, drawn) for logit, drawn, _ in tasks], axis=0)
     aucs = draws.apply(lambda counts: auc(arrays["logit"], labels, counts=counts, strata=arrays["fold"]))
     found = {"auc": aucs, "accuracy": draws.mean(right), "selectivity": draws.mean(right - control)}
-    numbers = {name: interval(estimates, task.level).named(name) for name, estimates in found.items()}
+    numbers = {name: interval(estimates).named(name) for name, estimates in found.items()}
     beside = {"majority": float(max(labels.mean(), 1 - labels.mean()))}
     beside |= {"control_auc": control_auc, "control_accuracy": float(control.mean())}
     return numbers["auc"] | numbers["accuracy"] | beside | numbers["selectivity"]

@@ -553,13 +553,11 @@ class Claim(Result):
     """The record of the run, with the option `claim`: what was claimed, and compared with what."""
 
     @classmethod
-    def of(
-        cls, evidence: ClaimEffects, run: RunRecord, asked: Mapping[str, object], *, level: float, **judging: Any
-    ) -> Claim:
+    def of(cls, evidence: ClaimEffects, run: RunRecord, asked: Mapping[str, object], **judging: Any) -> Claim:
         """Judge a claim by `claim_of`; its record contains what was claimed, and compared with what."""
         given = {name: _identity(one) if isinstance(one, RunRecord) else one for name, one in asked.items()}
-        record = replace(run, options=run.options | {"claim": describe(given | {"level": level})})
-        return cls(**claim_of(evidence, level=level, **judging), run=record)
+        record = replace(run, options=run.options | {"claim": describe(given)})
+        return cls(**claim_of(evidence, **judging), run=record)
 
     @property
     def holds(self) -> bool:

@@ -69,7 +69,6 @@ def claim_of(
     *,
     what: str = "The set",
     margin: float | None = None,
-    level: float = 0.95,
     seed: int = 0,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def claim_of(
     placebos = _known(np.abs(means_of(evidence.placebos.T))) if evidence.placebos.size else np.zeros(0)
     if not len(placebos) and margin is None:
         raise InputError("No comparable random set exists: give margin=, or sample from more cells.")
-    effect, low, high = interval(Bootstrap.of(range(len(effects)), draws=RESAMPLES, seed=seed).mean(effects), level)
+    effect, low, high = interval(Bootstrap.of(range(len(effects)), draws=RESAMPLES, seed=seed).mean(effects))
     quantile = float(np.quantile(placebos, PLACEBO_QUANTILE)) if len(placebos) else np.nan
     row: dict[str, Any] = {
         "effect": effect,
@@ -109,7 +108,7 @@ def claim_of(
     found = OPEN if failed == [UNDECIDED] else FAILS if failed else HOLDS
     verdict = f"With a margin of {row['margin']:.2g} the claim {found}"
     verdict += f" ({because})." if because else "."
-    sentences = [_measured(what, row, counts, level), verdict]
+    sentences = [_measured(what, row, counts), verdict]
     return {"table": pd.DataFrame([row]), "what": what, "sentences": sentences, "notes": list(notes)}
 
 
@@ -173,12 +172,12 @@ def _failures(row: dict[str, Any], evidence: ClaimEffects, n_placebos: int) -> l
     return failed
 
 
-def _measured(what: str, row: dict[str, Any], counts: tuple[int, int, int], level: float) -> str:
+def _measured(what: str, row: dict[str, Any], counts: tuple[int, int, int]) -> str:
     """Describe the measurements in one sentence."""
     n, n_placebos, n_held_out = counts
     sentence = f"{what}: effect {row['effect']:.3g}"
     if not np.isnan(row["low"]):
-        sentence += f" ({100 * level:g} % interval {row['low']:.3g} to {row['high']:.3g})"
+        sentence += f" (95 % interval {row['low']:.3g} to {row['high']:.3g})"
     sentence += f" over {n:,} prompt{'s' * (n != 1)}"
     if n_placebos:
         sentence += (

@@ -26,6 +26,7 @@ from headwater.errors import InputError
 
 DRAWS = 1000
 LEVEL = 0.95
+"""Every interval contains this fraction of the draws."""
 AT_ONCE = 50
 """Draws passed at a time to a statistic of many examples."""
 NOTHING_LEFT = 1e-9
@@ -155,18 +156,18 @@ class Bootstrap:
 
 
 def percentile_interval(
-    estimates: Float[ndarray, " draw *column"], level: float = LEVEL
+    estimates: Float[ndarray, " draw *column"],
 ) -> tuple[Float[ndarray, "*column"], Float[ndarray, "*column"]]:
-    """Return the percentiles over the draws; NaN without draws, and where half of them or more are undefined."""
+    """Return the 2.5 % and 97.5 % quantiles; NaN without draws, and where half of them or more are undefined."""
     defined = ((~np.isnan(estimates)).mean(0) > 0.5) & (len(estimates) > 1)
     filled = np.where(defined, estimates, 0.0)
-    low, high = np.nanquantile(filled, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    low, high = np.nanquantile(filled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     return np.where(defined, low, np.nan), np.where(defined, high, np.nan)
 
 
-def interval(estimates: Float[ndarray, " draw"], level: float = LEVEL) -> Interval:
+def interval(estimates: Float[ndarray, " draw"]) -> Interval:
     """Return the statistic of the data, the first of `estimates`, with the `percentile_interval` over all draws."""
-    low, high = percentile_interval(estimates, level)
+    low, high = percentile_interval(estimates)
     return Interval(float(estimates[0]), float(low), float(high))
 
 
