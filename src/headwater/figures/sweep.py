@@ -217,7 +217,7 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
 
 def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sweep: Sweep) -> None:
     columns = [name for name in (axis, "window") if name in part.columns]
-    summary = summarize(part, columns, measure, 0.95, 0).sort_values(axis)
+    summary = summarize(part, columns, measure).sort_values(axis)
     places = summary[axis].to_numpy(dtype=float)
     ax.axhline(0, color=FAINT, linewidth=0.6)
     is_ordered = axis not in UNORDERED
@@ -250,7 +250,7 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sw
 
 def _dots(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str) -> None:
     """Draw a dot for the mean effect of each set or role, with its interval, the first at the top."""
-    summary = summarize(part, [axis], measure, 0.95, 0)
+    summary = summarize(part, [axis], measure)
     places = np.arange(len(summary))
     ax.axvline(0, color=FAINT, linewidth=0.6)
     if summary["low"].notna().any():
@@ -347,7 +347,7 @@ def dose_response(
     if len(cells) > 1 or set(panel_axes(table, {})) > {"layer"}:
         raise InputError("A dose–response shows one site and metric: measure with sites='...', over='layer'.")
     ((site, metric),) = cells.to_numpy()
-    summary = summarize(table, ["layer", "dose"], "effect", 0.95, 0).sort_values("dose")
+    summary = summarize(table, ["layer", "dose"], "effect").sort_values("dose")
     layers = sorted(summary["layer"].unique())
     if len(layers) > len(SETS):
         raise InputError(

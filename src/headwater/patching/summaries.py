@@ -60,7 +60,7 @@ def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
     return normalize if normalize == "ratio of means" else column
 
 
-def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, seed: int) -> pd.DataFrame:
+def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, seed: int = 0) -> pd.DataFrame:
     """Summarize each cell over examples; see `Sweep.summary`."""
     seed = checked_seed(seed)
     # All cells with the same number of examples share resamples: drawn once, and equal cells get equal intervals.

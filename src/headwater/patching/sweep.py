@@ -431,7 +431,7 @@ class Sweep(Result):
         """Return sentences on the strongest cell of each site and metric, and cautions about the means."""
         value = "normalized_effect" if "normalized_effect" in self.table else "effect"
         direction = str(self.run.options.get("direction", DIRECTIONS[0]))
-        cells = summaries.summarize(self.table, self.coordinates, value, seed=0)
+        cells = summaries.summarize(self.table, self.coordinates, value)
         by_site = cells.groupby(["site", "metric"], sort=False)
         sentences = [sentence for _, part in by_site for sentence in summaries.strongest(part, value, direction)]
         if self.engine == AttributionRunner.name:
