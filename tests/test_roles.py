@@ -10,7 +10,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.models.positions import Prompt, positions_of, roles_of
-from headwater.patching.prompts import aligned_spans
+from headwater.patching.prompts import PromptPair
 from tests.role_pairs import CLEAN, CORRUPTED, METRIC, ROLES, SUBJECTS, TOKENIZER
 from tests.same_table import assert_same_table
 from tests.tiny import tiny_hooked, tiny_model
@@ -304,11 +304,11 @@ def test_a_list_of_numbers_names_several_positions_of_a_single_prompt(model):
 
 def test_a_list_may_go_on_with_the_corrupted_prompts():
     prompts = [Prompt((0, 1), (" a", " b"), ((0, 2), (2, 4)), " a b"), Prompt((0, 2), (" a", " c"))]
-    pair = [prompts[0]], [prompts[1]]
-    (spots,) = aligned_spans({"x": [0, 1], "y": ({1}, {0})}, *pair, by_role=True)
+    pair = (prompts[0],), (prompts[1],)
+    (spots,) = PromptPair(*pair).spans({"x": [0, 1], "y": ({1}, {0})})
     assert (spots["x"].base, spots["x"].other) == ((0,), (1,))
     assert (spots["y"].base, spots["y"].other) == ((1,), (0,))
-    (mirrored,) = aligned_spans({"x": [0, 1]}, *pair[::-1], base_side=1, by_role=True)
+    (mirrored,) = PromptPair(*pair, "denoise").spans({"x": [0, 1]})
     assert (mirrored["x"].base, mirrored["x"].other) == ((1,), (0,))
 
 

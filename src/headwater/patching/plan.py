@@ -28,7 +28,7 @@ from headwater.models.tokens import Batch, pad_id, warn_of_missing_spaces
 from headwater.options import checked_count, checked_layer
 from headwater.patching.edits import LOGITS, CellTable, Edit, Indices, Place, Reading, Variant, Variants
 from headwater.patching.metrics import Metric, answer_ids
-from headwater.patching.prompts import AlignedSpan, PromptPair, Side, aligned_spans
+from headwater.patching.prompts import AlignedSpan, PromptPair, Side
 from headwater.patching.replacements import Replacement
 
 Kept: TypeAlias = Sequence[tuple[int, ...]]
@@ -78,14 +78,9 @@ class Plan:
     @cached_property
     def spans(self) -> tuple[tuple[AlignedSpan, ...], ...]:
         """By example and metric: the positions it reads, in both prompts."""
-        # The noisy run has the same text: names resolve to the same tokens.
-        others = self.pair.others or [None] * len(self.pair.base)
-        side, draws = 0 if self.pair.base_is_clean else 1, self.pair.draws
-        by_metric = [
-            [spans[""] for spans in aligned_spans(metric.at, self.pair.base, others, side, draws)]
-            for metric in self.metrics
-        ]
-        return tuple(zip(*by_metric, strict=True)) if by_metric else ((),) * len(self.pair.base)
+        by_metric = [self.pair.spans(metric.at, by_role=False) for metric in self.metrics]
+        by_prompt = zip(*by_metric, strict=True) if by_metric else [()] * len(self.pair.prompts)
+        return tuple(tuple(one[""] for one in some) for some in by_prompt for _ in range(self.pair.draws))
 
     @cached_property
     def positions(self) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import pandas as pd
@@ -178,50 +178,6 @@ def _found_in_pair(
     return AlignedSpan(found[0], found[-1])
 
 
-def aligned_spans(
-    where: Any,
-    base: Sequence[Prompt],
-    other: Sequence[Prompt | None],
-    base_side: int = 0,
-    draws: int = 1,
-    by_role: bool = False,
-) -> list[dict[str, AlignedSpan]]:
-    """Return by pair and role the positions in each prompt; positions not named `by_role` have an empty name.
-
-    `base` are the prompts that are edited, each `draws` times; `base_side` is 0 if these are the clean ones, else 1.
-    Only by role may positions differ in two prompts of one length.
-    """
-    roles = where if by_role else {"": where}
-    if by_role:
-        checked_roles(roles)
-    # If the lengths determine the positions, they are resolved once for all pairs of the same lengths.
-    by_lengths: dict[tuple[int, int | None], dict[str, AlignedSpan]] = {}
-    resolved, shared, n = [], not by_role and needs_length(where), len(base) // draws
-    for number, (first, second) in enumerate(zip(base, other, strict=True)):
-        i, lengths = number // draws, (len(first), None if second is None else len(second))
-        if not shared or lengths not in by_lengths:
-            spans: dict[str, AlignedSpan] = {}
-            for role, place in roles.items():
-                find = partial(role_in, role, place) if by_role else partial(positions_of, place)
-                spans[role] = _found_in_pair(find, first, second, base_side, i, n)
-            by_lengths[lengths] = spans
-            for role, span in spans.items():
-                name, at = f"The role {role!r}" if by_role else shown(where), f"{span.base} and {span.other}"
-                if second is not None and len(first) == len(second) and not by_role and span.base != span.other:
-                    raise InputError(
-                        f"{name} falls on different tokens in the two prompts of pair {i}: {at}.\n"
-                        f"{side_by_side(first, second)}"
-                    )
-                if len(span.base) != len(span.other):
-                    raise InputError(
-                        f"{name} is {len(span.base)} tokens of one prompt of pair {i} and {len(span.other)} of the "
-                        f"other, {at}: they cannot be matched one for one. hw.last_token_of({shown(roles[role])}) "
-                        "names the last token of each."
-                    )
-        resolved.append(by_lengths[lengths])
-    return resolved
-
-
 def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tuple[int, ...]:
     """Return positions without those that a site leaves out; refuse if none remains."""
     left_out = site.left_out(prompt.ids) if site.leaves_out else frozenset()
@@ -292,15 +248,45 @@ class PromptPair:
         """Return whether a side is the clean one."""
         return (side == "base") == self.base_is_clean
 
-    def spans(self, where: Where, *, in_base: bool = False) -> list[dict[str, AlignedSpan]]:
+    def spans(
+        self, where: Where, *, in_base: bool = False, by_role: bool | None = None
+    ) -> list[dict[str, AlignedSpan]]:
         """Return by prompt and role the positions in both runs; positions not named by role have an empty name.
 
-        Prompts with the same positions share one object. `in_base`: only positions of the edited prompt.
+        Prompts with the same positions share one object. `in_base`: only positions of the edited prompt. `by_role`: by
+        default mappings name roles. Only by role may positions differ in two prompts of one length.
         """
+        by_role = isinstance(where, Mapping) if by_role is None else by_role
+        roles: Mapping[Any, Any] = cast("Any", where) if by_role else {"": where}
+        if by_role:
+            checked_roles(roles)
         others = self.others if self.others and not in_base else [None] * len(self.prompts)
-        side, shared = 0 if self.base_is_clean else 1, dict[Hashable, dict[str, AlignedSpan]]()
-        spans = aligned_spans(where, self.prompts, others, side, by_role=isinstance(where, Mapping))
-        return [shared.setdefault(tuple(one.items()), one) for one in spans]
+        side, n, shared = 0 if self.base_is_clean else 1, len(self.prompts), dict[Hashable, dict[str, AlignedSpan]]()
+        # If the lengths determine the positions, they are resolved once for all pairs of the same lengths.
+        by_lengths: dict[tuple[int, int | None], dict[str, AlignedSpan]] = {}
+        resolved, of_lengths = [], not by_role and needs_length(where)
+        for i, (first, second) in enumerate(zip(self.prompts, others, strict=True)):
+            lengths = (len(first), None if second is None else len(second))
+            if not of_lengths or lengths not in by_lengths:
+                spans: dict[str, AlignedSpan] = {}
+                for role, place in roles.items():
+                    find = partial(role_in, role, place) if by_role else partial(positions_of, place)
+                    spans[role] = span = _found_in_pair(find, first, second, side, i, n)
+                    name, at = f"The role {role!r}" if by_role else shown(where), f"{span.base} and {span.other}"
+                    if second is not None and len(first) == len(second) and not by_role and span.base != span.other:
+                        raise InputError(
+                            f"{name} falls on different tokens in the two prompts of pair {i}: {at}.\n"
+                            f"{side_by_side(first, second)}"
+                        )
+                    if len(span.base) != len(span.other):
+                        raise InputError(
+                            f"{name} is {len(span.base)} tokens of one prompt of pair {i} and {len(span.other)} of the "
+                            f"other, {at}: they cannot be matched one for one. hw.last_token_of({shown(place)}) names "
+                            "the last token of each."
+                        )
+                by_lengths[lengths] = shared.setdefault(tuple(spans.items()), spans)
+            resolved.append(by_lengths[lengths])
+        return resolved
 
     def matched(
         self,
