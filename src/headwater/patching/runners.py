@@ -12,7 +12,7 @@ token are never recomputed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headwater.errors import InputError, InterventionError, NumericsError, first_line
+from headwater.errors import InputError, NumericsError, first_line
 from headwater.kernels.devices import in_tiles, is_out_of_memory, to_device, to_device_many
 from headwater.models.blocks import Blocks, Recording, cannot_step
 from headwater.models.bridge_check import edges_are_cut, rounding
@@ -384,7 +384,7 @@ def _edits(variants: Sequence[Variant], examples: Sequence[int], values: Replace
                     severed.setdefault((layer, edit.after_softmax), []).append((row, edit))
     hooks: list[Hook] = []
     for (layer, zero), cuts in severed.items():
-        hooks += _cutting(cuts, layer, zero)
+        hooks += severing_hooks(layer, zero, partial(_severed, cuts))
     for (_, layer), row_edits in written.items():
         edits = [(edit, examples[row]) for row, edit in row_edits]
         act = partial(written_into, edits=edits, values=values, layer=layer, rows=[row for row, _ in row_edits])
@@ -392,39 +392,33 @@ def _edits(variants: Sequence[Variant], examples: Sequence[int], values: Replace
     return hooks
 
 
-def _cutting(cuts: Sequence[tuple[int, Edit]], layer: int, zero: bool) -> list[Hook]:
-    """Return the hooks that sever edges of some rows in a layer, after (`zero`) or before the softmax."""
+def _severed(cuts: Sequence[tuple[int, Edit]], scores: Tensor) -> Bool[Tensor, "row head query key"]:
+    """Return where scores, or a pattern, have edges that the cuts of their rows sever."""
+    is_severed = torch.zeros_like(scores, dtype=torch.bool)
+    for row, cut in cuts:
+        edges = cut.edges[: scores.shape[-2], : scores.shape[-1]].to(scores.device)
+        heads: Any = slice(None) if cut.heads is None else list(cut.heads)
+        # |=, since several cuts may affect one row and head.
+        is_severed[row, heads, : len(edges), : edges.shape[1]] |= edges
+    return is_severed
 
-    def severed(scores: Tensor) -> Bool[Tensor, "row head query key"]:
-        is_severed = torch.zeros_like(scores, dtype=torch.bool)
-        for row, cut in cuts:
-            edges = cut.edges[: scores.shape[-2], : scores.shape[-1]].to(scores.device)
-            heads: Any = slice(None) if cut.heads is None else list(cut.heads)
-            # |=, since several cuts may affect one row and head.
-            is_severed[row, heads, : len(edges), : edges.shape[1]] |= edges
-        return is_severed
 
-    def mask(scores: Tensor, hook: object) -> Tensor:
-        least, cut = torch.finfo(scores.dtype).min, severed(scores)
-        visible = scores > least / 2
-        # A query with only finfo.min attends to all keys equally, future ones too; one that saw no key is ignored.
-        blind = visible.any(-1) & ~(visible & ~cut).any(-1)
-        if bool(blind.any()):
-            token = int(blind.nonzero()[0][-1])
-            raise InterventionError(
-                f"Knocking out these edges leaves token {token} no key to attend to in layer {layer}. Leave it at "
-                "least one key, or use variant='zero'."
-            )
-        return scores.masked_fill(cut, least)
+def severing_hooks(layer: int, zero: bool, severed: Callable[[Tensor], Tensor]) -> list[Hook]:
+    """Return the hooks that sever edges of a layer, after (`zero`) or before the softmax.
 
-    pattern = main_site(Stage.PATTERN).hook_name(layer)
+    `severed` returns a mask of the severed edges for the scores, or for the pattern, `row head query key`.
+    """
+    pattern = hook_name("pattern", layer)
     if zero:
         return [(pattern, replace_hook(lambda weights, hook: weights.masked_fill(severed(weights), 0.0)))]
-    return [
-        (hook_name("attn_scores", layer), replace_hook(mask)),
-        # Attention in transformers' own code may ignore edited scores: check in the pattern that edges were cut.
-        (pattern, read_hook(lambda weights, hook: edges_are_cut(weights, severed(weights), pattern))),
-    ]
+
+    def mask(scores: Tensor, hook: object) -> Tensor:
+        # Not -inf: a query without any key would be NaN. Now it attends to its severed keys, and the check raises.
+        return scores.masked_fill(severed(scores), torch.finfo(scores.dtype).min)
+
+    # Attention in transformers' own code may ignore edited scores: check in the pattern that edges were cut.
+    check = read_hook(lambda weights, hook: edges_are_cut(weights, severed(weights), pattern))
+    return [(hook_name("attn_scores", layer), replace_hook(mask)), (pattern, check)]
 
 
 def written_into(

@@ -22,45 +22,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import to_device
-from headwater.models.bridge_check import edges_are_cut
-from headwater.models.edits import Hook, read_hook, replace_hook
+from headwater.models.edits import Hook
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
-from headwater.models.sites import hook_name
 from headwater.models.tokens import encode, token_span
 from headwater.patching.edge_knockout import Edges, VariantName, knocked_out_states, windowed_states
+from headwater.patching.runners import severing_hooks
 from headwater.probes.linear import States
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.asking import SLOT, Frame
 from headwater.questions.states import ProbeSiteName, probe_positions, states_at
-
-
-def _hooks(cut: Bool[Tensor, "row head query key"], n_layers: int, variant: VariantName) -> Iterator[Hook]:
-    def mask(weights: Tensor, hook: object) -> Tensor:
-        # Not -inf: a query without any key would be NaN. Now it attends to its cut keys equally, and `check` raises.
-        value = 0.0 if variant == "zero" else torch.finfo(weights.dtype).min
-        return weights.masked_fill(cut.to(weights.device), value)
-
-    def check(pattern: Tensor, hook: object, name: str) -> None:
-        edges_are_cut(pattern, cut.to(pattern.device).expand_as(pattern), name)
-
-    for layer in range(n_layers):
-        pattern = hook_name("pattern", layer)
-        yield pattern if variant == "zero" else hook_name("attn_scores", layer), replace_hook(mask)
-        if variant == "mask":
-            yield pattern, read_hook(partial(check, name=pattern))
-
 
 BASELINE = "as answered"
 EXACT = "exact question tokens"
@@ -131,7 +112,11 @@ def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -
         cut = torch.zeros(len(rows), 1, longest, longest, dtype=torch.bool)
         for own, row in zip(cut, rows, strict=True):
             own[0, : len(cuts[row]), : len(cuts[row])] = cuts[row]
-        return _hooks(to_device(cut[:, :, first:], model.device), model.shape.n_layers, variant)
+        rows_cut = to_device(cut[:, :, first:], model.device)
+        for layer in range(model.shape.n_layers):
+            yield from severing_hooks(
+                layer, variant == "zero", lambda weights: rows_cut.to(weights.device).expand_as(weights)
+            )
 
     # The first query that loses a key: earlier positions may be run once for all rows.
     cut_from = min(int(cut.any(1).nonzero()[0]) for cut in cuts)
