@@ -200,12 +200,12 @@ def test_a_hook_acts_in_the_steps_alone_and_is_gone_whatever_is_raised(bare):
     before, meanwhile = model.run(ids), []
     hook = ("blocks.1.hook_resid_post", lambda x, hook: 2 * x)
 
-    def wrote(row, step, token):
+    def stopped_after(row, new):
         meanwhile.append((model.run(ids), model.interventions))
-        return step == 3 and 1 / 0
+        return len(new) == 4 and 1 / 0
 
     with pytest.raises(ZeroDivisionError):
-        generate_tokens(model, ids, max_new_tokens=STEPS, hooks=[hook], wrote=wrote)
+        generate_tokens(model, ids, max_new_tokens=STEPS, hooks=[hook], stopped_after=stopped_after)
     assert len(meanwhile) == 4
     for logits, acting in meanwhile:
         assert torch.equal(logits, before)

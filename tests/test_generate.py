@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForMaskedLM, TemperatureLogitsWarper, T
 import headwater as hw
 from headwater.errors import InputError, InterventionError
 from headwater.models.forward import now_reading
-from headwater.models.generation import ANCHOR, SETTLED, DecodedText, Sampling, drawn_with, draws, generate_tokens
+from headwater.models.generation import ANCHOR, Sampling, drawn_with, draws, generate_tokens, new_text
 from headwater.models.sites import SITES
 from tests import chance
 from tests.plain_hooks import hooked_plainly
@@ -285,22 +285,16 @@ def test_a_stop_string_cuts_exactly_wherever_tokens_begin(seed):
         texts = model.generate(PROMPTS, max_new_tokens=12, stop=stops)
         for text, new, full, ids in zip(texts, texts.tokens, whole, whole.tokens, strict=True):
             assert new == ids[: len(new)]
-            written = [DecodedText(model.tokenizer, (), []) for _ in range(2)]
-            for one, last in zip(written, (len(new), len(new) - 1), strict=True):
-                for token in new[:last]:
-                    one.add(token)
-            found = [written[0].text.find(stop) for stop in stops if stop in written[0].text]
+            written, before = (new_text(model.tokenizer, [], some) for some in (new, new[:-1]))
+            found = [written.find(stop) for stop in stops if stop in written]
             assert text == (full[: min(found)] if found else full)
-            assert not any(stop in written[1].text for stop in stops)
+            assert not any(stop in before for stop in stops)
 
 
 def test_the_text_of_many_tokens_is_that_of_the_tokenizer(llama):
     ids = llama.tokenizer(" Rome é – 日本 cat 🙂 the" * 12, add_special_tokens=False)["input_ids"]
-    assert len(ids) > 4 * SETTLED
-    text = DecodedText(llama.tokenizer, ["never"], ids[-ANCHOR:])
-    for token in ids:
-        text.add(token)
-    assert text.text == llama.tokenizer.decode(ids)
+    for prompt in (ids, ids[-ANCHOR:], ids[:1], []):
+        assert new_text(llama.tokenizer, prompt, ids) == llama.tokenizer.decode(ids)
 
 
 def test_end_tokens_and_special_stops_end_a_text_and_are_no_part_of_it(llama):

@@ -65,11 +65,7 @@ from headwater.progress import progress_bar
 from headwater.runs.record import MODEL_HOOKS, RunRecord
 
 ANCHOR = 4
-"""Number of tokens before a piece that are decoded with it: some decoders drop a space at the beginning of a text."""
-SETTLED = 32
-"""After this many more tokens, the text so far is not decoded again."""
-INCOMPLETE = "\ufffd"
-"""The character that bytes decode to if they form no complete character."""
+"""Number of a prompt's last tokens that are decoded with new ones: some decoders drop a space in front of a text."""
 
 
 class Texts(list[str]):
@@ -86,32 +82,12 @@ class Texts(list[str]):
         self.run = run
 
 
-class DecodedText:
-    """The growing text of the new tokens after the last tokens of a prompt, up to the first stop string."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], prompt: list[int]):
-        self.tokenizer, self.stops, self.text = tokenizer, stops, ""
-        self._settle(prompt)
-
-    def add(self, token: int) -> bool:
-        """Append a token; return whether a stop string ends the text."""
-        self._tokens.append(token)
-        self.text = self._settled + self._decode()[self._start :]
-        if found := [start for start in map(self.text.find, self.stops) if start >= 0]:
-            self.text = self.text[: min(found)]
-        # Decoding all new tokens at every step would take time quadratic in their number.
-        elif len(self._tokens) >= ANCHOR + SETTLED and not self.text.endswith(INCOMPLETE):
-            self._settle(self._tokens[-ANCHOR:])
-        return bool(found)
-
-    def _settle(self, before: list[int]) -> None:
-        """Decode later tokens together with the tokens `before`, whose text is left out; the text so far is final."""
-        self._tokens, self._settled = list(before), self.text
-        self._start = len(self._decode())
-
-    def _decode(self) -> str:
-        # Cleaning up would remove a space in front of a later punctuation mark, and so change text already settled.
-        return self.tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def new_text(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """Return the text that new tokens add to a prompt, without special tokens."""
+    before = list(prompt[-ANCHOR:])
+    # Cleaning up would remove a space in front of a later punctuation mark.
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode([*before, *tokens], **options))[len(tokenizer.decode(before, **options)) :]
 
 
 def generate(
@@ -190,14 +166,12 @@ def generate(
         },
         seed,
     )
-    tokens, texts = list[list[int]](), dict[int, DecodedText]()
 
-    def wrote(row: int, step: int, token: int, first: int) -> bool:
-        number = first + row
-        if step == 0:  # also where generation restarts after running out of memory
-            texts[number] = DecodedText(model.tokenizer, stops, rows[number][-ANCHOR:])
-        return texts[number].add(token)
+    def is_stopped(row: int, new: Sequence[int], first: int) -> bool:
+        text = new_text(model.tokenizer, rows[first + row], new) if stops else ""
+        return any(stop in text for stop in stops)
 
+    tokens = list[list[int]]()
     # Edits are resolved for all prompts at once: a value or position of a prompt does not depend on the batch size.
     parts, acting = list(batch.split(checked_count("batch_size", batch_size))), hooks_over(model, listed, batch)
     with progress_bar(progress and len(parts) > 1, len(rows), desc="Generating", unit="text") as bar:
@@ -209,12 +183,16 @@ def generate(
                 stop=ends.__contains__,
                 hooks=acting,
                 choose=drawn_with(sampling, numbers[where]),
-                wrote=partial(wrote, first=where.start),
+                stopped_after=partial(is_stopped, first=where.start),
             )
             lengths = generated.lengths.tolist()
             tokens += [row[:length] for row, length in zip(generated.tokens.tolist(), lengths, strict=True)]
             bar.update(len(lengths))
-    generated_texts = Texts([texts[number].text for number in range(len(rows))], tokens, run)
+    texts = []
+    for prompt, new in zip(rows, tokens, strict=True):
+        text = new_text(model.tokenizer, prompt, new)
+        texts.append(text[: min((text.find(stop) for stop in stops if stop in text), default=None)])
+    generated_texts = Texts(texts, tokens, run)
     return (generated_texts, tokens) if return_tokens else generated_texts
 
 
@@ -233,9 +211,6 @@ def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
 
 Choose: TypeAlias = Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " row"], int], Int[Tensor, " row"]]
 """Chooses the next token of each row from its logits, its number among the prompts, and the number of the step."""
-
-Wrote: TypeAlias = Callable[[int, int, int], bool]
-"""Called with the number of a prompt, the step, and the new token; returns whether the row ends there."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +243,7 @@ def generate_tokens(
     stop: Callable[[int], bool] = lambda token: False,
     hooks: Iterable[Hook | PromptHook] = (),
     choose: Choose = greedy,
-    wrote: Wrote = lambda row, step, token: False,
+    stopped_after: Callable[[int, Sequence[int]], bool] = lambda row, new: False,
 ) -> Generated:
     """Continue prompts.
 
@@ -279,8 +254,8 @@ def generate_tokens(
         stop: returns whether a token ends its row.
         hooks: hooks that read or edit activations at every step; each must fire at every step.
         choose: chooses the next tokens.
-        wrote: called with every new token; returns whether its row ends there. If memory runs out, the batch is split
-            in halves, and their rows restart at step 0.
+        stopped_after: called at every step with the number of each prompt and its new tokens so far; returns whether
+            they end there. If memory runs out, the batch is split in halves, which start anew.
 
     Raises:
         InputError: a prompt and its new tokens exceed the model's context, or hooks cannot be used.
@@ -323,7 +298,7 @@ def generate_tokens(
                 for row, token, of_token in zip(live, chosen.tolist(), log_prob, strict=True):
                     tokens[row].append(token)
                     log_probs[row].append(of_token)
-                    stopped[row] = wrote(row, step, token) or stop(token)
+                    stopped[row] = stopped_after(row, tokens[row]) or stop(token)
                     if not stopped[row]:
                         going[row] = token
                 if not going:
