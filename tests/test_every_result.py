@@ -113,17 +113,15 @@ def test_the_walk_knows_every_class_of_result(results):
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
-def test_what_draws_a_result_takes_what_its_plot_takes(kind):
-    def parameters(function):
-        given = list(inspect.signature(function).parameters.values())[1:]
-        return [(one.name, one.kind, one.default) for one in given]
-
-    everywhere = [one for one in parameters(Result.plot) if one[0] in ("title", "figsize")]
-    assert len(everywhere) == 2
-    of_plot = parameters(kind.plot)
-    assert all(one in of_plot for one in everywhere)
-    assert parameters(DRAWINGS[kind]) == [one for one in of_plot if one not in everywhere]
-    assert kind.plot.__doc__
+def test_what_draws_a_result_takes_axes_and_options_that_its_plot_names(kind, results):
+    _, ax, *options = inspect.signature(DRAWINGS[kind]).parameters.values()
+    assert (ax.name, ax.default) == ("ax", None)
+    assert all(f"`{one.name}`" in Result.plot.__doc__ for one in options if one.kind is one.KEYWORD_ONLY)
+    if not any(one.kind is one.VAR_KEYWORD for one in options):
+        with pytest.raises(InputError, match=rf"plot of a {kind.__name__} has no option figsizes=.*mean 'figsize'"):
+            results[kind].plot(figsizes=(3, 3))
+        with pytest.raises(InputError, match=r"has no option dpi=: .* plot\(\)\.savefig\(path, dpi=300\) writes it"):
+            results[kind].plot(dpi=300)
 
 
 NEED_A_PAGE = ("AttentionBehaviour", "DepthProfile", "Evidence")

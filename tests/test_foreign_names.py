@@ -11,6 +11,7 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.figures.sweep import plot_sweep
 from headwater.foreign_names import HINTS, hint_for
 from headwater.runs.result import Result
 from tests.tiny import embedded
@@ -30,7 +31,7 @@ def test_what_is_said_of_other_names_exists(llama):
 
 def test_none_of_them_is_a_name_or_an_option_of_headwater():
     takers = [hw.HookedModel.generate, hw.HookedModel.run, hw.HookedModel.cache, hw.load]
-    functions = {"option": takers, "plot": [hw.Sweep.plot]}
+    functions = {"option": takers, "plot": [hw.Sweep.plot, plot_sweep]}
     owners = {"package": hw, "model": hw.HookedModel, "result": Result, "Cache": hw.Cache, "Circuit": hw.Circuit}
     for place, name in HINTS:
         if place in functions:

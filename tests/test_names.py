@@ -10,6 +10,7 @@ import headwater as hw
 from headwater.circuits import edge_effects, exact, pairs, result
 from headwater.cli import patching as commands
 from headwater.figures import published
+from headwater.figures.sweep import plot_sweep
 from headwater.heads import relations
 from headwater.heads.categories import RULES
 from headwater.kernels.likelihood import PRECISIONS
@@ -34,7 +35,7 @@ TAKEN = {
         "over": edits.AXES,
         "spans": activation_patching.SPANS,
     },
-    hw.patching.Sweep.plot: {"value": summaries.MEASURES, "normalize": summaries.NORMALIZE},
+    plot_sweep: {"value": summaries.MEASURES, "normalize": summaries.NORMALIZE},
     hw.patching.Sweep.claim: {"match": summaries.MATCH},
     hw.knockout: {"variant": VARIANTS, "over": edits.AXES},
     hw.ablate: {"values": pairs.VALUE_NAMES},

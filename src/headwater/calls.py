@@ -32,7 +32,7 @@ def checked_call(function: F) -> F:
     def call(*args: Any, **options: Any) -> Any:
         for name in () if takes_any else options:
             if name not in known:
-                here, hint = f"{called} has no option {name}=", hint_for("plot" if called == "plot" else "option", name)
+                here, hint = f"{called} has no option {name}=", hint_for("option", name)
                 raise InputError(f"{here}: {hint}." if hint else f"{here}.{did_you_mean(name, known)}")
         try:
             return function(*args, **options)

@@ -25,7 +25,6 @@ from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, circui
 from headwater.circuits.circuit_walk import CircuitRunner
 from headwater.circuits.graph import Graph
 from headwater.circuits.pairs import Pairs
-from headwater.circuits.result import ByMetric
 from headwater.errors import InputError, callers_level
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
@@ -35,7 +34,7 @@ from headwater.patching.summaries import refuse_other_run
 from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Claim, plain_text, table_html, whole_summary, with_interval
+from headwater.runs.result import Claim, Result, plain_text, table_html, whole_summary, with_interval
 from headwater.stats.claims import ClaimEffects, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, interval
 
@@ -43,7 +42,7 @@ MOST_PLACEBOS = 1000
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CircuitRuns(ByMetric):
+class CircuitRuns(Result):
     """The result of `hw.run_circuits`."""
 
     table: pd.DataFrame

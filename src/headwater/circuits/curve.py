@@ -29,7 +29,7 @@ from headwater.calls import checked_call
 from headwater.circuits import circuit_runs
 from headwater.circuits.circuit import Circuit, circuit_from_edges, graph_of
 from headwater.circuits.pairs import Pairs
-from headwater.circuits.result import RANKED_BY, ByMetric, EdgeEffects, RankName
+from headwater.circuits.result import RANKED_BY, EdgeEffects, RankName
 from headwater.errors import InputError, callers_level
 from headwater.models.hooked import HookedModel
 from headwater.options import (
@@ -45,7 +45,7 @@ from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import table_html, with_interval
+from headwater.runs.result import Result, table_html, with_interval
 from headwater.stats.claims import PLACEBO_QUANTILE
 from headwater.stats.resample import interval
 
@@ -56,7 +56,7 @@ ENOUGH = 0.9
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CircuitCurve(ByMetric):
+class CircuitCurve(Result):
     """The result of `hw.circuit_curve`."""
 
     table: pd.DataFrame

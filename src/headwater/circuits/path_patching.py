@@ -30,7 +30,7 @@ from headwater.calls import checked_call
 from headwater.circuits.exact import THROUGH, EdgeRows, Receivers, ResidualChange, ThroughName, baselines_of
 from headwater.circuits.graph import QKV, RECEIVERS, Graph, Nodes, listed_parts
 from headwater.circuits.pairs import OTHER_RUN, BothRuns, Pairs, Place
-from headwater.circuits.result import GLANCE, ByMetric, beside_baselines, q_of_all
+from headwater.circuits.result import GLANCE, beside_baselines, q_of_all
 from headwater.errors import InputError
 from headwater.kernels.devices import in_tiles, to_device
 from headwater.models.edits import Hook, replace_hook
@@ -47,7 +47,7 @@ from headwater.patching.summaries import edited_run, summarize
 from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import table_html, whole_summary, with_interval
+from headwater.runs.result import Result, table_html, whole_summary, with_interval
 
 
 def path_ends(
@@ -92,7 +92,7 @@ WAYS = {"direct": "directly", "mlps": "directly and through MLPs, other heads fr
 
 
 @dataclass(frozen=True, repr=False)
-class PathEffects(ByMetric):
+class PathEffects(Result):
     """The result of `hw.path_patch`."""
 
     table: pd.DataFrame

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
@@ -25,34 +25,10 @@ from headwater.options import checked_count, checked_kind, checked_name, checked
 from headwater.patching.edits import Indices
 from headwater.patching.summaries import edited_run, refuse_other_run, summarize
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, table_html, whole_summary, with_interval
+from headwater.runs.result import Result, table_html, whole_summary, with_interval
 from headwater.stats.claims import means_of
 from headwater.stats.discrimination import pearson, spearman
 from headwater.stats.significance import most_of_a_share, q_values, sign_flip_p_values
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-class ByMetric(Result):
-    """A result with a plot of one metric at a time."""
-
-    def plot(
-        self,
-        ax: Axes | None = None,
-        *,
-        metric: str | None = None,
-        title: str | None = None,
-        figsize: Size | None = None,
-    ) -> Axes | Figure:
-        """Draw one metric (default: the first); see `Result.plot` and `headwater.figures`.
-
-        Raises:
-            InputError: the metric is unknown.
-        """
-        return self._drawn(ax, title, figsize, metric=metric)
-
 
 Numbers = NDArray[np.float64]
 
@@ -93,7 +69,7 @@ RANKED_BY = get_args(RankName)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class EdgeEffects(ByMetric):
+class EdgeEffects(Result):
     """The result of `hw.edges`."""
 
     run: RunRecord

@@ -35,9 +35,25 @@ MOST_ROWS, MOST_COLUMNS, MOST_TOKENS = 6, 8, 20
 
 @DRAWINGS.add(Cache)
 def plot_cache(
-    cache: Cache, ax: Axes | None = None, *, heads: Sequence[tuple[int, int]] | None = None, example: int = 0
+    cache: Cache,
+    ax: Axes | None = None,
+    *,
+    heads: Sequence[tuple[int, int] | str] | str | None = None,
+    example: int = 0,
 ) -> Axes | Figure:
-    """Draw the size of each activation by layer, or patterns, as described in `Cache.plot`."""
+    """Draw the size of activations by layer; or attention patterns, if heads are chosen or only patterns are kept.
+
+    Args:
+        cache: the cache.
+        ax: where to draw; default: a new figure. Without `heads`, an `ax` shows the mean of all patterns.
+        heads: at most 48 pairs (layer, head), or names such as "9.2", a panel each. Default: all heads kept, or if
+            there are many, the mean of each layer.
+        example: the text whose patterns are drawn.
+
+    Raises:
+        InputError: a head is not in the cache, too many are chosen, or there is no such text; or `ax` was passed for
+            several heads.
+    """
     chosen = None if heads is None else _chosen(cache, heads)
     example = checked_count("example", example, least=0, most=len(cache.texts) - 1)
     if chosen is not None or list(cache.kept) == ["pattern"]:

@@ -74,7 +74,7 @@ def title_of(circuit: Circuit) -> str:
 
 @DRAWINGS.add(Circuit)
 def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
-    """Draw a circuit, as described in `Circuit.plot`."""
+    """Draw a circuit by layers, as described above."""
     lines = lines_of(circuit)
     places = layout(circuit.graph, lines)
     far = max((x for x, _ in places.values()), default=1.0)
@@ -209,7 +209,7 @@ CIRCUIT, PLACEBO, LINE = "#0b5394", "#9a9a9a", "#d0d0d0"
 
 @DRAWINGS.add(CircuitRuns)
 def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-    """Draw circuits, as described in `CircuitRuns.plot`."""
+    """Draw the faithfulness of each circuit on one metric (default: the first), beside its placebos."""
     name, table, summary = _of_metric(runs, metric)
     with st.one_panel(ax, 4.6, 0.8 + 0.4 * len(summary)) as ax:
         for x in (0.0, 1.0):
@@ -230,7 +230,7 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
 
 @DRAWINGS.add(CircuitCurve)
 def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-    """Draw a curve, as described in `CircuitCurve.plot`."""
+    """Draw the faithfulness on one metric (default: the first) by the size of the circuit."""
     name, table, summary = _of_metric(curve, metric)
     summary = summary.sort_values("size")
     with st.one_panel(ax, 4.6, 3.2) as ax:
@@ -252,7 +252,7 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
 
 @DRAWINGS.add(CircuitSearch)
 def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes | Figure:
-    """Draw a search, as described in `CircuitSearch.plot`."""
+    """Draw the metric against the number of edges that remain."""
     begun = search.table[search.table["decision"] != DECISIONS[LEFT_OUT]]
     tried = begun[begun["decision"] != DECISIONS[NOT_TRIED]]
     is_kept = (tried["decision"] == DECISIONS[KEPT]).to_numpy()
@@ -296,7 +296,7 @@ def _placebos(part: pd.DataFrame) -> np.ndarray:
 
 @DRAWINGS.add(Claim)
 def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
-    """Draw a claim, as described in `Claim.plot`."""
+    """Draw a claim's effect above its comparisons."""
     row = claim.table.iloc[0]
     side = 1.0 if row["effect"] >= 0 else -1.0
     name = "the set, on one prompt" if np.isnan(row["low"]) else "the set, with its\n95 % interval"
@@ -335,7 +335,7 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
 
 @DRAWINGS.add(EdgeEffects)
 def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-    """Draw edges, as described in `EdgeEffects.plot`."""
+    """Draw the effect of edges on one metric (default: the first)."""
     matrix, graph = edges.matrix(metric), edges.graph
     down = ~np.isnan(matrix).all(1)
     across = ~np.isnan(matrix).all(0)
@@ -382,7 +382,7 @@ def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
 
 @DRAWINGS.add(PathEffects)
 def plot_path_effects(paths: PathEffects, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-    """Draw paths, as described in `PathEffects.plot`."""
+    """Draw the effect of paths on one metric (default: the first)."""
     matrix = paths.matrix(metric)
     with st.one_panel(ax, 4.6, 3.6) as ax:
         for names, axis in ((matrix.columns, ax.xaxis), (matrix.index, ax.yaxis)):

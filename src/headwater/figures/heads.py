@@ -56,7 +56,11 @@ LEFT, BOTTOM, TITLE, LEGEND, LINES = 1.0, 0.75, 0.8, 1.6, 1.7
 
 @DRAWINGS.add(AttentionBehaviour)
 def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: str | None = None) -> Axes | Figure:
-    """Draw the maps, as described in `AttentionBehaviour.plot`."""
+    """Draw maps of layer by head: behaviours on random tokens and on text, `copying` and `position`.
+
+    `on` selects one map: "random" or "text" draw a marker per head, in the colour and shape of its label there;
+    "copying" or "position" draw the numbers of `heads`. By default every map is drawn on a new figure.
+    """
     run_on = list(result.table["on"].unique())
     present = [*run_on, *(name for name in SHADES if result.heads[name].notna().any())]
     shown = present if on is None else [checked_name("on", on, present)]
@@ -129,7 +133,7 @@ def _look(name: str) -> tuple[str, str, float]:
 
 @DRAWINGS.add(Composition)
 def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str | None = None) -> Axes | Figure:
-    """Draw the scores, as described in `Composition.plot`."""
+    """Draw the scores of one `kind` ("q", "k", "v"; default: a panel per kind): earlier by later heads."""
     present = list(result.table["kind"].unique())
     kinds = present if kind is None else [checked_name("kind", kind, present)]
     above = (result.table["score"] - result.table["expected"]).clip(lower=0)

@@ -37,7 +37,7 @@ LETTERS = 9
 
 @DRAWINGS.add(LayerPredictions)
 def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, example: int = 0) -> Axes:
-    """Draw one prompt, as described in `LayerPredictions.plot`."""
+    """Draw the prompt `example`: the top token of each layer and position, coloured by its probability."""
     table = result.table
     example = checked_count("example", example, least=0, most=int(table["example"].max()))
     table = table[(table["example"] == example) & (table["top"] == 1)]

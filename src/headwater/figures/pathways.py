@@ -139,7 +139,7 @@ def delta_p(
 def plot_delta_p(
     pathways: Pathways, ax: Axes | None = None, *, split_by: SplitName | None = None, value: str = "delta_p"
 ) -> Axes | Figure:
-    """Draw one model's ΔP against the layer: on `ax` with a small legend below, or as a separate figure."""
+    """Draw one model's ΔP by layer, see `delta_p`: on `ax` with a small legend below, or as a separate figure."""
     return delta_p([pathways], split_by=split_by, value=value, ax=ax)
 
 

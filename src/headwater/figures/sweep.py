@@ -22,7 +22,7 @@ from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size
 from headwater.options import checked_kind, checked_number
 from headwater.patching.runners import AttributionRunner
-from headwater.patching.summaries import ROLES, NormalizeName, chosen_rows, grid_of, measure_of, summarize
+from headwater.patching.summaries import ROLES, MeasureName, NormalizeName, chosen_rows, grid_of, measure_of, summarize
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import DRAWINGS
 
@@ -64,11 +64,28 @@ def plot_sweep(
     *,
     site: str | None = None,
     metric: str | None = None,
-    value: str = "effect",
+    value: MeasureName = "effect",
     normalize: NormalizeName | None = None,
     **fixed: object,
 ) -> Axes | Figure:
-    """Draw a sweep, as described in `Sweep.plot`."""
+    """Draw layer × position or layer × head as a heat map centred at 0, or the curve over layers.
+
+    Args:
+        sweep: the sweep.
+        ax: where to draw; only for a single panel.
+        site: draw only this site; default: a panel for each.
+        metric: draw only this metric; default: a panel for each.
+        value: `effect` or `normalized_effect`.
+        normalize: see `Sweep.summary`.
+        **fixed: `layer=`, `position=`, `role=`, `head=`, `kv_head=`, `key=` or `key_role=`: draw only this one (needed
+            if there are three axes; roles have a panel each).
+
+    Raises:
+        InputError: the name is unknown, or a figure cannot show this much.
+
+    Warns:
+        UserWarning: see `Sweep.summary`.
+    """
     table = sweep.table
     named = {"site": site, "metric": metric, **fixed}
     table = chosen_rows(table, {column: wanted for column, wanted in named.items() if wanted is not None})

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -37,13 +36,9 @@ from headwater.options import checked_count, checked_flag, checked_name, checked
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, each_row, whole_summary
+from headwater.runs.result import Result, each_row, whole_summary
 from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.stats.significance import chance_corrected, excess_p, q_values
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NONE = "none"
 RESTING = "first_token"
@@ -127,19 +122,6 @@ class AttentionBehaviour(Result):
                 f"{below} suppress it (outside the central 95 % of random heads: by chance, 2.5 % for each)."
             )
         return [*sentences, "Attention to a position does not show that the head moves information from it."]
-
-    def plot(
-        self, ax: Axes | None = None, *, on: str | None = None, title: str | None = None, figsize: Size | None = None
-    ) -> Axes | Figure:
-        """Plot maps of layer by head: behaviours on random tokens and on text, `copying` and `position`.
-
-        `on` selects one map: "random" or "text" draw a marker per head, in the colour and shape of its label there;
-        "copying" or "position" draw the numbers of `heads`. By default every map is drawn on a new figure.
-
-        Raises:
-            InputError: the map is unknown, or `ax` was passed for several maps.
-        """
-        return self._drawn(ax, title, figsize, on=on)
 
 
 @checked_call

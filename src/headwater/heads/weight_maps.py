@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -24,12 +24,7 @@ from headwater.models.weights import WeightSource
 from headwater.options import checked_count, checked_flag, checked_name, one_or_several
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, each_row
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+from headwater.runs.result import Result, each_row
 
 PIECE = 8192
 """Tokens of a vocabulary in memory at a time."""
@@ -108,12 +103,6 @@ class Composition(Result):
             *sentences,
             "Trained heads share directions of the residual stream: a score above chance is not yet a path.",
         ]
-
-    def plot(
-        self, ax: Axes | None = None, *, kind: str | None = None, title: str | None = None, figsize: Size | None = None
-    ) -> Axes | Figure:
-        """Plot the scores of one kind ("q", "k", "v"; default: a panel per kind) as a map of earlier by later heads."""
-        return self._drawn(ax, title, figsize, kind=kind)
 
 
 class _Side(NamedTuple):

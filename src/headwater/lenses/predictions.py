@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -48,11 +48,8 @@ from headwater.patching.prompts import Prompts, read_prompts
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size, whole_summary, with_interval
+from headwater.runs.result import Result, whole_summary, with_interval
 from headwater.stats.resample import Bootstrap, interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,12 +113,6 @@ class LayerPredictions(Result):
             "A lens shows what the final norm and the unembedding decode from a layer, not what the model does with it."
         )
         return sentences
-
-    def plot(
-        self, ax: Axes | None = None, *, example: int = 0, title: str | None = None, figsize: Size | None = None
-    ) -> Axes:
-        """Draw a map of the prompt `example`: the top token of each layer and position, coloured by its probability."""
-        return cast("Axes", self._drawn(ax, title, figsize, example=example))
 
 
 @checked_call

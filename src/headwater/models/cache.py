@@ -36,13 +36,10 @@ from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id, refuse
 from headwater.options import checked_count, has_no_order, is_one, shown, whole_numbers
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size
+from headwater.runs.result import Result
 from headwater.runs.storage import Shards
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from headwater.models.model import Model
 
 
@@ -558,31 +555,6 @@ class Cache(TokenizedTexts, Result):
             layers = f" of {_layers(kept.layers)}" if kept.layers else ""
             lines.append(f"{kept.name}{layers}: {' '.join(self.axes(kept.name))}, {kept.dtype}.")
         return lines
-
-    def plot(
-        self,
-        ax: Axes | None = None,
-        *,
-        heads: Sequence[tuple[int, int] | str] | str | None = None,
-        example: int = 0,
-        title: str | None = None,
-        figsize: Size | None = None,
-    ) -> Axes | Figure:
-        """Draw the size of activations by layer; or attention patterns, if heads are chosen or only patterns are kept.
-
-        Args:
-            ax: where to draw; default: a new figure. Without `heads`, an `ax` shows the mean of all patterns.
-            heads: at most 48 pairs (layer, head), or names such as "9.2", a panel each. Default: all heads kept, or if
-                there are many, the mean of each layer.
-            example: the text whose patterns are drawn.
-            title: replaces the default title of the figure.
-            figsize: width and height of a new figure, in inches.
-
-        Raises:
-            InputError: a head is not in the cache, too many are chosen, or there is no such text; or `ax` was passed
-                for several heads.
-        """
-        return self._drawn(ax, title, figsize, heads=heads, example=example)
 
     def digest(self) -> str:
         """Return a digest that names this cache in records of runs that use it: of its run, or of all its contents."""

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 import numpy as np
 import pandas as pd
@@ -40,13 +40,9 @@ from headwater.patching.summaries import MATCH, CellEffects, MeasureName, Normal
 from headwater.progress import progress_bar, say, spelled_time
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Claim, Result, Size
+from headwater.runs.result import Claim, Result
 from headwater.stats.claims import ClaimEffects, notes_of_few
 from headwater.stats.discrimination import pearson, spearman
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 ENGINES: Mapping[str, type[Runner]] = {"auto": WalkRunner, "whole runs": WholeRuns}
 """Runners by the option `engine`: a walk down the layers if the model allows it, or whole runs."""
@@ -454,39 +450,6 @@ class Sweep(Result):
             return named
         own = {"token"} | summaries.tokens_by_role(named)
         return [name for name in named if name not in own]
-
-    def plot(
-        self,
-        ax: Axes | None = None,
-        *,
-        site: str | None = None,
-        metric: str | None = None,
-        value: MeasureName = "effect",
-        normalize: NormalizeName | None = None,
-        title: str | None = None,
-        figsize: Size | None = None,
-        **fixed: Any,
-    ) -> Axes | Figure:
-        """Draw layer × position or layer × head as a heat map centred at 0, or the curve over layers.
-
-        Args:
-            ax: where to draw; only for a single panel.
-            title: replaces the figure's default title.
-            figsize: of a new figure, width and height in inches.
-            site: draw only this site; default: a panel for each.
-            metric: draw only this metric; default: a panel for each.
-            value: `effect` or `normalized_effect`.
-            normalize: see `summary`.
-            **fixed: `layer=`, `position=`, `role=`, `head=`, `kv_head=`, `key=` or `key_role=`: draw only this one
-                (needed if there are three axes; roles have a panel each).
-
-        Raises:
-            InputError: the name is unknown, or a figure cannot show this much.
-
-        Warns:
-            UserWarning: see `summary`.
-        """
-        return self._drawn(ax, title, figsize, site=site, metric=metric, value=value, normalize=normalize, **fixed)
 
     def agreement(self, exact: Sweep) -> pd.DataFrame:
         """Compare an approximate sweep with the exact one, cell by cell.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -33,7 +33,7 @@ from headwater.options import checked_count, checked_flag, checked_name, checked
 from headwater.patching.edge_knockout import VARIANTS, VariantName
 from headwater.pathways.effects import Effects, measure, probes_as_tensors, probes_from_tensors, usable_sets
 from headwater.pathways.interventions import QUERIES, Setup
-from headwater.pathways.modes import SplitName, controls_of, curves_of
+from headwater.pathways.modes import controls_of, curves_of
 from headwater.pathways.report import report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
@@ -41,11 +41,7 @@ from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import BEFORE, ProbeSiteName, TokenName, check_probe_options
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from headwater.runs.result import Result
 
 POOLED = "all"
 POOLED_ROWS = 1000
@@ -183,21 +179,6 @@ class Pathways(Result):
     def report(self) -> list[str]:
         """Return what holds on this model and what does not, as sentences computed from the numbers."""
         return report_of(self)
-
-    def plot(
-        self,
-        ax: Axes | None = None,
-        *,
-        split_by: SplitName | None = None,
-        value: str = "delta_p",
-        title: str | None = None,
-        figsize: Size | None = None,
-    ) -> Axes | Figure:
-        """Draw ΔP against the layer: on `ax` with a small legend below, or as a separate figure.
-
-        `split_by`: see `headwater.figures.delta_p`; `value` is `delta_p` or `delta_logit`.
-        """
-        return self._drawn(ax, title, figsize, split_by=split_by, value=value)
 
 
 @checked_call

@@ -16,7 +16,7 @@ import html
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
@@ -32,7 +32,7 @@ from headwater.calls import checked_calls
 from headwater.errors import InputError, RunFolderError, UnknownNameError, did_you_mean
 from headwater.figure_options import Size as Size
 from headwater.figure_options import apply_title_and_size, checked_size, size_requested
-from headwater.foreign_names import TABLES, missing
+from headwater.foreign_names import TABLES, hint_for, missing
 from headwater.options import checked_path, shown
 from headwater.registry import Registry
 from headwater.runs.identity import describe, digest
@@ -49,7 +49,7 @@ TENSORS = "tensors.safetensors"
 FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".pkl", ".pt", ".npz", ".safetensors")
 """Suffixes that a folder's name must not have: a caller who saves to such a name means a file."""
 DRAWINGS: Registry[type, Callable[..., Any]] = Registry("figure of a result", "headwater.figures")
-"""Drawing functions by class of result: each takes the result, `ax`, and the options of the class's `plot`."""
+"""Drawing functions by class of result: each takes the result, `ax`, and the options that `plot` passes to it."""
 INLINE = 256 * 2**10
 """Most characters of a page that a notebook displays automatically, as the last line of a cell."""
 VIEWS: Registry[type, Callable[..., View]] = Registry("view of a result", "headwater.views")
@@ -81,29 +81,32 @@ class Shown:
 
     table: pd.DataFrame
 
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
+    def plot(
+        self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None, **what: Any
+    ) -> Axes | Figure:
         """Draw the main figure on `ax` or on a new figure, without showing or saving it.
 
         Args:
             ax: axes to draw on; default: a new figure.
             title: replaces the figure's own title.
             figsize: width and height of a new figure, in inches; default: chosen by the drawing function.
+            what: options of this class's figure, described where it is drawn, in `headwater.figures`: for a sweep
+                `site`, `metric`, `value`, `normalize`, and an index of an axis, such as `head=3`; `metric` for edges,
+                paths and circuits; `heads` and `example` for a cache; `example` for a lens; `on` for attention
+                behaviour; `kind` for composition; `split_by` and `value` for pathways.
 
         Raises:
-            InputError: `DRAWINGS` has no figure for this class.
+            InputError: `DRAWINGS` has no figure for this class, or the figure has no such option.
         """
-        return self._drawn(ax, title, figsize)
-
-    def _drawn(self, ax: Axes | None, title: str | None, figsize: Size | None, **options: object) -> Axes | Figure:
-        """Draw with the function registered for the object's class or its nearest base class."""
         if ax is not None and not hasattr(ax, "get_subplotspec"):
             raise InputError(
                 f"ax={shown(ax)} is not a matplotlib axes: give one, such as plt.subplots()[1], or leave it out for a "
                 "new figure. result.plot().savefig(path) writes it."
             )
-        size = checked_size(figsize, ax)
+        size, draw = checked_size(figsize, ax), DRAWINGS.of_class(type(self))
+        self._check_options("plot", draw, what, ("ax", "title", "figsize"))
         with size_requested(size):
-            drawn: Any = DRAWINGS.of_class(type(self))(self, ax, **options)
+            drawn: Any = draw(self, ax, **what)
         if not hasattr(drawn, "savefig"):
             drawn.savefig = drawn.figure.savefig  # so that plot().savefig(path) works for one panel as for several
         return apply_title_and_size(drawn, title, size)
@@ -118,12 +121,23 @@ class Shown:
             InputError: the view has no such option, or refuses its value.
         """
         show = VIEWS.of_class(type(self))
-        known = list(inspect.signature(show).parameters)[1:]
-        if unknown := [name for name in what if name not in known]:
-            offered = f"it takes {', '.join(known)}" if known else "it takes none"
-            hint = did_you_mean(unknown[0], known)
-            raise InputError(f"The view of a {type(self).__name__} has no option {unknown[0]}=: {offered}.{hint}")
+        self._check_options("view", show, what)
         return show(self, **what)
+
+    def _check_options(
+        self, name: str, function: Callable[..., Any], what: Mapping[str, object], also: Sequence[str] = ()
+    ) -> None:
+        """Raise if the function that draws or shows this class has no such option."""
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        if any(one.kind is one.VAR_KEYWORD for one in parameters):
+            return
+        known = list(dict.fromkeys([*also, *(one.name for one in parameters)]))
+        for option in what:
+            if option not in known:
+                offered = f"it takes {', '.join(known)}" if known else "it takes none"
+                way = hint_for("plot", option) if name == "plot" else None
+                hint = f" {way}." if way else did_you_mean(option, known)
+                raise InputError(f"The {name} of a {type(self).__name__} has no option {option}=: {offered}.{hint}")
 
     def save_html(self, path: str | Path, **what: Any) -> Path:
         """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
