@@ -385,20 +385,19 @@ def test_the_excess_is_the_way_from_habit_to_perfection_and_the_summary_shows_it
     for sign, prefix in (("score", ""), ("suppression", "suppression_")):
         expected = heads.table[f"{prefix}expected"]
         np.testing.assert_allclose(heads.table[f"{prefix}excess"], (heads.table[sign] - expected) / (1 - expected))
-    for row in heads.findings()["relations"]:
+    for row in heads.summary().to_dict("records"):
         of_relation = heads.table[heads.table["relation"] == row["relation"]]
-        prefix = {"implements": "", "suppresses": "suppression_"}[row["best_sign"]]
+        prefix = {"implements": "", "suppresses": "suppression_"}[row["sign"]]
         called = of_relation[of_relation["implemented"] | of_relation["suppressed"]]
         assert row["heads"] == len(called)
         of_relation = called if len(called) else of_relation
-        assert row["best_excess"] == round(of_relation[["excess", "suppression_excess"]].max(axis=None), 4)
+        assert row["excess"] == of_relation[["excess", "suppression_excess"]].max(axis=None)
         best = of_relation.loc[of_relation[f"{prefix}excess"].idxmax()]
-        assert row["best_head"] == f"{best['layer']}.{best['head']}"
-        assert row["best_excess"] == round(best[f"{prefix}excess"], 4)
-        assert row["best_expected"] == round(best[f"{prefix}expected"], 4)
+        assert (row["layer"], row["head"]) == (best["layer"], best["head"])
+        assert (row["excess"], row["expected"]) == (best[f"{prefix}excess"], best[f"{prefix}expected"])
     published = classify_heads(checkpoint("llama"), relations=suite, rule="published", progress=False)
     assert published.table["excess"].isna().all()
-    assert all(row["best_excess"] is None for row in published.findings()["relations"])
+    assert all(row["excess"] is None for row in published.findings()["summary"])
     assert set(published.sensitivity().table["rule"]) == {"published"}
 
 

@@ -62,10 +62,9 @@ def test_json_is_one_line_on_stdout_that_says_what_the_result_holds(run, checkpo
     summary = json.loads(printed)
     head_map = classify.classify_heads(checkpoint("gpt2"), relations=suite, rule="published", progress=False)
     assert summary == json.loads(json.dumps(head_map.findings())) | {"files": []}
-    assert summary["labels"] == label_counts(head_map.categories)
-    for row in summary["relations"]:
+    for row in summary["summary"]:
         of_relation = head_map.table[head_map.table["relation"] == row["relation"]]
-        assert row["best_score"] == round(of_relation[["score", "suppression"]].max(axis=None), 4)
+        assert row["score"] == of_relation[["score", "suppression"]].max(axis=None)
 
 
 def test_options_reach_the_analysis(run, checkpoint, suite, tmp_path):
@@ -103,13 +102,13 @@ def test_heads_are_validated_beside_what_was_read_of_them(run, tmp_path):
     assert not plain.is_validated
     pd.testing.assert_series_equal(validated.table["used"], expected.table["used"])
     assert validated.table["used"].notna().any()
-    assert json.loads(printed)["use"] == json.loads(json.dumps(expected.findings()["use"]))
+    assert json.loads(printed)["report"] == expected.report()
     assert (tmp_path / "run" / "validated" / "head_map.png").stat().st_size > 5000
     code, printed, _ = run(*asked)  # as the embedded model was trained to be asked
     ask = headwater.world.question_templates(["country_to_capital"])
     assert ask == {"country_to_capital": "Q: What is the capital of {source}?\nA:"}
-    use = json.loads(printed)["use"]
-    assert use["measured"] == use["called"] == int(plain.table["implemented"].sum())  # three examples: none
+    measured = plain.table["implemented"].sum()  # all: with three examples, none
+    assert f"Of {measured} head-relation pairs ablated in the running model" in " ".join(json.loads(printed)["report"])
     code, _, noise = run(*asked[:-2], "--template", template)
     assert (code, noise.strip()) == (2, "Error: --template is a prompt for the running model: pass --validate too.")
 

@@ -347,6 +347,7 @@ def test_a_result_from_outside_is_drawn_and_viewed_once_its_figure_is_registered
     assert counted.findings() == {
         "model": "some/model",
         "summary": [{"layer": 0, "count": 3}, {"layer": 1, "count": 3}],
+        "report": ["6 were counted <b>."],
     }
     assert Counted.load(counted.save(tmp_path)).report() == counted.report()
 

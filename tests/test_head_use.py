@@ -60,7 +60,6 @@ def test_the_head_that_the_model_needs_is_used_and_two_that_stand_in_for_each_ot
     rest = found.table[~found.table["implemented"]]
     assert rest[[*COLUMNS]].isna().all(axis=None)
     assert "Of 3 head-relation pairs ablated in the running model, 1 are used" in " ".join(found.report())
-    assert found.findings()["use"]["used"] == 1
 
 
 @pytest.mark.planted
@@ -221,7 +220,7 @@ def test_a_head_without_which_the_answers_get_better_is_used_if_it_suppresses_an
     assert row["loss"] == pytest.approx(-0.5)
     assert row["loss_q_value"] < 0.01
     assert bool(row["used"]) is is_used
-    assert found.findings()["use"]["opposed"] == ([] if is_used else ["1.2 on capital"])
+    assert ("Ablation has the opposite effect for 1.2 on capital." in found.report()) is not is_used
 
 
 def test_other_heads_come_from_the_layer_while_it_has_some_and_are_never_called_ones():

@@ -114,8 +114,9 @@ def test_rows_that_cannot_be_scored_keep_their_place_and_say_why(model, tmp_path
     result = score_file(model, written(tmp_path, "a.jsonl", b"\n".join(lines)), progress=False)
     assert result.table["note"].tolist() == ["", NOT_UNICODE, EMPTY, NO_TEXT, NO_TEXT, NO_TEXT]
     assert np.isnan(result.table["min_k_0.2"]).tolist() == [False] + [True] * 5
-    assert result.findings()["not_scored"] == {NO_TEXT: 3, NOT_UNICODE: 1, EMPTY: 1}
-    assert (result.findings()["texts"], result.findings()["scored"]) == (6, 1)
+    said = result.report()
+    assert said[0].startswith("1 of 6 texts have scores")
+    assert set(said[1:4]) == {f"Not scored: {n} ({why})." for n, why in ((3, NO_TEXT), (1, NOT_UNICODE), (1, EMPTY))}
     not_utf8 = score_file(model, written(tmp_path, "a.txt", b" cat\n\xff\xfe\n dog\n"), progress=False)
     assert not_utf8.table["note"].tolist() == ["", NOT_UNICODE, ""]
 
@@ -181,7 +182,9 @@ def test_the_command_prints_csv_or_writes_a_folder(run, checkpoint, model, tmp_p
     assert f"Not scored: 1 ({EMPTY})" in said
     code, printed, _ = run("score", checkpoint("llama"), file, "--out", tmp_path / "out", "--json", "--quiet")
     summary = json.loads(printed)
-    assert (code, summary["windowed"], summary["not_scored"]) == (0, 1, {EMPTY: 1})
+    assert code == 0
+    assert "; 1 texts were read in windows." in summary["report"][0]
+    assert summary["report"][1] == f"Not scored: 1 ({EMPTY})."
     assert [str(tmp_path / "out" / name) for name in ("table.parquet", "table.csv")] == summary["files"]
     assert len(pd.read_csv(tmp_path / "out" / "table.csv")) == 5
 

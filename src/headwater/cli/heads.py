@@ -93,7 +93,7 @@ def heads(
         if (folder := run.part("validated")) is not None and is_main():
             head_map.save(folder)
             files += run.write(head_map, "head_map", "validated")
-    run.finish(head_map, files, "relations")
+    run.finish(head_map, files, relations=head_map.summary())
 
 
 @documented_by("heads/classify:classify_heads")
@@ -120,7 +120,9 @@ def compare(
     - `headwater compare path/to/base path/to/instruct --relations path/to/relations --embedding raw`
     """
     comparison = hw.compare_heads(models, relations=relations, multi_token=multi_token, **run.kept(), **vars(scoring))
-    run.finish(comparison, run.write(comparison, "head_comparison"), "summary", "largest")
+    columns = ["model", "layer", "head", "relation", "sign", "change", "excess", "difference", "q_value"]
+    tables = {"summary": comparison.summary(), "largest": comparison.changed[columns].head(10)}
+    run.finish(comparison, run.write(comparison, "head_comparison"), **tables)
 
 
 @documented_by("heads/behaviour:attention_behaviour")
@@ -163,7 +165,7 @@ def behaviour(
         load.model(model), read, sequences=sequences, length=length, threshold=threshold, copying=copying,
         embedding=embedding, batch_size=batch_size, seed=seed, **run.kept(),
     )  # fmt: skip
-    run.finish(result, run.write(result, "attention_behaviour"), "summary")
+    run.finish(result, run.write(result, "attention_behaviour"), summary=result.summary())
 
 
 @documented_by("causes/weights_to_cause:evidence")

@@ -25,6 +25,8 @@ import headwater as hw
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from headwater.models.hooked import HookedModel
     from headwater.patching.metrics import Metric
     from headwater.questions.extract import EndpointExtractor
@@ -141,11 +143,13 @@ class RunOptions:
         write_atomically(self.out / "report.md", lambda file: file.write_text(text, encoding="utf-8"))
         return [str(self.out / "report.md")]
 
-    def finish(self, result: Result, files: Sequence[str], *tables: str) -> None:
-        """Print a result's report, and the entries of its findings that are named in `tables`."""
-        summary = result.findings() | {"files": list(files)}
-        sections = {} if self.as_json else {result.run.model: result.report()}
-        report(summary, sections | {name: summary[name] for name in tables}, self.as_json)
+    def finish(self, result: Result, files: Sequence[str], **tables: DataFrame) -> None:
+        """Print a result's report and these tables by title, or all its findings as JSON."""
+        from headwater.runs.result import records_of
+
+        findings = result.findings()
+        sections = {result.run.model: findings["report"]} | {name: records_of(one) for name, one in tables.items()}
+        report(findings | {"files": list(files)}, sections, self.as_json)
 
 
 def _markdown(text: str) -> str:

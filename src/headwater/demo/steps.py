@@ -18,6 +18,8 @@ from headwater.causes.results import Evidence
 from headwater.circuits.circuit_runs import CircuitRuns
 from headwater.circuits.result import EdgeEffects
 from headwater.heads.behaviour import AttentionBehaviour
+from headwater.heads.categories import UNCLASSIFIED
+from headwater.heads.head_map import HeadMap
 from headwater.likelihood.profile import DepthProfile
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import Result, whole_summary
@@ -42,17 +44,15 @@ class Number(NamedTuple):
     """Whether the number is indistinguishable from its control."""
 
 
-def heads(result: Result) -> Number:
+def heads(result: HeadMap) -> Number:
     """Return the number of heads with a label; the strongest, and its score with shuffled targets."""
-    facts = result.findings()
-    classified = facts["heads"] - facts["labels"]["unclassified"]
-    rows = [row for row in facts["relations"] if row["best_excess"] is not None]
-    best = max(rows, key=lambda row: row["best_excess"])
+    labels, rows = result.categories["label"], whole_summary(result)
+    classified, best = int((labels != UNCLASSIFIED).sum()), rows.iloc[rows["excess"].argmax()]
     return Number(
-        f"{classified} of {facts['heads']} heads have a label; the strongest, {best['best_head']}, {best['best_sign']} "
-        f"{best['relation']} for {_percent([best['best_score']])} of its pairs",
-        f"with shuffled targets {_percent([best['best_expected']])}",
-        weak=best["best_excess"] < APART or not classified,
+        f"{classified} of {len(labels)} heads have a label; the strongest, {best['layer']}.{best['head']}, "
+        f"{best['sign']} {best['relation']} for {_percent([best['score']])} of its pairs",
+        f"with shuffled targets {_percent([best['expected']])}",
+        weak=bool(best["excess"] < APART or not classified),
     )
 
 

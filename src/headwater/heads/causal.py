@@ -108,44 +108,32 @@ def head_use(
     return measured.assign(loss_q_value=q, used=used)
 
 
-def use_counts(table: pd.DataFrame) -> dict[str, Any]:
-    """Return, as JSON, how many pairs of head and relation of a validated map are called, measured, used, opposed."""
+def sentences_of_use(table: pd.DataFrame) -> list[str]:
+    """Return how many pairs of head and relation of a validated map are used in the running model, as sentences."""
     called = table[table["implemented"] | table["suppressed"]]
-    measured = called[called["used"].notna()]
-    is_clear = measured["loss_q_value"] <= FALSE_DISCOVERY_RATE
-    opposed = measured[is_clear & ~measured["used"].astype(bool)]
-    unanswered = called.loc[called["used"].isna() & (called["accuracy"] == 0), "relation"]
-    return {
-        "called": len(called),
-        "measured": len(measured),
-        "used": int(measured["used"].sum()),
-        "opposed": [f"{row['layer']}.{row['head']} on {row['relation']}" for row in opposed.to_dict("records")],
-        "unanswered": sorted(set(unanswered)),
-        "not_asked": called.loc[called["accuracy"].isna(), "relation"].nunique(),
-    }
-
-
-def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
-    """Return the counts of `use_counts` as sentences."""
-    if not counts["called"]:
+    if called.empty:
         return ["No head implements or suppresses a relation: there was no head to ablate."]
-    sentences = []
-    if counts["measured"]:
+    measured, sentences = called[called["used"].notna()], []
+    if len(measured):
         sentences.append(
-            f"Of {counts['measured']} head-relation pairs ablated in the running model, {counts['used']} are used: the "
-            "answers change in the expected direction, and more than when another head of the layer is ablated "
+            f"Of {len(measured)} head-relation pairs ablated in the running model, {measured['used'].sum()} are used: "
+            "the answers change in the expected direction, and more than when another head of the layer is ablated "
             f"(false-discovery rate {FALSE_DISCOVERY_RATE:.0%}). For the others, use is not shown; the loss may be as "
             "large as `loss_high`."
         )
-    if counts["opposed"]:
-        sentences.append(f"Ablation has the opposite effect for {', '.join(counts['opposed'])}.")
-    if counts["unanswered"]:
+    is_clear = measured["loss_q_value"] <= FALSE_DISCOVERY_RATE
+    opposed = measured[is_clear & ~measured["used"].astype(bool)]
+    if len(opposed):
+        named = [f"{row['layer']}.{row['head']} on {row['relation']}" for row in opposed.to_dict("records")]
+        sentences.append(f"Ablation has the opposite effect for {', '.join(named)}.")
+    unanswered = set(called.loc[called["used"].isna() & (called["accuracy"] == 0), "relation"])
+    if unanswered:
         sentences.append(
             "Whether heads are used is unknown where the whole model answers no item: "
-            f"{', '.join(counts['unanswered'])}. Give a template= that it understands."
+            f"{', '.join(sorted(unanswered))}. Give a template= that it understands."
         )
-    if counts["not_asked"]:
-        sentences.append(f"Relations with heads that were not tested: {counts['not_asked']}.")
+    if not_tested := called.loc[called["accuracy"].isna(), "relation"].nunique():
+        sentences.append(f"Relations with heads that were not tested: {not_tested}.")
     return sentences
 
 

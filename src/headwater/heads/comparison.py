@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -41,7 +41,7 @@ from headwater.models.weights import WeightSource
 from headwater.options import checked_flag, checked_several
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, each_row, whole_summary
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.significance import Numbers, mcnemar_p, q_values
 
 AnyModel: TypeAlias = HookedModel | WeightSource | str | Path
@@ -101,19 +101,6 @@ class HeadComparison(Result):
                 changes = {name: _heads(of_category[of_category["change"] == name]) for name in CHANGES}
                 rows.append({"model": model, "category": category, "heads": _heads(of_category[classified])} | changes)
         return pd.DataFrame(rows)
-
-    def findings(self) -> dict[str, Any]:
-        """Return the numbers of the summary, and the ten largest changes, as JSON values."""
-        columns = ["model", "layer", "head", "relation", "sign", "change", "excess", "difference", "q_value"]
-        largest = self.changed[columns].head(10).round({"excess": 4, "difference": 4})
-        return {
-            "model": self.run.model,
-            "models": self.models,
-            "summary": each_row(whole_summary(self)),
-            "largest": each_row(largest),
-            "relations": len(self.relations),
-            "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
-        }
 
     def report(self) -> list[str]:
         """Report what changed from the first model to each other model, and the largest change."""

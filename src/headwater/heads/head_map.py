@@ -14,7 +14,7 @@ from headwater.heads import scoring
 from headwater.heads.behaviour import AttentionBehaviour
 from headwater.heads.card import HeadCard, relations_of_head, salient_operations
 from headwater.heads.categories import CATEGORIES, SAYS, UNCLASSIFIED, by_sign, label_counts
-from headwater.heads.causal import COLUMNS, head_use, sentences_of_use, use_counts
+from headwater.heads.causal import COLUMNS, head_use, sentences_of_use
 from headwater.heads.relations import (
     TEMPLATE,
     MultiTokenName,
@@ -33,7 +33,7 @@ from headwater.options import checked_count, checked_kind, checked_name, checked
 from headwater.runs.analysis import Run
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, each_row, rounded, whole_summary
+from headwater.runs.result import Result, whole_summary
 
 VARIED = ("embedding", "k", "norm_gain")
 """The options of `classify_heads` that `HeadMap.sensitivity` varies if it has the model."""
@@ -142,73 +142,47 @@ class HeadMap(Result):
         about = ["relation", "category", "pairs", "heads", "copying"]
         return best[[*about, "layer", "head", "sign", "score", "expected", "excess"]]
 
-    def findings(self) -> dict[str, Any]:
-        """Return the main numbers as JSON values: heads per label, and the rows of the summary."""
-        return {
-            "model": self.run.model,
-            "rule": self.run.options["rule"],
-            "heads": len(self.categories),
-            "labels": label_counts(self.categories),
-            "in_category": {
-                name: int(sum(name in listed for listed in self.categories["categories"])) for name in CATEGORIES
-            },
-            "embedding": scoring.sentences_of_embedding(str(self.run.options["embedding"]), self.embeddings),
-            "relations": [
-                {
-                    "relation": row["relation"],
-                    "category": row["category"] if isinstance(row["category"], str) else None,
-                    **{name: row[name] for name in ("pairs", "heads", "copying")},
-                    "best_sign": row["sign"],
-                    "best_head": f"{row['layer']}.{row['head']}",
-                    **{f"best_{name}": rounded(row[name]) for name in ("score", "expected", "excess")},
-                }
-                for row in each_row(whole_summary(self))
-            ],
-            "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
-        } | ({"use": use_counts(self.table)} if self.is_validated else {})
-
     def report(self) -> list[str]:
         """Report how many heads are classified, the strongest head, and the relations without heads."""
-        findings = self.findings()
-        relations = findings["relations"]
-        labels = {name: count for name, count in findings["labels"].items() if count and name != UNCLASSIFIED}
-        classified = sum(labels.values())
+        relations, rule = whole_summary(self), self.run.options["rule"]
+        labels = {name: n for name, n in label_counts(self.categories).items() if n and name != UNCLASSIFIED}
         named = ", ".join(f"{count} {'in ' * name.endswith('categories')}{name}" for name, count in labels.items())
-        first = f"{classified} of {findings['heads']} heads are classified under the {findings['rule']} rule"
+        first = f"{sum(labels.values())} of {len(self.categories)} heads are classified under the {rule} rule"
         sentences = [f"{first}: {named}." if named else f"{first}: no head implements any of the relations."]
-        called = [row for row in relations if row["heads"]]
-        if called:
-            best = max(called, key=lambda row: row["best_score"] if row["best_excess"] is None else row["best_excess"])
-            by_habit = "" if best["best_excess"] is None else f", {best['best_expected']:.0%} with shuffled targets"
-            ends = "largest" if best["best_sign"] == "implements" else "smallest"
+        called = relations[relations["heads"] > 0]
+        if len(called):
+            best = called.iloc[called["excess"].fillna(called["score"]).argmax()]
+            by_habit = "" if pd.isna(best["excess"]) else f", {best['expected']:.0%} with shuffled targets"
+            ends = "largest" if best["sign"] == "implements" else "smallest"
             sentences.append(
                 f"{len(called)} of {len(relations)} relations are implemented or suppressed by some head. The "
-                f"strongest is head {best['best_head']}: it {best['best_sign']} {best['relation']}, with a target "
-                f"among the {ends} logits for {best['best_score']:.0%} of the sources{by_habit}."
+                f"strongest is head {best['layer']}.{best['head']}: it {best['sign']} {best['relation']}, with a "
+                f"target among the {ends} logits for {best['score']:.0%} of the sources{by_habit}."
             )
         else:
-            best = max(relations, key=lambda row: row["best_score"])
-            where = f"head {best['best_head']} on {best['relation']}"
-            sentences.append(f"The highest score of any head is {best['best_score']:.0%}: {where}.")
-        if several := [name for name, count in findings["in_category"].items() if count > labels.get(name, 0)]:
-            counts = ", ".join(f"{findings['in_category'][name]} {name}" for name in several)
+            best = relations.iloc[relations["score"].argmax()]
+            where = f"head {best['layer']}.{best['head']} on {best['relation']}"
+            sentences.append(f"The highest score of any head is {best['score']:.0%}: {where}.")
+        listed = self.categories["categories"].explode().value_counts()
+        if several := [name for name in CATEGORIES if listed.get(name, 0) > labels.get(name, 0)]:
+            counts = ", ".join(f"{listed[name]} {name}" for name in several)
             sentences.append(f"With heads of several categories counted in each: {counts}.")
-        if vetoed := sum(row["copying"] for row in relations):
+        if vetoed := relations["copying"].sum():
             sentences.append(
                 f"{vetoed} more pairs of a head and a relation reach the threshold but are rejected as copying: the "
                 "head ranks the source itself above most of these targets."
             )
-        sentences += findings["embedding"]
-        if findings["rule"] == "published":
+        sentences += scoring.sentences_of_embedding(str(self.run.options["embedding"]), self.embeddings)
+        if rule == "published":
             sentences.append(
                 "The published rule uses only the score: a head that writes the same few tokens for every source can "
                 "pass too, and no control measures this."
             )
-        if missing := [row["relation"] for row in relations if not row["heads"]]:
+        if len(missing := relations.loc[relations["heads"] == 0, "relation"]):
             sentences.append(f"No head was found for: {', '.join(missing)}.")
-        if findings["left_out"]:
-            sentences.append(f"Too few single-token pairs to score: {', '.join(findings['left_out'])}.")
-        return sentences + (sentences_of_use(findings["use"]) if "use" in findings else [])
+        if len(left_out := self.relations.loc[~self.relations["used"], "relation"]):
+            sentences.append(f"Too few single-token pairs to score: {', '.join(left_out)}.")
+        return sentences + (sentences_of_use(self.table) if self.is_validated else [])
 
     @property
     def is_validated(self) -> bool:

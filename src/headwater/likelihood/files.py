@@ -92,24 +92,14 @@ class ScoredTexts(Result):
 
     def report(self) -> list[str]:
         """Report how many texts have scores and why others have none, the medians, and what these cannot show alone."""
-        findings = self.findings()
-        sentences = [
-            f"{findings['scored']:,} of {findings['texts']:,} texts have scores ({findings['tokens']:,} tokens); "
-            f"{findings['windowed']:,} texts were read in windows."
+        table, scored = self.table, int((self.table["scored"] > 0).sum())
+        notes = table.loc[table["note"] != "", "note"].value_counts()
+        return [
+            f"{scored:,} of {len(table):,} texts have scores ({table['scored'].sum():,} tokens); "
+            f"{(table['windows'] > 1).sum():,} texts were read in windows.",
+            *(f"Not scored: {count:,} ({note})." for note, count in notes.items()),
+            *score_sentences(whole_summary(self)),
         ]
-        sentences += [f"Not scored: {count:,} ({note})." for note, count in findings["not_scored"].items()]
-        return [*sentences, *score_sentences(whole_summary(self))]
-
-    def findings(self) -> dict[str, Any]:
-        """Return the numbers of texts and tokens, and of texts without scores by reason."""
-        return {
-            "model": self.run.model,
-            "texts": len(self.table),
-            "scored": int((self.table["scored"] > 0).sum()),
-            "windowed": int((self.table["windows"] > 1).sum()),
-            "not_scored": {n: int(c) for n, c in self.table["note"].value_counts().items() if n},
-            "tokens": int(self.table["scored"].sum()),
-        }
 
 
 @checked_call

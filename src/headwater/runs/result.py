@@ -228,8 +228,8 @@ class Result(Shown):
         raise NotImplementedError(f"{type(self).__name__} defines no report().")
 
     def findings(self) -> dict[str, Any]:
-        """Return the summary's numbers as JSON values, with the model, as the command line prints them."""
-        return {"model": self.run.model, "summary": records_of(whole_summary(self))}
+        """Return the model, the summary as JSON values and the report, as the command line prints them."""
+        return {"model": self.run.model, "summary": records_of(whole_summary(self)), "report": self.report()}
 
     def save(self, folder: str | Path) -> Path:
         """Write the result into `folder`: a parquet file per table, `tensors.safetensors`, `run.json`.
