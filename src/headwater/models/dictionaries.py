@@ -27,14 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.data.rows import check_readable
 from headwater.data.strict_json import parse_json
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError, did_you_mean, one_line
 from headwater.kernels.devices import failures_named
 from headwater.models.bridge_check import is_finite
 from headwater.models.checkpoint import hub_name
@@ -365,9 +363,6 @@ def features(
     Raises:
         InputError: an argument is invalid. A mismatch with a model raises when the site is used with that model.
     """
-    for what, function in (("encode", encode), ("decode", decode)):
-        if not callable(function) or isinstance(function, type):
-            raise InputError(f"{what}={shown(function)} must be a function of rows.")
     known = [site for site, row in SITES.items() if row.axes[0] == "position"]
     if not isinstance(at, str) or at not in known:
         raise InputError(f"at={shown(at)} has no vector per token to read.{did_you_mean(at, known)}")
@@ -513,160 +508,110 @@ def load_sae(folder: str | Path, *, keep_error: bool = True, name: str | None = 
     Raises:
         InputError: a file is missing or damaged, the architecture or place is unknown, or weights do not fit.
     """
-    path, keep_error = checked_path("folder", folder), checked_flag("keep_error", keep_error)
-    config, tensors = _read_folder(path)
-    hook, site, layer = _place(config, path / CONFIG)
-    coder = _autoencoder(config, tensors, path)
-    origin = _origin(config, hook, site, path / CONFIG)
+    path = checked_path("folder", folder)
+    try:
+        config = parse_json((path / CONFIG).read_bytes())
+        # Version 6 stores entries under `metadata`; top-level entries win, since older versions have only these.
+        config = (config.get("metadata") or {}) | config
+        if config.get("norm_scaling_factor") is None and (path / SCALER).is_file():
+            config["norm_scaling_factor"] = parse_json((path / SCALER).read_bytes()).get("scaling_factor")
+        hook, site, layer = _place(config)
+        coder = _autoencoder(config, load_file(path / WEIGHTS))
+        origin = _origin(config, hook, site)
+    except Exception as error:  # files may contain anything
+        raise InputError(
+            f"{path} is not a folder of sae-lens that can be read, with {CONFIG} and {WEIGHTS}: {one_line(error)}."
+        ) from None
     found = features(coder.encode, coder.decode, at=site.name, layer=layer, keep_error=keep_error, name=name)
     standardize = None if coder.norm == "none" else coder.standardize
     return dataclasses.replace(found, standardize=standardize, origin=origin, count=coder.weights["W_enc"].shape[1])
 
 
-def _read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config, and the weights in float32 or wider."""
-    for file in (CONFIG, WEIGHTS):
-        if not (path / file).is_file():
-            raise InputError(f"{path} holds no {file}: a folder of sae-lens has {CONFIG} and {WEIGHTS}.")
-    config = _json_object(path / CONFIG)
-    # Version 6 stores entries under `metadata`; top-level entries win, since older versions have only these.
-    config = (config["metadata"] if isinstance(config.get("metadata"), dict) else {}) | config
-    if config.get("norm_scaling_factor") is None and (path / SCALER).is_file():
-        config["norm_scaling_factor"] = _json_object(path / SCALER).get("scaling_factor")
-    try:
-        weights = {name: w if w.dtype == torch.float64 else w.float() for name, w in load_file(path / WEIGHTS).items()}
-    except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
-        raise InputError(f"{path / WEIGHTS} cannot be read: {error}.") from None
-    if "log_threshold" in weights and "threshold" not in weights:
-        weights["threshold"] = weights["log_threshold"].exp()
-    return config, weights
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    check_readable(file, "the config of an autoencoder")
-    try:
-        content = parse_json(file.read_bytes())
-    except (ValueError, MemoryError) as error:
-        raise InputError(f"{file} is not JSON: {error or 'it is larger than the memory'}.") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{file} must hold an object of names and values; found {shown(content)}.")
-    return content
-
-
-def _option(config: Mapping[str, Any], where: Path, key: str, default: Any, valid: Sequence[object]) -> Any:
+def _option(config: Mapping[str, Any], key: str, default: Any, valid: Sequence[object]) -> Any:
     """Return an entry of the config, which must be one of the valid values; the default if there is none."""
     value = config.get(key)
     if value is not None and value not in valid:
-        raise InputError(f"{where} has {key} {shown(value)}; supported are {', '.join(map(str, valid))}.")
+        raise ValueError(f"{key} is {shown(value)}; supported are {', '.join(map(str, valid))}")
     return default if value is None else value
 
 
-def _origin(config: Mapping[str, Any], hook: str, site: Site, where: Path) -> Origin:
-    """Return what the config says about the training runs."""
-    options, without = config.get("model_from_pretrained_kwargs"), config.get("exclude_special_tokens")
-    span, context = config.get("seqpos_slice") or (None,), config.get("context_size")
-    try:
-        without = without if isinstance(without, bool | None) else tuple(whole_numbers(without))
-        span = tuple(None if end is None else whole_numbers(end)[0] for end in span)
-        slice(*span).indices(1)
-        if any(end is not None and end < 0 for end in span) and not isinstance(context, int):
-            raise ValueError
-    except (TypeError, ValueError):
-        raise InputError(
-            f"{where}: exclude_special_tokens {shown(without)} must be true, false or token ids, and seqpos_slice "
-            f"{shown(span)} the numbers of a slice, with context_size where one counts from the end."
-        ) from None
-    return Origin(
-        model=config["model_name"] if isinstance(config.get("model_name"), str) else None,
-        hook=hook,
-        begins=_option(config, where, "prepend_bos", None, FLAGS),
-        centred=site.axes[-1] == "d_model" and isinstance(options, dict) and options.get(CENTRED) is True,
-        without=without or False,
-        span=span,
-        context=context if isinstance(context, int) else 0,
-    )
-
-
-def _place(config: Mapping[str, object], where: Path) -> tuple[str, Site, int]:
+def _place(config: Mapping[str, Any]) -> tuple[str, Site, int]:
     """Return the hook, site and layer whose activation the autoencoder was trained on."""
-    hook = config.get("hook_name", config.get("hook_point"))
-    if not isinstance(hook, str):
-        raise InputError(f"{where} names no hook_name: it is unknown what the autoencoder reads.")
+    hook = str(config.get("hook_name", config.get("hook_point")))
     if config.get("hook_head_index", config.get("hook_point_head_index")) is not None:
-        raise InputError(f"{where} describes an autoencoder of one head of {hook}; only whole activations can be read.")
+        raise ValueError(f"it reads one head of {hook}; only whole activations can be read")
     place_found = place_named(hook)
     for pattern, site in OTHER_NAMES:
         place_found = (SITES[site], int(other[1])) if (other := re.fullmatch(pattern, hook)) else place_found
     if place_found is None or place_found[0].axes[0] != "position":
         known = ", ".join(site.hook for site in SITES.values() if site.axes[0] == "position")
-        raise InputError(f"{where} reads {hook!r}, which is not a site here; sites are: {known}.")
+        raise ValueError(f"its hook_name {shown(hook)} is not a site here; sites are: {known}")
     return hook, *place_found
 
 
-def _autoencoder(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> Autoencoder:
+def _origin(config: Mapping[str, Any], hook: str, site: Site) -> Origin:
+    """Return what the config says about the training runs."""
+    options, without = config.get("model_from_pretrained_kwargs"), config.get("exclude_special_tokens")
+    span, context = config.get("seqpos_slice") or (None,), config.get("context_size")
+    span = tuple(None if end is None else whole_numbers(end)[0] for end in span)
+    slice(*span).indices(1)  # an error if these are not the numbers of a slice
+    if any(end is not None and end < 0 for end in span) and not isinstance(context, int):
+        raise ValueError(f"seqpos_slice {shown(list(span))} counts from the end, and there is no context_size")
+    if not isinstance(without, bool | list | None):
+        raise ValueError(f"exclude_special_tokens is {shown(without)}; supported are true, false or token ids")
+    return Origin(
+        model=config["model_name"] if isinstance(config.get("model_name"), str) else None,
+        hook=hook,
+        begins=_option(config, "prepend_bos", None, FLAGS),
+        centred=site.axes[-1] == "d_model" and isinstance(options, dict) and options.get(CENTRED) is True,
+        without=without if without is True else tuple(whole_numbers(without or ())) or False,
+        span=span,
+        context=context if isinstance(context, int) else 0,
+    )
+
+
+def _autoencoder(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Autoencoder:
     """Return the autoencoder, after checking that the config can be computed with and fits the weights."""
-    architecture, where = config.get("architecture", "standard"), path / CONFIG
-    written = config.get("hook_name_out")
+    architecture, written = config.get("architecture", "standard"), config.get("hook_name_out")
     if architecture not in ARCHITECTURES or written not in (None, config.get("hook_name")):
-        raise InputError(
-            f"{where} has architecture {shown(architecture)}{f' and writes {shown(written)}' if written else ''}; "
+        raise ValueError(
+            f"its architecture is {shown(architecture)}{f' and it writes {shown(written)}' if written else ''}; "
             f"supported are {', '.join(ARCHITECTURES)}, which write what they read (no transcoders). sae-lens converts "
-            "batchtopk to jumprelu when it saves for inference."
+            "batchtopk to jumprelu when it saves for inference"
         )
-    norm = _option(config, where, "normalize_activations", "none", (*NORMS, *FLAGS))
+    weights = {name: weight if weight.dtype == torch.float64 else weight.float() for name, weight in tensors.items()}
+    if "log_threshold" in weights:
+        weights.setdefault("threshold", weights["log_threshold"].exp())
+    d, n = weights["W_enc"].shape
+    sizes: dict[str, tuple[int, ...]] = {"W_enc": (d, n), "W_dec": (n, d), "b_dec": (d,)}
+    sizes |= dict.fromkeys(ARCHITECTURES[architecture], (n,))
+    scales = weights.get("scaling_factor")
+    if scales is not None and not torch.allclose(scales, torch.ones_like(scales)):
+        if not _option(config, "finetuning_scaling_factor", False, FLAGS):
+            raise ValueError("scaling_factor is not 1, and finetuning_scaling_factor does not say to multiply by it")
+        sizes["scaling_factor"] = (n,)
+    for name, expected in sizes.items():
+        if name not in weights or tuple(weights[name].shape) != expected or not is_finite(weights[name]):
+            found = f"is {tuple(weights[name].shape)} or holds NaN or infinity" if name in weights else "is missing"
+            raise ValueError(f"{name} {found}; a {architecture} autoencoder needs finite numbers, {expected}")
+    weights = {name: weights[name] for name in sizes}
+    norm = _option(config, "normalize_activations", "none", (*NORMS, *FLAGS))
     norm = {True: NORMS[3], False: "none"}.get(norm, norm)
-    key = "activation_fn_str" if "activation_fn_str" in config else "activation_fn"
-    activation = architecture
-    if architecture not in TOP_K:
-        activation = _option(config, where, key, "relu", ("relu", "tanh-relu", *TOP_K))
-    weights = _checked_weights(config, architecture, tensors, path)
-    n = weights["W_enc"].shape[1]
     if norm == "expected_average_only_in":
         # W_enc reads x · factor, the decoder's output is divided by it; b_enc follows the product and stays.
         factor, norm = config.get("norm_scaling_factor"), "none"
         if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 0:
-            raise InputError(
-                f"{where} has normalize_activations 'expected_average_only_in' and no norm_scaling_factor, and there "
-                f"is no {SCALER} with a scaling_factor: the factor of the activations is unknown."
-            )
+            raise ValueError(f"normalize_activations needs a norm_scaling_factor, or {SCALER} with a scaling_factor")
         weights["W_enc"] = weights["W_enc"] * factor
         weights |= {name: weights[name] / factor for name in ("W_dec", "b_dec")}
-    k, options = None, config.get("activation_fn_kwargs")
+    key = "activation_fn_str" if "activation_fn_str" in config else "activation_fn"
+    activation, k, options = architecture, None, config.get("activation_fn_kwargs")
+    if architecture not in TOP_K:
+        activation = _option(config, key, "relu", ("relu", "tanh-relu", *TOP_K))
     if activation in TOP_K:
         k = config.get("k", options.get("k") if isinstance(options, dict) else None)
         if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= n:
-            raise InputError(f"{where} must say how many of {n} features are kept; k is {shown(k)}.")
-    centre = _option(config, where, "apply_b_dec_to_input", True, FLAGS)
-    rescaled = k is not None and _option(config, where, "rescale_acts_by_decoder_norm", False, FLAGS)
+            raise ValueError(f"k, how many of {n} features are kept, is {shown(k)}")
+    centre = _option(config, "apply_b_dec_to_input", True, FLAGS)
+    rescaled = k is not None and _option(config, "rescale_acts_by_decoder_norm", False, FLAGS)
     return Autoencoder(architecture, weights, activation, k, centre, rescaled, norm)
-
-
-def _checked_weights(
-    config: Mapping[str, Any], architecture: str, tensors: Mapping[str, Tensor], path: Path
-) -> dict[str, Tensor]:
-    """Return the weights that the architecture needs, after checking their sizes."""
-    encoder = tensors.get("W_enc")
-    if encoder is None or encoder.ndim != 2:
-        raise InputError(f"{path / WEIGHTS} has no matrix W_enc; it holds {', '.join(sorted(tensors)) or 'nothing'}.")
-    d, n = encoder.shape
-    for key, size in (("d_in", d), ("d_sae", n)):
-        if config.get(key) not in (None, size):
-            raise InputError(f"{path / CONFIG} says {key}={shown(config[key])}, but W_enc is {d} by {n}.")
-    sizes: dict[str, tuple[int, ...]] = {"W_enc": (d, n), "W_dec": (n, d), "b_dec": (d,)}
-    sizes |= dict.fromkeys(ARCHITECTURES[architecture], (n,))
-    scales = tensors.get("scaling_factor")
-    if scales is not None and not torch.allclose(scales, torch.ones_like(scales)):
-        if not _option(config, path / CONFIG, "finetuning_scaling_factor", False, FLAGS):
-            raise InputError(
-                f"{path / WEIGHTS} has a scaling_factor that is not 1, and {CONFIG} does not say "
-                "finetuning_scaling_factor: it is unknown whether to multiply by it."
-            )
-        sizes["scaling_factor"] = (n,)
-    for name, expected in sizes.items():
-        if name not in tensors or tuple(tensors[name].shape) != expected or not is_finite(tensors[name]):
-            found = f"is {tuple(tensors[name].shape)} or holds NaN or infinity" if name in tensors else "is missing"
-            raise InputError(
-                f"{path / WEIGHTS}: {name} {found}; a {architecture} autoencoder with this W_enc needs finite numbers, "
-                f"{expected}."
-            )
-    return {name: tensors[name] for name in sizes}
