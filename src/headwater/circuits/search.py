@@ -290,9 +290,8 @@ def find_circuit(
         threshold: an edge stays out if the mean of the metric over pairs changes by less than this.
         by: with `size` any change counts; with `signed` only a loss of the answer, so edges against it are removed.
         budget: largest number of edges to try, each with one run of every pair; edges that lead nowhere do not count.
-            If there are more edges, the search starts from this many of the strongest, which
-            `hw.edges(..., method="screened")` finds at about the same cost, and leaves out the others. Default: no
-            limit.
+            If there are more edges, the search starts from this many of the strongest, which `method="screened"` of
+            `hw.edges` finds at about the same cost, and leaves out the others. Default: no limit.
         start: the circuit to start from; all other edges are left out. Edges of it that a budget leaves untried stay
             in.
         values: what removed edges carry; see `hw.run_circuits`.

@@ -27,17 +27,7 @@ Embedding = Literal["auto", "raw", "mlp0", "embed+mlp0", "layer0"]
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Scoring:
-    """How to score heads on relations.
-
-    Args:
-        threshold: Smallest chance-corrected score (with `headwater heads --rule published`, smallest score) with which
-            a head implements a relation.
-        embedding: Token representation that heads from layer 1 on read; heads of layer 0 read the raw embedding.
-            Default: auto, the one that agrees best with the output of the first block; with --rule published "mlp0",
-            or "raw" for the shape of Llama-3.1-70B.
-        device: Device that scores a checkpoint, such as "cpu" or "cuda"; scores do not depend on it. Default: a CUDA
-            device if there is one, else the CPU.
-    """
+    """How to score heads on relations."""
 
     k: int | None = None
     threshold: float = 0.15
@@ -198,7 +188,6 @@ def evidence(
             whole suite (the default), a line each.
         template: A text with one {source} after a space, followed by the target. Default: "auto", the one of sentences,
             examples and chat with the largest logit difference.
-        embedding: Token representation that heads from layer 1 on read, as in `headwater heads`.
     """
     chosen = None if relation is None else relation[0] if len(relation) == 1 else relation
     result = hw.evidence(

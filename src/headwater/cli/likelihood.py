@@ -17,7 +17,7 @@ from headwater.cli.options import (
     Model,
     RunOptions,
     documented_by,
-    is_endpoint,
+    endpoint_named,
     is_main,
     read_text,
     screen,
@@ -77,9 +77,6 @@ def memorization(
         context: "raw" (as a plain prompt) or "chat" (in the chat template).
         layers: final, all, or layers such as 0,4,8.
         k: Share of the lowest tokens, for Min-K% and its variants.
-        predecessors: "none", the question alone; "gold", after the questions it builds on with their accepted answers;
-            "predicted", with the model's own answers to them; "multi-turn", in a conversation (`likelihood.framed`).
-            The data's answers are used only with "none", unless --answers data.
     """
     graph, scorer = hw.load_depth_graph(data, predictions=predictions), read_judge(judge)
     profile = hw.memorization(
@@ -106,8 +103,8 @@ def read_judge(text: str | None) -> str | EndpointJudge | None:
     words = (text or "").split()
     if text is None or words == [LABEL]:
         return text and LABEL
-    if is_endpoint(words):
-        return EndpointJudge(words[0], words[1], key_from=words[2] if len(words) == 3 else None)
+    if (endpoint := endpoint_named(words, EndpointJudge)) is not None:
+        return endpoint
     raise InputError(f'--judge {text!r} must be "label" or "URL MODEL [VARIABLE]" of an endpoint.')
 
 
@@ -161,8 +158,6 @@ def score(
     Args:
         model: The model by name, as in --model gpt2. Default: the embedded model.
         prefix: File of texts known to be unseen, for the score recall. Default: none.
-        precision: How a CUDA device multiplies float32 states with W_U, "highest" with all bits or "high" in fewer
-            tensor-core products. It affects float32 models and lenses; otherwise both are the same.
         token_counts: How often each token id occurs in a corpus, for the score dc_pdd: a JSON list of numbers. Default:
             none.
     """

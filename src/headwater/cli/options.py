@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +34,15 @@ if TYPE_CHECKING:
     from headwater.runs.result import Result
 
 C = TypeVar("C", bound=Callable[..., Any])
+E = TypeVar("E")
 
 
 def documented_by(*sources: str) -> Callable[[C], C]:
     """Complete the help of a command, or of a dataclass of options, with the docstrings of Python functions.
 
-    An option without a text gets that of the parameter of its name, from the first function that has one. A source is
-    written as "likelihood/files:score_file": docstrings are read from the files, since importing them loads torch.
+    An option without a text gets that of the parameter of its name, from the first function that has one, with
+    `rule="published"` as `--rule published`. A source is written as "likelihood/files:score_file": docstrings are read
+    from the files, since importing them loads torch.
     """
 
     def complete(command: C) -> C:
@@ -54,7 +57,7 @@ def documented_by(*sources: str) -> Callable[[C], C]:
         # The annotations of a class are those of its own fields, without the fields that it inherits.
         for name in filter(texts.get, inspect.get_annotations(command)):
             if f"\n    {name}: " not in f"\n{own}":
-                text = texts[name][0].upper() + texts[name][1:]
+                text = re.sub(r'`(\w+)="([\w-]+)"`', r"`--\1 \2`", texts[name][0].upper() + texts[name][1:])
                 is_none = inspect.signature(command).parameters[name].default is None
                 lines.append(f"    {name}: {text}{' Default: none.' * (is_none and 'efault' not in text)}\n")
         command.__doc__ = f"{about.rstrip()}\n\nArgs:\n{''.join(lines)}{own}"
@@ -257,8 +260,8 @@ def read_extractor(text: str | None) -> str | EndpointExtractor | HookedModel | 
     if text is None:
         return None
     words = text.split()
-    if is_endpoint(words):
-        return EndpointExtractor(words[0], words[1], key_from=words[2] if len(words) == 3 else None)
+    if (endpoint := endpoint_named(words, EndpointExtractor)) is not None:
+        return endpoint
     if len(words) == 2 and words[0] == "model":
         return Load().model(words[1])
     if len(words) != 1:
@@ -278,9 +281,11 @@ def read_text(file: Path) -> str:
         raise InputError(f"{file} is not UTF-8 text. Save the file as UTF-8.") from None
 
 
-def is_endpoint(words: list[str]) -> bool:
-    """Whether words are a URL, a model, and optionally the variable with the key."""
-    return len(words) in (2, 3) and words[0].startswith(("http://", "https://"))
+def endpoint_named(words: Sequence[str], kind: Callable[..., E]) -> E | None:
+    """Return the endpoint that words name: a URL, a model, and optionally the variable with the key; else None."""
+    if len(words) not in (2, 3) or not words[0].startswith(("http://", "https://")):
+        return None
+    return kind(*words[:2], key_from=words[2] if len(words) == 3 else None)
 
 
 # How commands write and report: results and `--json` go to stdout, everything else to stderr.

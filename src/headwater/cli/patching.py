@@ -37,14 +37,7 @@ SHOWN, SIZE = 10, 20
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Measuring:
-    """How to measure the effects of edges.
-
-    Args:
-        method: `exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates
-            all (as `sublayer` does), and recomputes exactly the --verify strongest edges, by that estimate or by `eap`,
-            and 50 random ones of the rest; `sublayer`, `eap` and `eap-ig` only estimate (see
-            `headwater.circuits.estimates`).
-    """
+    """How to measure the effects of edges."""
 
     method: Literal["exact", "screened", "sublayer", "eap", "eap-ig"] | None = None
     verify: int = 500
@@ -61,9 +54,6 @@ class Search:
     Args:
         threshold: Search for the circuit: remove edges one by one, in the order of ACDC, if this changes the metric's
             mean over pairs by less than the threshold. Default: none.
-        budget: Largest number of edges to try, each with one run of every pair; edges that lead nowhere do not count.
-            If there are more edges, the search starts from this many of the strongest, which --method screened finds at
-            about the same cost, and leaves out the others. Default: no limit.
     """
 
     threshold: float | None = None
@@ -101,8 +91,6 @@ def patch(
 
     Args:
         sites: One or more of resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v, pattern.
-        over: The axes to sweep: `key` only for `pattern`, `feature` for a dictionary. All entries of other axes are
-            patched at once. Default: layer and head if a site has heads, layer and position otherwise.
         values: The replacement: other run; zero; mean, over the prompts; or resample, from another prompt.
         layers: Only these layers, or with --window the layers that it is around: --layers 9, or --layers 18-25; repeat
             for several. Default: all.
@@ -195,9 +183,6 @@ def edges(
     - `headwater edges --clean "The capital of France is" --corrupted "The capital of Italy is"
       --tokens " Paris" " Rome"`
     - `headwater edges gpt2 --pairs pairs.csv --metric kl-divergence --out runs/edges`
-
-    Args:
-        seed: Seed of the random edges of `screened`.
     """
     from headwater.runs.result import whole_summary
 

@@ -133,8 +133,6 @@ def pathways(
     - `headwater pathways gpt2 --questions triviaqa.json --extract rules --window 9`
 
     Args:
-        edges: Positions that may no longer attend to the exact question tokens: all `after` them, or the exact tokens
-            of the `answer` alone.
         saliency: Measure saliency too.
         detection: Fit detectors of wrong answers too.
     """
@@ -179,7 +177,6 @@ def saliency(
 
     Args:
         layer: Layer of the probe. Default: the best one.
-        layers: Layer to average; repeatable. Default: all up to the probe's.
     """
     from headwater.probes.linear import fit_probes
     from headwater.questions.states import probe_states

@@ -203,9 +203,7 @@ def membership(
     `headwater reproduce membership EleutherAI/pythia-2.8b --texts WikiMIA_length32.jsonl --out runs/wikimia`
 
     Args:
-        texts: File of texts with input and label; the results of several files are averaged.
-        reference: Another model, for the score of that name, such as EleutherAI/pythia-70m, the published one. Default:
-            none.
+        reference: Another model, for the score of that name, such as EleutherAI/pythia-70m. Default: none.
     """
     other = Load().model(reference) if reference is not None else None
     reproduction = hw.reference.reproduce_membership(

@@ -191,7 +191,7 @@ def saliency(
             at the answer's positions; the other column is then NaN.
         heads: `mean_abs` averages |A ∂L/∂A| over heads, `abs_mean` takes the absolute value of the average.
         pairs: the `sum` over pairs of tokens, or their `mean`, which usually puts S(E_Q→E_A) above S(E_Q→*).
-        layers: which layers; default: all up to the probe's.
+        layers: the layers to average over; default: all up to the probe's.
         batch_size: examples in one run; examples that need about the same positions run together.
         progress: show a bar.
         out: a folder to write to; an interrupted run goes on where it stopped.

@@ -151,7 +151,7 @@ def reproduce_membership(
 
     Args:
         model: a loaded model, or a checkpoint folder or hub name.
-        texts: a file for `load_member_texts`, or several, whose numbers are averaged.
+        texts: a file of texts with their labels (see `load_member_texts`), or several, whose numbers are averaged.
         benchmark: kind of texts: `wikimia_32`, `wikimia_32_paraphrased`, `mimir`, or `wikimia_concat`, concatenated
             texts as described in `headwater.reference.membership`.
         reference: another model, for the score of that name.
