@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwater as hw
 from headwater.circuits.circuit_walk import pairs_to_keep
 from headwater.circuits.pairs import Pairs
-from headwater.errors import InputError
 from headwater.patching import sweep
 from tests.edge_pairs import CLEAN, CORRUPTED, DIFFERENCE, QUIET, model_of
 from tests.tiny import tiny_tokenizer
@@ -91,20 +90,6 @@ def test_what_takes_over_a_minute_is_said_before_any_run_with_progress(call, mon
         caplog.clear()
         assert (" take about " in printed) == said
         assert (" less time." in printed) == said
-
-
-@pytest.mark.parametrize("call", ["exact", "screened", "eap", "a search"])
-def test_what_would_take_longer_than_is_allowed_is_refused_before_any_run(call, monkeypatch):
-    monkeypatch.setattr(sweep, "rate", lambda model: 1.0)
-    monkeypatch.setattr("headwater.circuits.pairs.BothRuns", None)
-    monkeypatch.setattr("headwater.circuits.circuit_walk.CircuitRunner.measure", None)
-    given = model_of("llama"), CLEAN, CORRUPTED
-    with pytest.raises(InputError, match=r"edges.* of|on 1 pairs.* would take about .* hours; hours=0.5 were allowed"):
-        CALLS[call](*given, metric=DIFFERENCE, hours=0.5, **QUIET)
-    with pytest.raises(TypeError):
-        CALLS[call](*given, metric=DIFFERENCE, hours=1e15, **QUIET)
-    with pytest.raises(InputError, match="hours"):
-        CALLS[call](*given, metric=DIFFERENCE, hours=-1, **QUIET)
 
 
 def test_the_runs_of_fewer_pairs_are_kept_where_each_is_large(monkeypatch):

@@ -70,7 +70,6 @@ def test_a_search_is_that_of_the_function_with_its_budget(checkpoint, capsys, mo
         (["circuit", *PAIR, *ANSWERS, "--threshold", "1", "--size", "5"], "--size cannot be used here: a search runs"),
         (["circuit", *PAIR, *ANSWERS, "--threshold", "1", "--verify", "5"], "--verify cannot be used here: a search"),
         (["circuit", *PAIR, *ANSWERS, "--threshold", "0"], "threshold=0"),
-        (["circuit", *PAIR, *ANSWERS, "--threshold", "1", "--hours", "1e-9"], "12,988 edges, each tried on 1 pairs"),
     ],
 )
 def test_what_cannot_be_used_ends_with_one_line_and_exit_code_2(capsys, monkeypatch, arguments, message):

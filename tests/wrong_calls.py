@@ -615,7 +615,6 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
                 "by": "size",
                 "budget": 5,
                 "placebos": 2,
-                "hours": 1.0,
                 **QUIET,
             },
         ),

@@ -33,7 +33,7 @@ from headwater.errors import InputError
 from headwater.kernels.devices import refuse_too_large
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Where
-from headwater.options import checked_count, checked_name, checked_number
+from headwater.options import checked_count, checked_name
 from headwater.patching.edits import Indices, ReplacementSpec
 from headwater.patching.metrics import Measures
 from headwater.patching.prompts import DirectionName, Prompts
@@ -69,7 +69,6 @@ def edges(
     steps: int = 5,
     quadrature: Literal["midpoints", "published"] = "midpoints",
     seed: int = 0,
-    hours: float | int | None = None,
     batch_size: int | None = None,
     progress: bool = True,
     out: str | Path | None = None,
@@ -114,14 +113,13 @@ def edges(
         quadrature: where these runs are between the embeddings: at the `midpoints` of the steps; or, as in the
             `published` code of Hanna et al., k/steps of the way from the corrupted to the clean ones, k = 1 ... steps.
         seed: seed of the random edges of `screened`, and of `resample`.
-        hours: refuse to start if the estimated time, from the device's matrix multiplication rate, is longer.
         batch_size: see `hw.patch`.
         progress: show a progress bar.
         out: a folder: finished layers are saved as they complete, and an interrupted run resumes where it stopped.
 
     Raises:
-        InputError: an option or prompt cannot be used, or it would not fit in memory or `hours`; pairs that do not
-            align are shown side by side.
+        InputError: an option or prompt cannot be used, or it would not fit in memory; pairs that do not align are
+            shown side by side.
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """
@@ -132,7 +130,6 @@ def edges(
     checked_name("through", through, THROUGH)
     if through != "direct" and method in ("eap", "eap-ig"):
         raise InputError(f"method={method!r} estimates only direct edges: use 'screened' with through='mlps'.")
-    hours = None if hours is None else checked_number("hours", hours, above=0.0)
     verify, steps = checked_count("verify", verify), checked_count("steps", steps, most=1000)
     checked_name("quadrature", quadrature, QUADRATURES)
     pairs = Pairs(
@@ -156,7 +153,7 @@ def edges(
     numbers = (5 if request.ranks_twice else 3) * 4 * int(np.prod(request.size))
     what = f"The table of {len(chosen):,} edges of {len(pairs):,} pairs"
     refuse_too_large(what, numbers, torch.device("cpu"), "Give fewer pairs, fewer senders= or receivers=.")
-    _say_how_long(request, hours, progress)
+    _say_how_long(request, progress)
     options = {
         "senders": None if senders is None else sorted({graph.senders.name(i) for i in graph.sender[chosen]}),
         "receivers": None if receivers is None else sorted({graph.receivers.name(i) for i in graph.receiver[chosen]}),
@@ -171,27 +168,26 @@ def edges(
     return run_or_resume(EdgeEffects, "edges", model, options, request.measure, out=out, seed=drawn, progress=progress)
 
 
-def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> None:
-    """Report how long edges take if it is over a minute; refuse if it is more than the caller allows."""
-    pairs, method, n_edges = request.pairs, request.method, len(request.chosen)
-    graph, advice = pairs.graph, "Fewer pairs or shorter prompts take less time."
+def _say_how_long(request: EdgeRequest, progress: bool) -> None:
+    """Report how long edges take if it is over a minute."""
+    pairs, graph, method, n_edges = request.pairs, request.pairs.graph, request.method, len(request.chosen)
     stage, sender = graph.stage[request.chosen], graph.sender[request.chosen]
     exact, runs = graph.runs_from(stage) * pairs.n_places, 0.0
     if method == "exact":
-        runs, advice = exact, "method='screened', or fewer senders= or receivers=, take less time."
+        runs = exact
     if method in ("sublayer", "screened"):
         # All senders pass through each later layer in which an edge ends.
         through = sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers)
         runs = through / graph.n_layers * pairs.n_places
     if method == "screened":
         runs += exact * min(1.0, (request.verify + DRAWN) / n_edges)
-        advice = "A smaller verify= takes less time."
     tokens = runs * pairs.tokens.sum()
     if method != "exact":
         # Gradients of each metric in whole runs.
         tokens += (1 + len(request.shares) * (1 + len(pairs.plan.metrics))) * sum(map(len, pairs.plan.pair.base))
     what = f"{'' if method == 'exact' else 'Estimates of '}{n_edges:,} edges of {len(pairs):,} pairs"
-    say_how_long(pairs.model, what, tokens, advice, hours=hours, progress=progress)
+    advice = "Fewer pairs, senders=, receivers= or verify=, or another method=, take less time."
+    say_how_long(pairs.model, what, tokens, advice, progress=progress)
 
 
 @dataclass(frozen=True, eq=False)

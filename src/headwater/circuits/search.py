@@ -269,7 +269,6 @@ def find_circuit(
     dataset: Prompts | None = None,
     placebos: int = 10,
     seed: int = 0,
-    hours: float | int | None = None,
     batch_size: int | None = None,
     progress: bool = True,
     out: str | Path | None = None,
@@ -298,14 +297,12 @@ def find_circuit(
         dataset: the prompts for `mean` and `resample`.
         placebos: number of random circuits of the same shape to run beside the result.
         seed: seed of the random circuits and of `resample`.
-        hours: refuse to start if the estimated time, from the device's matrix multiplication rate, is longer.
         batch_size: number of circuits per batch.
         progress: show a progress bar.
         out: a folder; an interrupted search resumes where it stopped.
 
     Raises:
-        InputError: an option or prompt cannot be used, there are several metrics, or it would take longer than
-            `hours`.
+        InputError: an option or prompt cannot be used, or there are several metrics.
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """
@@ -315,7 +312,6 @@ def find_circuit(
     seed = checked_seed(seed)
     budget = None if budget is None else checked_count("budget", budget)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
-    hours = None if hours is None else checked_number("hours", hours, above=0.0)
     pairs = Pairs(
         model, clean, corrupted, metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size,
         pair_with_donors=True,
@@ -330,7 +326,7 @@ def find_circuit(
     # Reported before the screen, which costs as much as a search.
     what = f"{tries:,} edges, each tried on {len(pairs):,} pairs,"
     advice = "A smaller budget= or fewer pairs take less time."
-    say_how_long(model, what, tries * pairs.tokens.sum(), advice, hours=hours, progress=progress)
+    say_how_long(model, what, tries * pairs.tokens.sum(), advice, progress=progress)
     options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **pairs.options}
     options |= {"discovery": {FOUND: []}, "start": None if begun is None else digest(begun.names)}
 

@@ -170,7 +170,6 @@ def edges(
     through: Literal["direct", "mlps"] = "direct",
     measuring: Measuring = Measuring(),
     seed: int = 0,
-    hours: float | None = None,
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:
@@ -189,7 +188,7 @@ def edges(
     prompts, metric = pairs.prompts, measured.read(pairs.pairs)
     result = hw.edges(
         load.model(model), prompts, pairs.corrupted, metric=metric, senders=senders, receivers=receivers,
-        direction=direction, over=over, through=through, seed=seed, hours=hours, **run.kept(), **vars(measuring),
+        direction=direction, over=over, through=through, seed=seed, **run.kept(), **vars(measuring),
     )  # fmt: skip
     files = run.write(result, "edges")
     if run.out is not None:
@@ -211,7 +210,6 @@ def circuit(
     measuring: Measuring = Measuring(),
     search: Search = Search(),
     seed: int = 0,
-    hours: float | None = None,
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:
@@ -241,7 +239,7 @@ def circuit(
     result: Any
     if search.threshold is not None:
         result = hw.find_circuit(
-            load.model(model), prompts, pairs.corrupted, metric=metric, by=by, seed=seed, hours=hours, **run.kept(),
+            load.model(model), prompts, pairs.corrupted, metric=metric, by=by, seed=seed, **run.kept(),
             **vars(search),
         )  # fmt: skip
         files, chosen, sentences = run.write(result, "search"), result.circuit, result.report()
@@ -249,7 +247,7 @@ def circuit(
         about = {"model": result.run.model, **sizes, "metric": result.alone["metric"].iloc[0]}
     else:
         result = hw.edges(
-            load.model(model), prompts, pairs.corrupted, metric=metric, seed=seed, hours=hours, **run.kept(),
+            load.model(model), prompts, pairs.corrupted, metric=metric, seed=seed, **run.kept(),
             **vars(measuring),
         )  # fmt: skip
         files, chosen, about = [], result.circuit(SIZE if size is None else size, by=by), _about(result)

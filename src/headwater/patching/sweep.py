@@ -160,27 +160,14 @@ ROWS = 1024
 """Rows of the product that is timed."""
 
 
-def say_how_long(
-    model: HookedModel,
-    what: str,
-    tokens: SupportsFloat,
-    advice: str,
-    *,
-    hours: float | None = None,
-    progress: bool = True,
-) -> None:
-    """Report how long work takes, if it is over a minute, or refuse work that takes longer than the caller allows.
+def say_how_long(model: HookedModel, what: str, tokens: SupportsFloat, advice: str, *, progress: bool = True) -> None:
+    """Report how long work takes, if it is over a minute.
 
     `tokens` is the number of tokens of whole runs with the same compute; `advice` says how to reduce it.
     """
     # Blocks only: embeddings are looked up, and sweeps unembed few positions.
     work = 2.0 * float(tokens) * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
-    if hours is None and (work < WORTH_TIMING or not progress):
-        return
-    needed = work / rate(model)
-    if hours is not None and needed > 3600 * hours:
-        raise InputError(f"{what} would take about {spelled_time(needed)}; hours={hours:g} were allowed. {advice}")
-    if needed > PATIENCE:
+    if progress and work >= WORTH_TIMING and (needed := work / rate(model)) > PATIENCE:
         say(progress, f"{what} take about {spelled_time(needed)}. {advice}")
 
 
