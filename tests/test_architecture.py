@@ -45,7 +45,7 @@ cli
 __main__
 """
 RANK = {room: tier for tier, rooms in enumerate(TIERS.split("\n")) for room in rooms.split()}
-WITHIN = {"registry": {"options"}, "progress": {"options"}, "rooms": {"calls", "progress"}, "calls": set()}
+WITHIN = {"registry": {"options"}, "progress": {"options"}, "rooms": {"calls", "progress"}, "calls": {"options"}}
 """Files of one tier that may import one another."""
 MODEL_LIBRARIES = {"transformer_lens", "transformers"}
 MAY_BUILD_MODELS = {"models", "planted"}

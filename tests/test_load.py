@@ -488,7 +488,7 @@ def test_the_name_of_a_model_in_place_of_the_model_is_one_clear_error():
     ):
         with pytest.raises(hw.HeadwaterError) as told:
             call()
-        assert str(told.value) == "model must be what hw.load returns, found a str: hw.load(...) it first."
+        assert str(told.value) == "model must be a HookedModel, as hw.load(...) returns; found a str."
 
 
 def test_loading_fills_nothing_with_random_numbers_and_all_is_as_usual_afterwards(checkpoint):

@@ -7,20 +7,17 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 import headwater as hw
-from headwater.circuits import edge_effects, exact, pairs, result
+from headwater.circuits import pairs
 from headwater.cli import patching as commands
-from headwater.figures import published
 from headwater.figures.sweep import plot_sweep
 from headwater.heads import relations
 from headwater.heads.categories import RULES
-from headwater.kernels.likelihood import PRECISIONS
 from headwater.lenses import direct_attribution
-from headwater.likelihood import framed, profile, statistics
+from headwater.likelihood import framed
 from headwater.models.effective_embedding import KINDS
 from headwater.models.sites import SITES, SiteName
-from headwater.patching import activation_patching, edits, metrics, prompts, replacements, summaries
-from headwater.patching.edge_knockout import VARIANTS
-from headwater.pathways import attention_saliency, interventions, modes
+from headwater.patching import edits, metrics, prompts, replacements, summaries
+from headwater.pathways import attention_saliency, modes
 from headwater.questions import asking, sources, states
 from headwater.views import clicks
 from tests.tiny import embedded
@@ -31,23 +28,17 @@ TAKEN = {
         "sites": SITES,
         "direction": prompts.DIRECTIONS,
         "values": pairs.VALUE_NAMES,
-        "method": activation_patching.METHODS,
         "over": edits.AXES,
-        "spans": activation_patching.SPANS,
     },
     plot_sweep: {"value": summaries.MEASURES, "normalize": summaries.NORMALIZE},
-    hw.patching.Sweep.claim: {"match": summaries.MATCH},
-    hw.knockout: {"variant": VARIANTS, "over": edits.AXES},
+    hw.knockout: {"over": edits.AXES},
     hw.ablate: {"values": pairs.VALUE_NAMES},
     hw.edit: {"values": pairs.VALUE_NAMES},
     hw.edges: {
         "direction": prompts.DIRECTIONS,
-        "method": edge_effects.METHODS,
         "values": pairs.VALUE_NAMES,
-        "quadrature": edge_effects.QUADRATURES,
     },
-    hw.path_patch: {"direction": prompts.DIRECTIONS, "values": pairs.VALUE_NAMES, "through": exact.THROUGH},
-    hw.circuit_curve: {"by": result.RANKED_BY},
+    hw.path_patch: {"direction": prompts.DIRECTIONS, "values": pairs.VALUE_NAMES},
     hw.direct_logit_attribution: {"by": direct_attribution.BY},
     hw.classify_heads: {"rule": RULES, "embedding": ("auto", *KINDS), "multi_token": MULTI_TOKEN},
     hw.compare_heads: {"embedding": ("auto", *KINDS), "multi_token": MULTI_TOKEN},
@@ -56,34 +47,20 @@ TAKEN = {
     hw.trace_pathways: {
         "site": states.PROBE_SITES,
         "token": states.PROBE_TOKENS,
-        "variant": VARIANTS,
-        "edges": interventions.QUERIES,
     },
     hw.saliency: {
         "target": attention_saliency.TARGETS,
         "edges": attention_saliency.EDGES,
-        "heads": attention_saliency.OVER_HEADS,
-        "pairs": attention_saliency.OVER_PAIRS,
     },
     hw.memorization: {
-        "span": framed.SPANS,
         "context": asking.CONTEXTS,
-        "aggregate": profile.AGGREGATES,
         "answers": framed.SOURCES,
-        "predecessors": framed.PREDECESSORS,
-        "quartiles": profile.AGGREGATES,
     },
-    hw.token_statistics: {"precision": PRECISIONS, "long": statistics.LONG},
-    hw.score_file: {"precision": PRECISIONS, "long": statistics.LONG},
     hw.board: {"how": clicks.HOWS, "sites": SITES},
-    hw.figures.head_maps: {"style": published.STYLES},
-    hw.figures.depth_profiles: {"style": published.STYLES},
-    hw.figures.saliency: {"style": published.STYLES},
     hw.figures.delta_p: {
-        "style": published.STYLES,
         "split_by": [modes.PER_LAYER, modes.BEST_LAYER, modes.CROSSED, modes.RANDOM_SPLIT],
     },
-    hw.detect: {"site": states.PROBE_SITES, "token": states.PROBE_TOKENS, "variant": VARIANTS},
+    hw.detect: {"site": states.PROBE_SITES, "token": states.PROBE_TOKENS},
 }
 
 

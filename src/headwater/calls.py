@@ -1,6 +1,9 @@
-"""Checks of public calls: an unknown option and a missing argument each give an error of one line.
+"""Checks of public calls: an unknown option, a missing argument and a wrong value each give an error of one line.
 
 `@checked_call` decorates each function that a room exports; results, models and circuits check their public methods.
+What an annotation says is checked before the function begins, and converted to plain Python: an option that is `bool`
+or a `Literal` of names, and an argument of one of headwater's classes (those with `returned_by`). So are the numbers of
+`COMMON_OPTIONS`, which mean the same in every function. Everything else the functions check themselves.
 """
 
 from __future__ import annotations
@@ -8,14 +11,23 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from headwater.errors import InputError, Interrupted, did_you_mean
 from headwater.foreign_names import hint_for
+from headwater.options import checked_count, checked_flag, checked_kind, checked_name, checked_number, checked_seed
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
+Check = Callable[[str, Any], Any]
+COMMON_OPTIONS: dict[str, Check] = {
+    "seed": lambda _, value: checked_seed(value),
+    "batch_size": checked_count,
+    "margin": partial(checked_number, above=0.0),
+}
 
 
 def checked_call(function: F) -> F:
@@ -25,6 +37,7 @@ def checked_call(function: F) -> F:
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
     known = [one.name for one in parameters if one.name != "self"]
+    positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     called = "model" if function.__name__ == "__call__" else _name(function)
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
@@ -34,6 +47,13 @@ def checked_call(function: F) -> F:
             if name not in known:
                 here, hint = f"{called} has no option {name}=", hint_for("option", name)
                 raise InputError(f"{here}: {hint}." if hint else f"{here}.{did_you_mean(name, known)}")
+        if checks := _checks_of(function):
+            first = [
+                checks[name](name, value) if name in checks else value
+                for name, value in zip(positional, args, strict=False)
+            ]
+            args = (*first, *args[len(first) :])
+            options |= {name: checks[name](name, value) for name, value in options.items() if name in checks}
         try:
             return function(*args, **options)
         except KeyboardInterrupt as error:  # also from a nested call: the user called the outermost function
@@ -48,6 +68,37 @@ def checked_call(function: F) -> F:
 
     call.is_checked = True  # type: ignore[attr-defined]
     return cast(F, call)
+
+
+@functools.cache
+def _checks_of(function: Callable[..., Any]) -> dict[str, Check]:
+    """Return by parameter the check that follows from its annotation or, in `COMMON_OPTIONS`, from its name."""
+    checks: dict[str, Check] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        annotation = parameter.annotation
+        if isinstance(annotation, str):
+            try:
+                annotation = eval(annotation, inspect.unwrap(function).__globals__)
+            except NameError:  # a class that is imported only for type checkers
+                continue
+        kinds = list(get_args(annotation)) if get_origin(annotation) in (Union, UnionType) else [annotation]
+        classes = [kind for kind in kinds if kind is not NoneType]
+        if all(get_origin(kind) is Literal for kind in classes):
+            check: Check = partial(checked_name, valid=[value for kind in classes for value in get_args(kind)])
+        elif classes == [bool]:
+            check = checked_flag
+        elif name in COMMON_OPTIONS:
+            check = COMMON_OPTIONS[name]
+        elif len(classes) == 1 and hasattr(classes[0], "returned_by"):
+            check = partial(checked_kind, kind=classes[0])
+        else:
+            continue
+        checks[name] = partial(_unless_none, check) if NoneType in kinds else check
+    return checks
+
+
+def _unless_none(check: Check, name: str, value: Any) -> Any:
+    return None if value is None else check(name, value)
 
 
 def _how_to_continue(known: Sequence[str], options: Mapping[str, Any]) -> str:

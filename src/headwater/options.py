@@ -43,11 +43,11 @@ def a_or_an(name: str) -> str:
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"  # of U alone, most begin as "unit" does
 
 
-def checked_kind(option: str, value: object, kind: type[T], source: str) -> T:
-    """Return an object if it is of a kind; `source` names what returns one, as "hw.patch(...)"."""
+def checked_kind(option: str, value: object, kind: type[T]) -> T:
+    """Return an object if it is of a class, whose `returned_by` names what returns one, as "hw.patch(...)"."""
     if not isinstance(value, kind):
         wanted, found = a_or_an(kind.__name__), a_or_an(type(value).__name__)
-        raise InputError(f"{option} must be {wanted}, as {source} returns; found {found}.")
+        raise InputError(f"{option} must be {wanted}, as {kind.returned_by} returns; found {found}.")  # type: ignore[attr-defined]
     return value
 
 

@@ -11,8 +11,6 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from headwater.options import checked_flag
-
 LOG = logging.getLogger("headwater")
 # The root logger's default would drop what `progress=True` asks for; a level that the caller has set remains.
 LOG.setLevel(LOG.level or logging.INFO)
@@ -46,19 +44,18 @@ def progress_bar(progress: bool, total: int | None, desc: str, unit: str, **opti
     """Open a bar of tqdm with these options, or lines where none can be drawn; neither if progress is False."""
     from tqdm.auto import tqdm
 
-    shown = checked_flag("progress", progress)
-    if shown and not is_seen():
+    if progress and not is_seen():
         # tqdm's own thread would write a line after `maxinterval`, which is shorter by default.
         times = dict.fromkeys(("delay", "mininterval", "maxinterval"), SELDOM)
         lines: Any = {"file": _LogFile(), "bar_format": LINE if total else WITHOUT_TOTAL, **times}
         return tqdm(total=total, desc=desc, unit=f" {unit.strip().removesuffix('s')}s", **options | lines)
-    options.setdefault("leave", not (shown and in_notebook()))
-    return tqdm(total=total, desc=desc, unit=unit, disable=not shown, **options)
+    options.setdefault("leave", not (progress and in_notebook()))
+    return tqdm(total=total, desc=desc, unit=unit, disable=not progress, **options)
 
 
 def say(progress: bool, text: str) -> None:
     """Write a line to the log, or to stderr if the caller has not configured logging; nothing without progress."""
-    if not checked_flag("progress", progress):
+    if not progress:
         return
     if LOG.hasHandlers():
         LOG.info(text)

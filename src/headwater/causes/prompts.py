@@ -38,9 +38,9 @@ from headwater.heads.relations import (
     tokenize_relations,
 )
 from headwater.models.generation import next_logits
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.tokens import ChatText, chat_text
-from headwater.options import checked_count, checked_seed, shown
+from headwater.options import checked_count, shown
 from headwater.patching.metrics import Metric, logit_difference
 from headwater.stats.resample import Bootstrap, Interval, interval
 
@@ -145,8 +145,7 @@ def relation_prompts(
     Raises:
         InputError: too few of the relation's words are one token for this model, or the template cannot be used.
     """
-    check_model(model)
-    pairs, seed = checked_count("pairs", pairs, least=FEWEST_PAIRS), checked_seed(seed)
+    pairs = checked_count("pairs", pairs, least=FEWEST_PAIRS)
     given = load_relations(relation)
     if len(given) != 1:
         raise InputError(f"relation={shown(relation)} names {len(given)} relations: name one.")

@@ -11,7 +11,7 @@ import pandas as pd
 
 from headwater.causes.naming import BASELINES, NAMED, WAYS, shuffled_p
 from headwater.errors import InputError
-from headwater.options import checked_name, checked_seed
+from headwater.options import checked_name
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, whole_summary, with_interval
 from headwater.stats.claims import LARGEST_P
@@ -93,7 +93,7 @@ class EvidenceSuite(Result):
         `way, share` (a mean over families of the mean over their relations), `difference, low, high`: the share of
         weights and attention minus that share, with a bootstrap interval over families.
         """
-        summary, seed = whole_summary(self), checked_seed(seed)
+        summary = whole_summary(self)
         draws, rows = Bootstrap.of(range(len(summary)), seed=seed), []
         for way in WAYS[1:]:
             ahead = draws.mean((summary["share"] - summary[_column(way)]).to_numpy(dtype=float))

@@ -54,13 +54,13 @@ from headwater.errors import InputError, ModelError
 from headwater.heads.causal import Head, matched_sets
 from headwater.heads.classify import classify_heads, layer_margins
 from headwater.heads.relations import Relations, TokenRelation, checked_templates, load_relations, tokenize_relations
-from headwater.heads.scoring import checked_scoring, chosen_embedding, relations_digest
+from headwater.heads.scoring import chosen_embedding, relations_digest
 from headwater.lenses.direct_attribution import direct_logit_attribution
 from headwater.models.effective_embedding import EmbeddingName
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.positions import Place
-from headwater.options import checked_count, checked_seed
+from headwater.options import checked_count
 from headwater.patching.activation_patching import patch
 from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
@@ -106,11 +106,9 @@ def evidence(
         ModelError: the model's weights cannot be read.
         RunFolderError: `out` contains another run.
     """
-    check_model(model)
-    checked_scoring(None, 0.15, embedding)
     if template != "auto":
         checked_templates(template)
-    pairs, seed = checked_count("pairs", pairs, least=FEWEST_PAIRS), checked_seed(seed)
+    pairs = checked_count("pairs", pairs, least=FEWEST_PAIRS)
     draws = checked_count("draws", draws, most=MOST_DRAWS)
     loaded = load_relations(relations)
     # A list of one relation is a suite, so that the result's type depends on the argument's type, not on its length.

@@ -25,13 +25,12 @@ from numpy.typing import NDArray
 from headwater.calls import checked_calls
 from headwater.circuits.graph import Graph, on_a_path
 from headwater.errors import InputError, RunFolderError, first_line
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.options import (
     checked_count,
     checked_kind,
     checked_path,
     checked_repeats,
-    checked_seed,
     checked_several,
     shown,
 )
@@ -55,6 +54,8 @@ Prompts = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True, eq=False, repr=False)
 class Circuit(Shown):
     """A set of edges of a graph, with the operations `|`, `&`, `-`, `~`, `==`, `name in circuit`, `len(circuit)`."""
+
+    returned_by = "edges.circuit(...) or hw.Circuit.of(...)"
 
     graph: Graph
     edges: Indices
@@ -118,7 +119,7 @@ class Circuit(Shown):
         A stratum is a kind and layer of sender with a kind and layer of receiver. No placebo equals the circuit itself,
         unless no other is possible. `circuit.overlap(placebo)` returns the overlap.
         """
-        n, generator = checked_repeats("n", n), np.random.default_rng(checked_seed(seed))
+        n, generator = checked_repeats("n", n), np.random.default_rng(seed)
         strata, counts = np.unique(self.graph.stratum[self.edges], return_counts=True)
         pools = [(np.flatnonzero(self.graph.stratum == s), int(k)) for s, k in zip(strata, counts, strict=True)]
         # If a circuit fills all its strata, no other circuit has its shape, and the placebo is the circuit itself.
@@ -277,7 +278,7 @@ class Circuit(Shown):
 
     def _same(self, other: object) -> Circuit:
         """Return the other circuit; refuse anything that is not a circuit of this graph."""
-        circuit = checked_kind("circuit", other, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
+        circuit = checked_kind("circuit", other, Circuit)
         self.graph.refuse_other("The other circuit", circuit.graph)
         return circuit
 
@@ -310,8 +311,7 @@ def graph_of(model: Any) -> Graph:
     """Return the graph of a model, or the graph itself if one was passed."""
     if isinstance(model, Graph):
         return model
-    check_model(model)
-    return Graph.of(model.shape)
+    return Graph.of(checked_kind("model", model, HookedModel).shape)
 
 
 def model_name(model: HookedModel | Graph) -> str:
@@ -330,6 +330,6 @@ def checked_circuits(circuits: Any, graph: Graph) -> dict[str, Circuit]:
     for name, circuit in circuits.items():
         if not isinstance(name, str) or not name:
             raise InputError(f"{shown(name)} is not the name of a circuit; give texts.")
-        checked_kind("circuits", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
+        checked_kind("circuits", circuit, Circuit)
         graph.refuse_other(name, circuit.graph)
     return dict(circuits)

@@ -27,7 +27,7 @@ from headwater.circuits.graph import Graph
 from headwater.circuits.pairs import Pairs
 from headwater.errors import InputError, callers_level
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
+from headwater.options import checked_count, checked_name
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among
 from headwater.patching.summaries import refuse_other_run
@@ -44,6 +44,8 @@ MOST_PLACEBOS = 1000
 @dataclass(frozen=True, repr=False, eq=False)
 class CircuitRuns(Result):
     """The result of `hw.run_circuits`."""
+
+    returned_by = "hw.run_circuits(...)"
 
     table: pd.DataFrame
     """A row per example, circuit or placebo, and metric: `example, circuit, edges, edges_on_a_path, metric, value,
@@ -126,10 +128,7 @@ class CircuitRuns(Result):
         Raises:
             InputError: the circuit or metric is unknown, or there are neither placebos nor a margin.
         """
-        if other is not None:
-            checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
         table, name = self.table, _chosen(self.table, "circuit", circuit)
-        seed, margin = checked_seed(seed), None if margin is None else checked_number("margin", margin, above=0.0)
         # Indices of the run's prompts on which this circuit was chosen; None if these prompts are unknown.
         chosen_on = self.run.options["discovery"].get(name)
         discovery = places_among(self.run.options["prompts"][0], chosen_on) if chosen_on else None
@@ -215,7 +214,7 @@ def run_circuits(
     """
     graph = graph_of(model)
     named = checked_circuits(() if circuits is None else circuits, graph)
-    placebos, seed = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS), checked_seed(seed)
+    placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
     pairs = Pairs(
         model, clean, corrupted, metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size,
         pair_with_donors=True,
@@ -342,12 +341,12 @@ def ratio_of_means(
     return np.asarray(draws.ratio(value - corrupted[:, None], gap))
 
 
-def summarized(table: pd.DataFrame, shapes: pd.DataFrame, seed: object) -> pd.DataFrame:
+def summarized(table: pd.DataFrame, shapes: pd.DataFrame, seed: int) -> pd.DataFrame:
     """Summarize circuits over prompts: a row per circuit and metric, with its placebos beside it.
 
     `table` is the table of `hw.run_circuits`; `shapes` has the overlap of each placebo.
     """
-    rows, seed = [], checked_seed(seed)
+    rows = []
     joined = table.merge(shapes, on=["circuit", "placebo"], how="left")
     for (circuit, metric), part in joined.groupby(["circuit", "metric"], sort=False):
         alone = part[part["placebo"].isna()]

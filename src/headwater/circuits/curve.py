@@ -29,15 +29,12 @@ from headwater.calls import checked_call
 from headwater.circuits import circuit_runs
 from headwater.circuits.circuit import Circuit, circuit_from_edges, graph_of
 from headwater.circuits.pairs import Pairs
-from headwater.circuits.result import RANKED_BY, EdgeEffects, RankName
+from headwater.circuits.result import EdgeEffects, RankName
 from headwater.errors import InputError, callers_level
 from headwater.models.hooked import HookedModel
 from headwater.options import (
     checked_count,
-    checked_kind,
-    checked_name,
     checked_number,
-    checked_seed,
     one_or_several,
     shown,
 )
@@ -81,7 +78,7 @@ class CircuitCurve(Result):
         curves), `placebo_low, placebo_high` (their 5 % and 95 % quantiles). A least size is NaN where f never reaches
         0.9; a placebo that never does counts as needing the whole model.
         """
-        rows, seed = [], checked_seed(seed)
+        rows = []
         for metric, part in self.table.groupby("metric", sort=False):
             sizes, drawn, placebos = _curves(part, seed)
             # Computed for each draw's curve: the least size of a mean curve is not the mean of least sizes.
@@ -161,15 +158,12 @@ def circuit_curve(
     shares = sorted({checked_number("sizes", one, above=0.0, below=1.0, up_to=True) for one in listed})
     if len(shares) < 2:
         raise InputError(f"sizes={shown(sizes)} must be two or more fractions of all edges, such as (0.01, 0.1, 1).")
-    checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
     graph.refuse_other("The result edges=", edges.graph)
     if len(edges.chosen) < graph.n_edges:
         raise InputError(
             f"Only {len(edges.chosen):,} of {graph.n_edges:,} edges were measured, and sizes are fractions of all: run "
             "hw.edges without senders= and receivers=."
         )
-    checked_name("by", by, RANKED_BY)
-    seed = checked_seed(seed)
     placebos = checked_count("placebos", placebos, least=0, most=circuit_runs.MOST_PLACEBOS)
     named = {f"{x:g}": edges.circuit(max(1, round(x * graph.n_edges)), by=by) for x in shares}
     pairs = Pairs(
@@ -368,13 +362,12 @@ def minimality(
 
 
 def _draws(
-    circuit: object, sets: object, placebos: object, seed: object
+    circuit: Circuit, sets: int, placebos: int, seed: int
 ) -> tuple[np.random.Generator, Sequence[Bool[np.ndarray, " edge"]], int]:
     """Check the options; return a generator, masks of the edges to remove (the first of none), and the placebos."""
-    circuit = checked_kind("circuit", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
     if not len(circuit):
         raise InputError("The circuit has no edges: there is nothing to remove.")
-    sets, generator = checked_count("sets", sets, least=0, most=MOST), np.random.default_rng(checked_seed(seed))
+    sets, generator = checked_count("sets", sets, least=0, most=MOST), np.random.default_rng(seed)
     removed = [np.zeros(len(circuit), dtype=bool), *(generator.random(len(circuit)) < 0.5 for _ in range(sets))]
     return generator, removed, checked_count("placebos", placebos, least=0, most=MOST)
 

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.estimates import DRAWN, Slopes, gradient_scores, strength, strongest_and_drawn, sublayer_scores
-from headwater.circuits.exact import THROUGH, Exact, ThroughName, baselines_of
+from headwater.circuits.exact import Exact, ThroughName, baselines_of
 from headwater.circuits.pairs import OTHER_RUN, Pairs
 from headwater.circuits.result import EdgeEffects
 from headwater.errors import InputError
 from headwater.kernels.devices import refuse_too_large
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
-from headwater.options import checked_count, checked_name
+from headwater.options import checked_count
 from headwater.patching.edits import Indices, ReplacementSpec
 from headwater.patching.metrics import Measures
 from headwater.patching.prompts import DirectionName, Prompts
@@ -41,8 +41,6 @@ from headwater.patching.replacements import ValueName
 from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 
-QUADRATURES = ("midpoints", "published")
-METHODS = ("exact", "screened", "sublayer", "eap", "eap-ig")
 LARGE = 1_000_000_000
 """Models with at least this many parameters use `screened` by default."""
 MOST_EDGES = 4096
@@ -123,15 +121,11 @@ def edges(
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """
-    check_model(model)
     if method is None:
         method = "screened" if sum(one.numel() for one in model.raw.parameters()) >= LARGE else "exact"
-    checked_name("method", method, METHODS)
-    checked_name("through", through, THROUGH)
     if through != "direct" and method in ("eap", "eap-ig"):
         raise InputError(f"method={method!r} estimates only direct edges: use 'screened' with through='mlps'.")
     verify, steps = checked_count("verify", verify), checked_count("steps", steps, most=1000)
-    checked_name("quadrature", quadrature, QUADRATURES)
     pairs = Pairs(
         model, clean, corrupted, metric, direction=direction, values=values, dataset=dataset, over=over,
         positions=positions, seed=seed, batch_size=batch_size,
@@ -147,7 +141,7 @@ def edges(
                 "come from no run. Use 'exact', 'screened' or 'eap'."
             )
         # Hanna et al.'s code takes k / steps of the way from the corrupted side: the end included depends on the run.
-        first = 0.5 if quadrature == QUADRATURES[0] else 0.0 if direction == "noise" else 1.0
+        first = 0.5 if quadrature == "midpoints" else 0.0 if direction == "noise" else 1.0
         shares = tuple((step + first) / steps for step in range(steps))
     request = EdgeRequest(pairs, chosen, method, through, verify, shares)
     numbers = (5 if request.ranks_twice else 3) * 4 * int(np.prod(request.size))

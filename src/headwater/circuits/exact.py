@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -47,7 +47,6 @@ NEAR = 1e-4
 Enter: TypeAlias = Callable[[Tensor], Tensor]
 """Returns, for edges given by index, the residual streams that leave the receivers' layer, `row position d_model`."""
 ThroughName: TypeAlias = Literal["direct", "mlps"]
-THROUGH = get_args(ThroughName)
 
 
 class EdgeRows:

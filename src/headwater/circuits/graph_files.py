@@ -27,7 +27,7 @@ from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, first_line
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import read_part
-from headwater.options import checked_count, checked_flag, checked_kind, checked_name, checked_number, checked_path
+from headwater.options import checked_count, checked_flag, checked_number, checked_path
 from headwater.runs.storage import make_folder, write_atomically, write_json
 
 
@@ -48,8 +48,6 @@ def read_graph_file(
             share a key-value head disagree on an edge to it.
     """
     file, graph = _checked_file(path), graph_of(model)
-    if groups is not None:
-        checked_name("groups", groups, ("any", "all"))
     try:
         cfg, listed = (_of_pt if file.suffix == ".pt" else _of_json)(file)
         counts = [checked_count(name, cfg[name]) for name in ("n_layers", "n_heads")]
@@ -99,7 +97,6 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
         InputError: the path has another suffix.
         RunFolderError: the file cannot be written.
     """
-    circuit = checked_kind("circuit", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
     file, graph = _checked_file(path), circuit.graph
     cfg = {"n_layers": graph.n_layers, "n_heads": graph.n_heads, "parallel_attn_mlp": graph.parallel}
     cfg["d_model"] = int(d_model)

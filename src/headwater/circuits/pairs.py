@@ -46,12 +46,11 @@ from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.unembedding import attention_post_norm
 from headwater.models.weights import LoadedWeights
-from headwater.options import checked_name, checked_seed
+from headwater.options import checked_name
 from headwater.patching.edits import LOGITS, CellTable, Indices
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Plan, check_call
+from headwater.patching.plan import Plan
 from headwater.patching.prompts import (
-    DIRECTIONS,
     PromptPair,
     Prompts,
     prompt_options,
@@ -124,8 +123,7 @@ class Pairs:
         batch_size: int | None = None,
         pair_with_donors: bool = False,
     ):
-        batch_size, self.seed = check_call(model, batch_size), checked_seed(seed)
-        checked_name("direction", direction, DIRECTIONS)
+        self.seed = seed
         pair, metrics = PromptPair(*read_pairs(model, clean, corrupted), direction), as_metrics(metric)
         if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
             raise InputError(

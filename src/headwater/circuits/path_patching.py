@@ -27,18 +27,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.circuits.exact import THROUGH, EdgeRows, Receivers, ResidualChange, ThroughName, baselines_of
+from headwater.circuits.exact import EdgeRows, Receivers, ResidualChange, ThroughName, baselines_of
 from headwater.circuits.graph import QKV, RECEIVERS, Graph, Nodes, listed_parts
 from headwater.circuits.pairs import OTHER_RUN, BothRuns, Pairs, Place
 from headwater.circuits.result import GLANCE, beside_baselines, q_of_all
 from headwater.errors import InputError
 from headwater.kernels.devices import in_tiles, to_device
 from headwater.models.edits import Hook, replace_hook
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.part_names import read_part
 from headwater.models.positions import Where
 from headwater.models.sites import hook_name
-from headwater.options import checked_count, checked_name, checked_seed, is_one, shown
+from headwater.options import checked_count, checked_name, is_one, shown
 from headwater.patching.edits import Indices, ReplacementSpec
 from headwater.patching.metrics import Measures
 from headwater.patching.prompts import DirectionName, Prompts
@@ -134,7 +134,7 @@ class PathEffects(Result):
         A row per metric and path, the largest first: the columns that name it, `examples, mean, low, high, p_value,
         q_value` (adjusted for all paths of the metric, and not for these 20). One example has no interval and no p.
         """
-        parts, q, seed = [], [], checked_seed(seed)
+        parts, q = list[pd.DataFrame](), list[Any]()
         for metric in self.metrics:
             largest = self.top(metric=metric).drop(columns=["effect", "normalized_effect"])
             parts.append(largest.assign(metric=metric).merge(self.table, how="left"))
@@ -256,8 +256,6 @@ def path_patch(
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """
-    checked_name("through", through, THROUGH)
-    check_model(model)
     graph = Graph.of(model.shape)
     received = path_ends(graph, graph.receivers, "receivers", receivers)
     latest = max(received.items(), key=lambda end: graph.reach[end[1]].max())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ from headwater.circuits.circuit import Circuit, circuit_from_edges, strength_ord
 from headwater.circuits.graph import RECEIVERS, Graph, present
 from headwater.errors import InputError
 from headwater.kernels.devices import refuse_too_large
-from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
+from headwater.options import checked_count, checked_name, checked_repeats
 from headwater.patching.edits import Indices
 from headwater.patching.summaries import edited_run, refuse_other_run, summarize
 from headwater.runs.record import RunRecord
@@ -65,12 +65,13 @@ ROW_BYTES = 260
 """Bytes per row of the table."""
 TOP = 50
 RankName: TypeAlias = Literal["size", "signed"]
-RANKED_BY = get_args(RankName)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class EdgeEffects(Result):
     """The result of `hw.edges`."""
+
+    returned_by = "hw.edges(...)"
 
     run: RunRecord
     effects: Float[Tensor, "example position edge metric"]
@@ -148,7 +149,7 @@ class EdgeEffects(Result):
         `q_value` is adjusted for all edges of the metric, and not for these 20 (Benjamini and Hochberg); edges that a
         screened run did not recompute count with p = 1.
         """
-        parts, q, values, seed = [], [], self._values, checked_seed(seed)
+        parts, q, values = [], [], self._values
         for m, metric in enumerate(self.metrics):
             order = self._ranked(m)[:GLANCE]
             q.append(q_of_all(values[..., m], seed)[order])
@@ -205,7 +206,6 @@ class EdgeEffects(Result):
                 "positions= or through='mlps'."
             )
         n = checked_count("n", n, most=len(self.chosen))
-        checked_name("by", by, RANKED_BY)
         effects, estimates = (self._means[name][:, m] for name in ("effects", "estimates"))
         means = np.where(np.isnan(effects), estimates, effects)
         for_the_answer = means if self.run.options["direction"] == "denoise" else -means
@@ -226,7 +226,6 @@ class EdgeEffects(Result):
         Raises:
             InputError: the edges or metrics of the two differ.
         """
-        checked_kind("exact", exact, EdgeEffects, "hw.edges(..., method='exact')")
         if not exact.is_exact:
             raise InputError(f"exact= has only estimates ({exact.method}): give a result of method='exact'.")
         same = torch.equal(self.chosen, exact.chosen) and self.by_position == exact.by_position
@@ -259,7 +258,7 @@ class EdgeEffects(Result):
         splits, n, values = checked_repeats("splits", splits), checked_count("n", n), self._values
         if len(values) < 2:
             raise InputError("Halves need at least two examples: give several pairs of prompts.")
-        generator = np.random.default_rng(checked_seed(seed))
+        generator = np.random.default_rng(seed)
         rows = []
         for m, metric in enumerate(self.metrics):
             overlaps, ranks = [], []

@@ -40,10 +40,10 @@ from headwater.circuits.circuit_walk import CircuitRunner, pairs_to_keep
 from headwater.circuits.edge_effects import edges as effects_of_edges
 from headwater.circuits.graph import Graph
 from headwater.circuits.pairs import Pairs
-from headwater.circuits.result import RANKED_BY, RankName
+from headwater.circuits.result import RankName
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_name, checked_number, checked_seed
+from headwater.options import checked_count, checked_number
 from headwater.patching.edits import Indices
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
@@ -308,8 +308,6 @@ def find_circuit(
     """
     graph = graph_of(model)
     threshold = checked_number("threshold", threshold, above=0.0)
-    checked_name("by", by, RANKED_BY)
-    seed = checked_seed(seed)
     budget = None if budget is None else checked_count("budget", budget)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
     pairs = Pairs(

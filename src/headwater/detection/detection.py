@@ -42,13 +42,13 @@ from headwater.detection.methods import (
 )
 from headwater.detection.reweighting import Reweighting
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_flag, checked_kind, checked_layer, checked_name, checked_repeats
-from headwater.patching.edge_knockout import VARIANTS, VariantName
+from headwater.options import checked_layer, checked_name, checked_repeats
+from headwater.patching.edge_knockout import VariantName
 from headwater.pathways.effects import usable_sets
 from headwater.pathways.tables import span_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.sources import HasDatasets
-from headwater.questions.states import ProbeSiteName, TokenName, check_probe_options
+from headwater.questions.states import ProbeSiteName, TokenName
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -182,12 +182,9 @@ def detect(
     check_answered(model, answered)
     layer = None if layer is None else checked_layer("layer", layer, model.shape.n_layers)
     reweighting = Reweighting() if reweighting is None else reweighting
-    checked_kind("reweighting", reweighting, Reweighting, "hw.detection.Reweighting(...)").check()
+    reweighting.check()
     recipe = DetectorSetup(site, token, variant, "after", batch_size, methods, layer, cross_fit, reweighting)
-    check_probe_options(site, token, batch_size)
-    checked_name("variant", variant, VARIANTS)
     checked_repeats("seeds", seeds)
-    checked_flag("cross_fit", cross_fit)
     gate = "cross-fitted" if recipe.cross_fit else "fitted on the same"
     options = {"answered": answered, **asdict(recipe), "seeds": seeds, "gate": gate}
 

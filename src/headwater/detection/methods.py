@@ -35,7 +35,7 @@ from headwater.calls import checked_calls
 from headwater.detection.reweighting import Reweighted, Reweighting, Strength, train_reweighting
 from headwater.errors import InputError
 from headwater.models.generation import next_logits
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length, chat_text, encode
 from headwater.options import checked_name, one_or_several
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens, untouched
@@ -111,7 +111,6 @@ class Detector:
             batch_size: rows in one run.
             progress: show a bar.
         """
-        check_model(model)
         if model.fingerprint != self.fingerprint:
             raise InputError(
                 f"This detector was fitted on a model other than {model.name} (fingerprint {self.fingerprint[:12]}, "

@@ -47,6 +47,8 @@ Strength = Float[Tensor, "pathway layer head"]
 class Reweighting:
     """Training options of pathway reweighting; defaults are the published values if there are any."""
 
+    returned_by = "hw.detection.Reweighting(...)"
+
     learning_rate: float = 1e-2
     """Learning rate of Adam, with betas 0.9 and 0.999."""
     examples_per_step: int = 512

@@ -24,7 +24,7 @@ from headwater.calls import checked_call
 from headwater.colors import INK, PURPLE
 from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size, size_requested
-from headwater.figures.published import StyleName, is_published, model_name
+from headwater.figures.published import StyleName, model_name
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
 from headwater.options import checked_count
@@ -100,7 +100,7 @@ def head_maps(
     maps = list(maps) if isinstance(maps, Sequence) else []
     if not maps or not all(hasattr(head_map, "categories") for head_map in maps):
         raise InputError("head_maps needs a list of results of classify_heads.")
-    size, as_published = st.checked_place(ax, len(maps), figsize), is_published(style)
+    size, as_published = st.checked_place(ax, len(maps), figsize), style == "published"
     if len(maps) == 1 and not as_published:
         return maps[0].plot(ax, title=title, figsize=size)
     names = [model_name(name) if as_published else name for name in names_of(maps)]

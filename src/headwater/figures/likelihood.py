@@ -24,7 +24,7 @@ from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size
-from headwater.figures.published import StyleName, is_published, model_name, with_letter
+from headwater.figures.published import StyleName, model_name, with_letter
 from headwater.likelihood.files import ScoredTexts
 from headwater.likelihood.formulas import SCORES
 from headwater.likelihood.framed import DATA
@@ -82,7 +82,7 @@ def depth_profiles(
     Raises:
         InputError: there are no profiles; an unknown style; or `ax` was passed for several.
     """
-    size, as_published = st.checked_place(ax, len(profiles), figsize), is_published(style)
+    size, as_published = st.checked_place(ax, len(profiles), figsize), style == "published"
     if not profiles:
         raise InputError("depth_profiles needs a list of results of memorization; the list is empty.")
     labels = [st.short_name(one.run.model) for one in profiles]

@@ -27,7 +27,7 @@ from headwater.calls import checked_call
 from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PURPLE, RED, SETS, places_of_sets
 from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size, size_requested
-from headwater.figures.published import StyleName, in_order, is_published, model_name, set_name, set_names
+from headwater.figures.published import StyleName, in_order, model_name, set_name, set_names
 from headwater.options import checked_name
 from headwater.pathways.interventions import ANSWER_ONLY, EXACT, EXACT_ON_RANDOM_ROWS, RANDOM, RANDOM_SWAP, SWAP
 from headwater.pathways.modes import ALL, BEST_LAYER, CROSSED, FEWEST, MODES, PER_LAYER, RANDOM_SPLIT, WITHIN, SplitName
@@ -84,7 +84,7 @@ def delta_p(
     Raises:
         InputError: there is nothing to draw, an option has an unknown value, or `ax` was passed for several models.
     """
-    shown, as_published = list(pathways), is_published(style)
+    shown, as_published = list(pathways), style == "published"
     size = st.checked_place(ax, len(shown), figsize)
     if not shown:
         raise InputError("delta_p needs a list of results of trace_pathways; the list is empty.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 import headwater.figures.style as st
 from headwater.colors import FAINT, INK, places_of_sets
 from headwater.errors import InputError
-from headwater.options import checked_name
 from headwater.reference.published import Reproduction
 from headwater.runs.result import DRAWINGS
 
@@ -24,7 +23,6 @@ from headwater.runs.result import DRAWINGS
 
 
 StyleName: TypeAlias = Literal["headwater", "published"]
-STYLES = get_args(StyleName)
 SET_NAMES = {"popqa": "PopQA", "triviaqa": "TriviaQA", "hotpotqa": "HotpotQA", "nq": "NQ", "nq_open": "NQ"}
 """Literature names by the name of a question set in lower case, without "-" and spaces."""
 MODEL_NAMES = {
@@ -43,11 +41,6 @@ MODEL_NAMES = {
     "llama-3-70b-instruct": "LLaMA-3 70B Instruct",
 }
 """Names above the papers' panels, by the last part of a model's hub name in lower case, without "meta-"."""
-
-
-def is_published(style: str) -> bool:
-    """Whether the published style is requested."""
-    return checked_name("style", style, STYLES) == "published"
 
 
 def set_name(name: str) -> str:

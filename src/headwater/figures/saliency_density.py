@@ -28,7 +28,7 @@ from headwater.calls import checked_call
 from headwater.colors import looks_of_sets
 from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size
-from headwater.figures.published import StyleName, in_order, is_published, model_name, set_names
+from headwater.figures.published import StyleName, in_order, model_name, set_names
 from headwater.options import checked_name
 from headwater.pathways.attention_saliency import LossName, Saliency
 from headwater.runs.result import DRAWINGS, with_interval
@@ -87,7 +87,7 @@ def saliency(
         raise InputError("hw.figures.saliency needs at least one result of hw.saliency; the list is empty.")
     chosen = target or listed[0].target
     tables, names = _tables(listed, chosen, datasets)
-    as_published = is_published(style)
+    as_published = style == "published"
     names = in_order(names) if as_published else names
     groups = [names] if ax is not None else [names[i : i + 2] for i in range(0, len(names), 2)]
     size = st.checked_place(ax, len(tables), figsize)

@@ -354,9 +354,7 @@ def dose_response(
     if not isinstance(sweeps, Mapping) or not sweeps:
         raise InputError("sweeps must map each dose to its result of hw.patch: {0: sweep, 4: sweep}.")
     doses = [
-        checked_kind("a value of sweeps", sweep, Sweep, "hw.patch").table.assign(
-            dose=checked_number("a dose", dose, -math.inf)
-        )
+        checked_kind("a value of sweeps", sweep, Sweep).table.assign(dose=checked_number("a dose", dose, -math.inf))
         for dose, sweep in sweeps.items()
     ]
     table, run = pd.concat(doses), next(iter(sweeps.values())).run

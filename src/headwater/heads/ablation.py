@@ -137,8 +137,7 @@ def ablate_heads(
         UserWarning: the model without ablation answers no item correctly.
     """
     checked_name("method", method, METHODS)
-    shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
-    draws, batch_size = checked_repeats("draws", draws), checked_count("batch_size", batch_size)
+    shots, draws = checked_count("shots", shots, least=0), checked_repeats("draws", draws)
     top = None if top is None else checked_count("top", top)
     tokenized = relations_of(model, head_map, relations)
     checked_name("relation", relation, list(tokenized))

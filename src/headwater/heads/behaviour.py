@@ -26,13 +26,13 @@ from headwater.calls import checked_call
 from headwater.data.rows import read_texts
 from headwater.heads import patterns
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
-from headwater.models.effective_embedding import KINDS, EmbeddingName, published_embedding
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.effective_embedding import EmbeddingName, published_embedding
+from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.packaged import is_embedded, world_folder
 from headwater.models.sites import sites_named
 from headwater.models.tokens import Batch, Inputs, by_length, encode
-from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed
+from headwater.options import checked_count, checked_number
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -54,6 +54,8 @@ MOST_NAMED = 5
 @dataclass(frozen=True, repr=False)
 class AttentionBehaviour(Result):
     """The result of `attention_behaviour`."""
+
+    returned_by = "hw.attention_behaviour(...)"
 
     table: pd.DataFrame
     """A row per kind of sequences, layer, head and behaviour.
@@ -166,16 +168,14 @@ def attention_behaviour(
         ModelError: with `copying`, the model has no factors of single heads.
         RunFolderError: `out` holds another run.
     """
-    check_model(model)
     sequences = checked_count("sequences", sequences, most=patterns.MOST_SEQUENCES)
     length = checked_count("length", length, least=2)
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
-    batch_size, seed = checked_count("batch_size", batch_size), checked_seed(seed)
     kind = None
-    if checked_flag("copying", copying):
+    if copying:
         # The requested or published embedding; raw without an MLP.
         published = published_embedding(model.shape) if model.shape.d_mlp else "raw"
-        kind = published if embedding is None else checked_name("embedding", embedding, KINDS)
+        kind = embedding or published
     kinds, (pattern,) = patterns.token_kinds(model), sites_named("pattern", model)
     layers = pattern.among(range(model.shape.n_layers), model)
     read = {"random": Batch.of(patterns.repeated_tokens(model, sequences, length, seed, kinds).tolist(), pad=0)}

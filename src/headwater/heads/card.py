@@ -19,11 +19,11 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.heads.categories import SAYS, by_sign
 from headwater.heads.weight_maps import PIECE, known_tokens, tokens_at_ends
-from headwater.models.effective_embedding import KINDS, EmbeddingName
+from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
 from headwater.models.weights import WeightSource
-from headwater.options import checked_count, checked_name
+from headwater.options import checked_count
 from headwater.runs.result import plain_text
 
 NUMBERS = ("score", "expected", "excess", "q_value")
@@ -188,7 +188,6 @@ def salient_operations(
     Raises:
         InputError: a head or the embedding does not exist, or less than one token is requested.
     """
-    checked_name("embedding", embedding, KINDS)
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)
     places = [head_named(name, None, weights.shape) for name in heads]
     if not places:

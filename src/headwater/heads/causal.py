@@ -44,9 +44,9 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
 from headwater.heads.relations import TaskPrompts, TokenRelation, task_prompts
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.part_names import parts_of_kind
-from headwater.options import checked_count, checked_number, checked_seed
+from headwater.options import checked_count
 from headwater.patching.components import ablate, read_sets
 from headwater.patching.edits import ReplacementSpec
 from headwater.patching.metrics import Measures, Metric, logit_difference, metric_of_a_claim
@@ -277,12 +277,10 @@ def claim(
         InputError: the heads do not exist, the model has too few other heads, there are several metrics, or another
             option cannot be used.
     """
-    check_model(model)
     pairs = parts_of_kind("heads", heads, model.shape)
     # Called only for its checks: a head named twice, or in a layer without heads.
     read_sets(model, {"heads": pairs})
     chosen = [(layer, head) for layer, head in pairs]
-    seed, margin = checked_seed(seed), None if margin is None else checked_number("margin", margin, above=0.0)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
     name = metric_of_a_claim(metric).name
     drawn = matched_sets(model, chosen, placebos, seed)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.heads import scoring
-from headwater.heads.categories import RULES, apply_rule, head_categories
+from headwater.heads.categories import apply_rule, head_categories
 from headwater.heads.head_map import HeadMap
 from headwater.heads.relations import MultiTokenName, Relations, TokenRelation, load_relations
 from headwater.heads.scores import LayerScorer, relation_table, score_table, suite_pairs
@@ -39,7 +39,6 @@ from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.weights import LayersAhead, WeightSource
-from headwater.options import checked_flag, checked_name
 from headwater.runs.analysis import Run, run_or_resume
 
 
@@ -98,9 +97,7 @@ def classify_heads(
         InputError: a relation file is wrong, no relation keeps 30 pairs, or an option does not exist.
         RunFolderError: `out` holds another run.
     """
-    checked_name("rule", rule, RULES)
-    k, threshold = scoring.checked_scoring(k, threshold, embedding)
-    norm_gain, every_excess = checked_flag("norm_gain", norm_gain), checked_flag("every_excess", every_excess)
+    k, threshold = scoring.checked_scoring(k, threshold)
     loaded = load_relations(relations)
     weights = weights_of(model, device)
     # The publication keeps items whose target is their source.
@@ -155,12 +152,11 @@ def head_margins(
         ModelError: the model cannot be read.
         InputError: no relation keeps 30 pairs, or an option does not exist.
     """
-    scoring.checked_scoring(None, 0.15, embedding)
     weights = weights_of(model, device)
     *_, usable = scoring.scored_relations(load_relations(relations), weights, 1)
     chosen, _ = scoring.chosen_embedding(weights, usable, embedding)
     scored = [tokens for tokens, _ in usable]
-    options = {"embedding": chosen, "norm_gain": checked_flag("norm_gain", norm_gain)}
+    options = {"embedding": chosen, "norm_gain": norm_gain}
     all_margins = torch.cat(list(layer_margins(weights, scored, options)))
     layer, head, relation = (index.ravel() for index in np.indices(all_margins.shape))
     names, categories = (

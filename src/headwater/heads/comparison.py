@@ -38,7 +38,7 @@ from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.weights import WeightSource
-from headwater.options import checked_flag, checked_several
+from headwater.options import checked_several
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, whole_summary
@@ -172,8 +172,7 @@ def compare_heads(
         ModelError: a model cannot be read.
         RunFolderError: `out` holds another run.
     """
-    k, threshold = scoring.checked_scoring(k, threshold, embedding)
-    norm_gain = checked_flag("norm_gain", norm_gain)
+    k, threshold = scoring.checked_scoring(k, threshold)
     compared = {name: weights_of(model, device) for name, model in _named(models).items()}
     first_name, first = next(iter(compared.items()))
     for name, other in compared.items():

@@ -33,7 +33,6 @@ from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Bos
 from headwater.models.weights import open_weights
-from headwater.options import checked_count
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, whole_summary
@@ -123,7 +122,6 @@ def dynamic_scores(
         RunFolderError: `out` holds another run.
     """
     templates = checked_templates(templates)
-    batch_size = checked_count("batch_size", batch_size)
     known = relations_of(model, head_map, relations)
     prompted = [(source_prompts(model, tokens, templates, bos=bos), tokens, k) for tokens, k in known.values()]
     options = {"templates": templates, "bos": bos, "head_map": head_map}

@@ -24,12 +24,12 @@ from headwater.heads.relations import (
     tokenize_relations,
 )
 from headwater.heads.scores import score_table
-from headwater.models.effective_embedding import KINDS, EmbeddingName
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.effective_embedding import EmbeddingName
+from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.part_names import Counts, HeadName, head_named, parts_of_kind
 from headwater.models.weights import WeightSource
-from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, one_or_several, shown
+from headwater.options import checked_count, checked_name, checked_repeats, one_or_several, shown
 from headwater.runs.analysis import Run
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
@@ -45,6 +45,8 @@ class HeadMap(Result):
 
     Drawn as layer by head: a marker per head in its category's colour; after `validate`, a ring if it is used.
     """
+
+    returned_by = "hw.classify_heads(...)"
 
     table: pd.DataFrame
     """A row per layer, head and relation.
@@ -237,9 +239,8 @@ class HeadMap(Result):
             raise InputError(
                 f"template={shown(template)} is neither a text with {{source}} nor a mapping of relations to texts."
             )
-        shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
-        asking: dict[str, Any] = {"template": template, "shots": shots, "draws": checked_repeats("draws", draws)}
-        asking["seed"] = seed
+        shots, draws = checked_count("shots", shots, least=0), checked_repeats("draws", draws)
+        asking: dict[str, Any] = {"template": template, "shots": shots, "draws": draws, "seed": seed}
         use = head_use(model, self.table, tokenized, **asking, progress=progress)
         options = describe(asking | dict(model.interventions))
         run = replace(self.run, options=self.run.options | {"validate": options})
@@ -277,7 +278,6 @@ class HeadMap(Result):
         named = self.categories[(self.categories["layer"] == layer) & (self.categories["head"] == head)]
         attends = None
         if behaviour is not None:
-            checked_kind("behaviour", behaviour, AttentionBehaviour, "hw.attention_behaviour(...)")
             if behaviour.run.fingerprint != self.run.fingerprint:
                 raise ModelError(f"behaviour= is of {behaviour.run.model}, with other weights than {self.run.model}.")
             rows = behaviour.table[(behaviour.table["layer"] == layer) & (behaviour.table["head"] == head)]
@@ -313,14 +313,13 @@ class HeadMap(Result):
             ModelError: the model cannot be opened by its name, or is another model.
             InputError: the head or the embedding does not exist.
         """
-        kind = None if embedding is None else checked_name("embedding", embedding, KINDS)
         several = head is None and isinstance(layer, list | pd.DataFrame)
         heads: Any = parts_of_kind("heads", layer, self._sizes) if several else [head_named(layer, head, self._sizes)]
         weights, by_embedding = self._weights(model), dict[EmbeddingName, list[HeadName]]()
         for place in dict.fromkeys(heads):
             # Layer 0 reads the token embedding, because nothing is computed before it.
             scored_with = cast("EmbeddingName", self.run.options["embedding"]) if place[0] else "raw"
-            by_embedding.setdefault(scored_with if kind is None else cast("EmbeddingName", kind), []).append(place)
+            by_embedding.setdefault(embedding or scored_with, []).append(place)
         options = {"sources": sources, "targets": targets}
         # The vocabulary is read once for each embedding.
         tables = [salient_operations(weights, some, embedding=kind, **options) for kind, some in by_embedding.items()]
@@ -359,8 +358,6 @@ def relations_of(
     `multi_token` selects the token that represents a word of several tokens; by default only items of single tokens are
     returned, even if the map has others. With `some`, `relations` may be a part of the map's relations.
     """
-    checked_kind("head_map", head_map, HeadMap, "hw.classify_heads(...)")
-    check_model(model)
     _refuse_other(head_map, model)
     used = head_map.relations[head_map.relations["used"]]
     selected = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]

@@ -33,9 +33,9 @@ from headwater.errors import AgreementWarning, InputError
 from headwater.heads.categories import CATEGORIES, RULES, apply_rule
 from headwater.heads.relations import MIN_PAIRS, MultiTokenName, Relation, TokenRelation, tokenize_relations
 from headwater.heads.scores import MOMENTS, LayerScorer, suite_pairs
-from headwater.models.effective_embedding import KINDS, LLAMA_3_VOCABULARY, published_embedding
+from headwater.models.effective_embedding import LLAMA_3_VOCABULARY, published_embedding
 from headwater.models.weights import LayersAhead, WeightSource
-from headwater.options import checked_count, checked_name, checked_number
+from headwater.options import checked_count, checked_number
 from headwater.runs.analysis import Run
 from headwater.runs.identity import describe, digest
 from headwater.runs.record import RunRecord
@@ -277,9 +277,7 @@ def hits_of(relation: Relation, weights: WeightSource, k: int | None) -> int:
     return k or (copying if relation.is_copying else others)
 
 
-def checked_scoring(k: int | None, threshold: float, embedding: str | None) -> tuple[int | None, float]:
+def checked_scoring(k: int | None, threshold: float) -> tuple[int | None, float]:
     """Return k and threshold as plain numbers."""
-    if embedding is not None:
-        checked_name("embedding", embedding, ("auto", *KINDS))
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     return None if k is None else checked_count("k", k), threshold

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.models.effective_embedding import KINDS, EmbeddingName
+from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
 from headwater.models.weights import WeightSource
-from headwater.options import checked_count, checked_flag, checked_name, one_or_several
+from headwater.options import checked_count, checked_name, one_or_several
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, each_row
@@ -144,7 +144,6 @@ def composition_scores(
     chosen = [kind for kind in READERS if kind in wanted]
     if not chosen:
         raise InputError(f"kinds={kinds!r} is empty: give some of {', '.join(READERS)}.")
-    norm_gain = checked_flag("norm_gain", norm_gain)
     weights = weights_of(model, device)
 
     def work(run: Run) -> Composition:
@@ -309,8 +308,7 @@ def singular_vectors(
         ModelError: the model cannot be read, or has no factors of single heads.
     """
     checked_name("circuit", circuit, tuple(CIRCUITS))
-    checked_name("embedding", embedding, KINDS)
-    norm_gain, tokens = checked_flag("norm_gain", norm_gain), checked_count("tokens", tokens)
+    tokens = checked_count("tokens", tokens)
     weights = weights_of(model, device)
     shape = weights.shape
     vectors = checked_count("vectors", vectors, most=shape.d_head)

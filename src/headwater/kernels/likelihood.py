@@ -13,14 +13,13 @@ This file states the formulas: `token_statistics_reference` applies them to full
 Loss, Min-K% (Shi et al. 2024), Min-K%++ (Zhang et al. 2025) and Gap-K% for every K at once follow from these.
 """
 
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 PrecisionName: TypeAlias = Literal["highest", "high"]
-PRECISIONS = get_args(PrecisionName)
 """How a CUDA device multiplies float32 states with W_U: with every bit, or in fewer tensor-core products."""
 
 

@@ -39,7 +39,7 @@ def token_statistics(
         hidden: the final hidden states at the scored positions, after the final norm, in any floating dtype.
         head: the unembedding. Padding columns that the tokenizer never uses count unless `W_U` is given without them.
         target: the actual next token, at each position.
-        precision: one of `PRECISIONS`. On CUDA "highest" multiplies float32 states with all their bits. "high" takes
+        precision: "highest" or "high". On CUDA "highest" multiplies float32 states with all their bits. "high" takes
             three tensor-core products with float32 weights, with an error below 2⁻¹⁸ of Σ |h_i W_i|, and two instead of
             three with bfloat16 weights, with an error below 2⁻¹⁶ of it. The CPU always multiplies in full.
 

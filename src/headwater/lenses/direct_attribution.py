@@ -37,14 +37,14 @@ from headwater.errors import InputError, NumericsError
 from headwater.kernels.devices import to_device
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.edits import at_tokens, keeping
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.model import residual_scale
 from headwater.models.positions import Prompt, Where, positions_read
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
 from headwater.models.unembedding import Norm, attention_post_norm, final_norm, unembedding_head
 from headwater.models.weights import LoadedWeights
-from headwater.options import checked_count, checked_name, shown
+from headwater.options import shown
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
 from headwater.patching.summaries import strongest_first, summarize
@@ -162,9 +162,6 @@ def direct_logit_attribution(
         ModelError: the model's logits are computed by more than its final norm, unembedding and soft cap.
         NumericsError: the contributions do not sum to the logit difference.
     """
-    check_model(model)
-    checked_name("by", by, tuple(BY))
-    batch_size = checked_count("batch_size", batch_size)
     read = read_prompts(model, prompts)
     correct, wrong = _answers(model, tokens, len(read))
     warn_of_missing_spaces(tuple(tokens), [prompt.strings[-1] for prompt in read], model.tokenizer)

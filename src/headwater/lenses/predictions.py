@@ -37,7 +37,7 @@ from headwater.kernels.devices import failures_named, to_device
 from headwater.kernels.likelihood_blocked import layer_predictions
 from headwater.models.bridge_check import is_finite
 from headwater.models.edits import at_tokens, keeping
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, positions_read
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
@@ -152,14 +152,12 @@ def lens(
         InputError: a prompt, lens, layer, position, answer or option cannot be used.
         ModelError: the last layer's logits are not the model's own output.
     """
-    check_model(model)
     n_layers = model.shape.n_layers
     opened, read = open_lens(lens, n_layers, model.shape.d_model), read_prompts(model, prompts)
     # Always includes the last layer, which KL and the check against the model's own logits need.
     chosen = sorted({*resolve_layers(layers, n_layers), n_layers - 1})
     transform = reader(opened, chosen, n_layers)
     top_k = checked_count("top_k", top_k, most=model.shape.d_vocab)
-    batch_size = checked_count("batch_size", batch_size)
     rows = positions_read(positions, read)
     if "role" in rows:
         # Read once, with the names of all its roles.

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,7 +25,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.data.rows import check_readable, read_texts
 from headwater.errors import InputError
-from headwater.kernels.likelihood import PRECISIONS, PrecisionName
+from headwater.kernels.likelihood import PrecisionName
 from headwater.likelihood.formulas import SCORES
 from headwater.likelihood.scores import (
     SHARES,
@@ -50,18 +50,14 @@ from headwater.likelihood.statistics import (
     token_statistics,
 )
 from headwater.models.gradients import parameter_gradient_norms
-from headwater.models.hooked import check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.tokens import chats_written
-from headwater.options import checked_flag, checked_name, checked_number, checked_path, checked_several, shown
+from headwater.options import checked_number, checked_path, checked_several, shown
 from headwater.progress import progress_bar
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest, digest_of_file
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, whole_summary
-
-if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
-
 
 TEXTS_AT_ONCE = 256
 NO_TEXT = "no text in this row"
@@ -147,15 +143,11 @@ def score_file(
             not fit in the context after the prefix, or is longer than the context when its gradient is computed.
         RunFolderError: `out` holds another run.
     """
-    check_model(model)
     path = checked_path("file", file)
     check_readable(path, "texts")
     if not isinstance(field, str):
         raise InputError(f"field={shown(field)} must be the name of a field or column, as a string.")
-    if reference is not None:
-        check_model(reference, "reference")
-    shares, lowercase = checked_shares(k), checked_flag("lowercase", lowercase)
-    gradient_norm = checked_flag("gradient_norm", gradient_norm)
+    shares = checked_shares(k)
     if maximum_entropy is not None:
         checked_number("maximum_entropy", maximum_entropy, above=0.0)
     counts = None if token_counts is None else checked_counts(token_counts)
@@ -164,7 +156,7 @@ def score_file(
         "prefix": None if prefix is None else checked_prefix(prefix),
         "token_counts": None if counts is None else digest(counts),
         "reference": reference, "lowercase": lowercase, "long": long, "stride": stride,
-        "gradient_norm": gradient_norm, "precision": checked_name("precision", precision, PRECISIONS),
+        "gradient_norm": gradient_norm, "precision": precision,
     }  # fmt: skip
     computing: dict[str, Any] = {"precision": precision, "batch_size": batch_size, "progress": False}
     reading: dict[str, Any] = {"long": long, "stride": stride, **computing}
@@ -222,6 +214,7 @@ def score_file(
 ORDERS = (1, 2, math.inf)
 
 
+@checked_call
 def gradient_norms(
     model: HookedModel, texts: Iterable[str], *, order: float = math.inf, progress: bool = True
 ) -> Float[ndarray, " text"]:
@@ -236,7 +229,6 @@ def gradient_norms(
         order: the order of the norm: 1, 2, or infinity for the largest entry.
         progress: show a progress bar.
     """
-    check_model(model)
     if isinstance(order, bool) or order not in ORDERS:
         raise InputError(f"order={shown(order)} is not one of 1, 2, inf.")
     listed = chats_written(checked_several("texts", texts, "a list of texts"), model.tokenizer)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 
-SPANS = ("question", "answer", "model_answer", "both")
 NO_ANSWER = "no answer of the model"
 NO_CONTEXT = "a predecessor has no answer of the model"
 DESCRIBED = ("tokens", "scored", "windows", "note")
@@ -139,7 +138,7 @@ def _lowest_tokens(table: pd.DataFrame, places: pd.DataFrame, share: float) -> p
 
 
 PredecessorsName: TypeAlias = Literal["none", "gold", "predicted", "multi-turn"]
-NONE, GOLD, PREDICTED, TURNS = PREDECESSORS = get_args(PredecessorsName)
+NONE, GOLD, PREDICTED, TURNS = get_args(PredecessorsName)
 PAIRS = "{pairs}"
 Pairs = Sequence[tuple[str, str]]
 """Questions, each with an answer."""

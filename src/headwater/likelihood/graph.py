@@ -56,6 +56,8 @@ class Row(NamedTuple):
 class DepthGraph:
     """Questions of several depths with the edges between them."""
 
+    returned_by = "hw.load_depth_graph(...)"
+
     table: pd.DataFrame
     """A row per node: `group, id, depth, question_id` (nodes of one question share it), `question, answers,
     predecessors, successors` (tuples), `model_answer` (None if missing), `score` (NaN if missing), and any other

@@ -39,10 +39,8 @@ from headwater.likelihood.statistics import TextStatistics
 from headwater.models.packaged import world_folder
 from headwater.options import (
     checked_count,
-    checked_flag,
     checked_kind,
     checked_path,
-    checked_seed,
     checked_several,
     is_label,
     shown,
@@ -142,9 +140,8 @@ def membership(
     """
     if isinstance(scores, TextStatistics):
         scores = memorization_scores(scores)
-    checked_kind("scores", scores, MemorizationScores, "hw.memorization_scores(...)")
+    checked_kind("scores", scores, MemorizationScores)
     checked_count("resamples", resamples, most=MOST_RESAMPLES)
-    baseline, seed = checked_flag("baseline", baseline), checked_seed(seed)
     by_text = scores.texts.drop_duplicates("text")
     member = _labels(labels, len(by_text))
     kinds = _strata(strata, len(by_text), member)

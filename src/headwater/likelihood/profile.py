@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -31,9 +31,7 @@ from headwater.lenses.predictions import Layers, Lens, lens_named, open_lens, re
 from headwater.likelihood.framed import (
     MODEL,
     NONE,
-    PREDECESSORS,
     PREDICTED,
-    SPANS,
     TURNS,
     ContextWording,
     PredecessorsName,
@@ -46,8 +44,8 @@ from headwater.likelihood.framed import (
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.report import POPULARITY, SHUFFLED, comparisons, discrepancies, judged, report
 from headwater.likelihood.scores import checked_shares, score_of
-from headwater.models.hooked import check_model
-from headwater.options import checked_count, checked_flag, checked_kind, checked_name, checked_seed
+from headwater.models.hooked import HookedModel
+from headwater.options import checked_count
 from headwater.questions.asking import RAW, Messages, answer_ends
 from headwater.questions.labels import Judge
 from headwater.runs.analysis import Run, run_or_resume
@@ -55,10 +53,6 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.resample import Bootstrap, interval
 
-if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
-
-AGGREGATES = ("group", "node")
 FIRST_COLUMNS = (
     "group", "id", "depth", "question_id", "question", "answer", "predecessors", "successors", "tokens", "scored",
     "windows", "note",
@@ -75,6 +69,8 @@ class DepthProfile(Result):
 
     Scores are "higher = more likely seen" everywhere except in the figure, which shows minus Min-K% as published.
     """
+
+    returned_by = "hw.memorization(...)"
 
     table: pd.DataFrame
     """A row per node: `group, id, depth, question, answer` (the accepted one that is scored), `tokens, scored` (of the
@@ -190,14 +186,6 @@ def memorization(
         InputError: an option cannot be used, or there is nothing to score.
         RunFolderError: `out` holds another run.
     """
-    check_model(model)
-    checked_kind("graph", graph, DepthGraph, "hw.load_depth_graph(...)")
-    checked_name("span", span, SPANS)
-    checked_name("aggregate", aggregate, AGGREGATES)
-    checked_name("quartiles", quartiles, AGGREGATES)
-    checked_count("batch_size", batch_size)
-    controls, seed = checked_flag("controls", controls), checked_seed(seed)
-    checked_name("predecessors", predecessors, PREDECESSORS)
     wording = ContextWording(model, context, prompt, predecessors, predecessor_prompt)
     source, scored_by = plan_of(graph, answers, judge, span, alone=predecessors == NONE)
     asks = source == MODEL or predecessors in (PREDICTED, TURNS)

@@ -20,7 +20,7 @@ from headwater.errors import InputError
 from headwater.kernels.likelihood import PrecisionName
 from headwater.likelihood.formulas import SCORES, Score, TextTokens
 from headwater.likelihood.statistics import TextStatistics, token_statistics
-from headwater.options import checked_kind, checked_number, checked_several, one_or_several, shown
+from headwater.options import checked_number, checked_several, one_or_several, shown
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, each_row, whole_summary
@@ -40,6 +40,8 @@ Norms: TypeAlias = Sequence[float] | Float[ndarray, " text"]
 @dataclasses.dataclass(frozen=True, repr=False)
 class MemorizationScores(Result):
     """Scores of texts; higher = more likely seen."""
+
+    returned_by = "hw.memorization_scores(...)"
 
     table: pd.DataFrame
     """A row per text, layer (if the statistics have layers), score and K: `text, layer, score, k, value`; `k` is NaN
@@ -152,7 +154,6 @@ def memorization_scores(
     Raises:
         InputError: a share or the variance is out of range, or the other statistics are not of the same texts.
     """
-    checked_kind("stats", stats, TextStatistics, "hw.token_statistics(...)")
     if (repeated := stats.texts["text"].duplicated()).any():
         number = stats.texts["text"][repeated].iloc[0]
         raise InputError(f"Text {number} is twice in the statistics: number the texts of joined statistics apart.")
@@ -352,7 +353,6 @@ def _means_like(
     """Return the mean log-probabilities of the same texts in other statistics, by rows of `_frame_of_texts(stats)`."""
     if other is None:
         return None
-    checked_kind(name, other, TextStatistics, "hw.token_statistics(...)")
     same = str.endswith if name == "prefixed" else str.__eq__
     pairs = list(zip(other.texts["content"], contents, strict=False))
     differing = [place for place, pair in enumerate(pairs) if not same(*pair)]

@@ -23,7 +23,7 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -34,11 +34,11 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels import likelihood_blocked
 from headwater.kernels.devices import in_halves, to_device
-from headwater.kernels.likelihood import PRECISIONS, PrecisionName, TokenStatistics, UnembeddingHead
+from headwater.kernels.likelihood import PrecisionName, TokenStatistics, UnembeddingHead
 from headwater.lenses.predictions import Layers, Lens, lens_named, open_lens, reader, resolve_layers
 from headwater.models.bare_model import residual_streams
 from headwater.models.edits import at_tokens
-from headwater.models.hooked import check_model, warn_of_no_template
+from headwater.models.hooked import HookedModel, warn_of_no_template
 from headwater.models.tokens import (
     Batch,
     Chat,
@@ -51,22 +51,18 @@ from headwater.models.tokens import (
     token_span,
 )
 from headwater.models.unembedding import unembedding_head
-from headwater.options import checked_count, checked_name, checked_several, is_index, shown, whole_number
+from headwater.options import checked_count, checked_several, is_index, shown, whole_number
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, whole_summary
 
-if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
-
 Spans: TypeAlias = tuple[int, int] | Sequence[tuple[int, int]] | None
 """The characters (start, end) of a text whose tokens are scored, or several such pairs; None for all."""
 
 STATISTICS = TokenStatistics._fields
 LongName: TypeAlias = Literal["error", "window"]
-LONG = get_args(LongName)
 """The ways to treat texts that are longer than the context."""
 EMPTY = "empty text"
 NOT_UNICODE = "not UTF-8"
@@ -78,6 +74,8 @@ WINDOWS_PER_PIECE = 256
 @dataclasses.dataclass(frozen=True, repr=False)
 class TextStatistics(Result):
     """The statistics of the scored tokens of texts."""
+
+    returned_by = "hw.token_statistics(...)"
 
     table: pd.DataFrame
     """A row per scored token: `text` (its index), `position` (in the token sequence, including a BOS), `token`,
@@ -171,7 +169,6 @@ def token_statistics(
         InputError: a text, span, layer, lens or option cannot be used; the message says which.
         RunFolderError: `out` holds another run.
     """
-    check_model(model)
     refuse_what_has_no_order(texts)
     texts = [texts] if isinstance(texts, str) else checked_several("texts", texts, "a text, or a list of texts")
     texts = chats_written(texts, model.tokenizer)
@@ -179,8 +176,6 @@ def token_statistics(
     chosen = resolve_layers(layers, model.shape.n_layers)
     lens = open_lens(lens, model.shape.n_layers, model.shape.d_model)
     read = reader(lens, chosen, model.shape.n_layers)
-    checked_count("batch_size", batch_size)
-    checked_name("precision", precision, PRECISIONS)
     options = {"texts": digest([str(text) for text in texts]), "count": len(texts), "spans": spans or []}
     options |= {"layers": list(chosen), "lens": lens_named(lens), "long": long, "stride": stride}
     options |= {"precision": precision, "layer_column": layers != "final", **note_on_chats(texts)}
@@ -233,7 +228,6 @@ def _windows(
     check_texts(model, texts)
     if spans is not None and len(spans) != len(texts):
         raise InputError(f"{len(spans)} spans were passed for {len(texts)} texts; pass one span or None per text.")
-    checked_name("long", long, LONG)
     described, windows = [], []
     for index, text in enumerate(texts):
         own = _checked_spans(None if spans is None else spans[index], text, index)

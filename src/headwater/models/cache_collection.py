@@ -33,7 +33,7 @@ from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Where
 from headwater.models.sites import AXES, OTHER_ACTIVATIONS, SITES, Site, SiteName, sites_named
 from headwater.models.tokens import Batch, Inputs, by_length
-from headwater.options import checked_count, checked_flag, checked_path, one_or_several, resolve_indices, shown
+from headwater.options import checked_path, one_or_several, resolve_indices, shown
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, run_or_resume
 
@@ -93,8 +93,6 @@ def cache(
         InputError: an option names something that this model does not have, or the cache would not fit.
         RunFolderError: `out` holds another run, or cannot be written; finished parts there are kept.
     """
-    progress = checked_flag("progress", progress)
-    checked_count("batch_size", batch_size)
     device = usable_device(device)
     if out is not None and device.type != "cpu":
         raise InputError(f"out= keeps the cache in files, which cannot be on device={str(device)!r}: omit one of them.")

@@ -37,7 +37,7 @@ from headwater.kernels.devices import failures_named
 from headwater.models.bridge_check import is_finite
 from headwater.models.checkpoint import hub_name
 from headwater.models.sites import SITES, Site, place_named
-from headwater.options import checked_count, checked_flag, checked_layer, checked_path, shown, whole_numbers
+from headwater.options import checked_count, checked_layer, checked_path, shown, whole_numbers
 from headwater.runs.identity import digest
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ def features(
         decoder=decode,
         at=at,
         layer=checked_count("layer", layer, least=0),
-        keep_error=checked_flag("keep_error", keep_error),
+        keep_error=keep_error,
     )
 
 

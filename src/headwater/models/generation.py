@@ -60,7 +60,7 @@ from headwater.models.model import TOKEN_RULES, Model, generation_config, settin
 from headwater.models.sites import hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id
 from headwater.models.transformers_names import DynamicCache, PreTrainedTokenizerBase
-from headwater.options import checked_count, checked_flag, checked_number, checked_seed, one_or_several, shown
+from headwater.options import checked_count, checked_number, one_or_several, shown
 from headwater.progress import progress_bar
 from headwater.runs.record import MODEL_HOOKS, RunRecord
 
@@ -140,7 +140,6 @@ def generate(
         NumericsError: see `HookedModel.run`.
     """
     sampling = checked_sampling(do_sample, temperature, top_p, top_k, model.shape.d_vocab)
-    progress, return_tokens = checked_flag("progress", progress), checked_flag("return_tokens", return_tokens)
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer to generate texts with: pass tokenizer= to hw.load.")
     checked_count("max_new_tokens", max_new_tokens)
@@ -173,7 +172,7 @@ def generate(
 
     tokens = list[list[int]]()
     # Edits are resolved for all prompts at once: a value or position of a prompt does not depend on the batch size.
-    parts, acting = list(batch.split(checked_count("batch_size", batch_size))), hooks_over(model, listed, batch)
+    parts, acting = list(batch.split(batch_size)), hooks_over(model, listed, batch)
     with progress_bar(progress and len(parts) > 1, len(rows), desc="Generating", unit="text") as bar:
         for where, part in parts:
             generated = generate_tokens(
@@ -361,10 +360,9 @@ class Sampling:
 
 
 def checked_sampling(
-    do_sample: object, temperature: object, top_p: object, top_k: object, d_vocab: int
+    do_sample: bool, temperature: object, top_p: object, top_k: object, d_vocab: int
 ) -> Sampling | None:
     """Return the validated sampling options; None for greedy decoding, which temperature 0 also selects."""
-    do_sample = checked_flag("do_sample", do_sample)
     if isinstance(temperature, Real) and temperature == 0 and not isinstance(temperature, bool):
         return None
     if not do_sample:
@@ -382,9 +380,9 @@ def checked_sampling(
     )
 
 
-def draws(seed: object, prompts: Sequence[Sequence[int]], steps: int) -> Float[Tensor, "row token"]:
+def draws(seed: int, prompts: Sequence[Sequence[int]], steps: int) -> Float[Tensor, "row token"]:
     """Return random numbers between 0 and 1 to sample each prompt's tokens; fewer steps give a prefix of more."""
-    seed, before, rows = checked_seed(seed), Counter[tuple[int, ...]](), []
+    before, rows = Counter[tuple[int, ...]](), []
     for prompt in map(tuple, prompts):
         words = hashlib.blake2b(repr((seed, before[prompt], prompt)).encode(), digest_size=32).digest()
         rows.append(np.random.default_rng(np.frombuffer(words, dtype=np.uint32)).random(steps))

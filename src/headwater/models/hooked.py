@@ -58,7 +58,7 @@ from headwater.models.packaged import is_packaged
 from headwater.models.sites import hook_name, place_named
 from headwater.models.tokens import Batch, ChatText, Inputs, make_batch, spelled_tokens, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
-from headwater.options import checked_flag, checked_layer, shown, whole_numbers
+from headwater.options import checked_layer, shown, whole_numbers
 from headwater.runs.record import MODEL_HOOKS, PAST_HOOKS
 
 
@@ -68,6 +68,8 @@ class HookedModel(TransformerLensNames):
 
     `headwater.models.model.Model` lists its attributes.
     """
+
+    returned_by = "hw.load(...)"
 
     _own_graph = False
     """Whether a run of this class is in progress, whose graph begins where a hook starts it."""
@@ -190,7 +192,7 @@ class HookedModel(TransformerLensNames):
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
         columns = None if stop_at is not None else columns_kept(keep, batch)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad() if checked_flag("grad", grad) else torch.inference_mode())
+            stack.enter_context(torch.enable_grad() if grad else torch.inference_mode())
             stack.enter_context(self.hooks(listed))
             # Restore the previous value, not False: runs nest when a hook runs the model.
             stack.callback(setattr, self, "_own_graph", self._own_graph)
@@ -282,13 +284,6 @@ class HookedModel(TransformerLensNames):
     def _reporters(self) -> list[torch.nn.Module]:
         """The attentions; where Hugging Face's own code computes them, hooks on scores and pattern come too late."""
         return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
-
-
-def check_model(model: Any, option: str = "model") -> None:
-    """Raise InputError unless `model` is a result of `hw.load`."""
-    if not isinstance(model, HookedModel):
-        found = type(model).__name__
-        raise InputError(f"{option} must be what hw.load returns, found a {found}: hw.load(...) it first.")
 
 
 # Warnings, not errors: each of these inputs has valid uses, but usually the result is not what the user intends.

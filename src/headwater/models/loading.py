@@ -53,7 +53,7 @@ from headwater.models.transformers_names import (
     quiet_transformers,
 )
 from headwater.models.weights import WeightSource, open_weights
-from headwater.options import a_or_an, checked_flag, checked_kind, checked_path, shown
+from headwater.options import a_or_an, checked_path, shown
 
 
 @checked_call
@@ -100,12 +100,10 @@ def load(
         ModelError: the model cannot be found or read, its parts do not fit together, or its weights are quantized.
         InputError: `what` cannot be loaded, carries adapters, or does not fit into memory.
     """
-    trust_remote_code = checked_flag("trust_remote_code", trust_remote_code)
-    merge_adapters = checked_flag("merge_adapters", merge_adapters)
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
-    if tokenizer is not None:
-        checked_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "transformers.AutoTokenizer.from_pretrained(...)")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        raise InputError(f"tokenizer={shown(tokenizer)} must be a tokenizer of transformers, a folder or a hub name.")
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         near = did_you_mean(dtype, ("float32", "bfloat16", "float16"))

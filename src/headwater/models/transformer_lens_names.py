@@ -27,7 +27,7 @@ from headwater.models.model import Model
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, encode, pad_id
 from headwater.models.weights import WeightSource, open_weights
-from headwater.options import checked_flag, checked_name, has_no_order, is_one, one_or_several, shown, whole_number
+from headwater.options import checked_name, has_no_order, is_one, one_or_several, shown, whole_number
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
@@ -140,7 +140,7 @@ class TransformerLensNames(Model):
         if any(is_one(hook) or len(hook) != 2 for hook in listed):
             raise InputError(f"fwd_hooks={shown(fwd_hooks)} must be a list of (name, function(activation, hook)).")
         hooks = [(same[0], function) for names, function in listed for same in self._by_place(self._named(names))]
-        return self._returned(batch, hooks, return_type, checked_flag("loss_per_token", loss_per_token), stop_at_layer)
+        return self._returned(batch, hooks, return_type, loss_per_token, stop_at_layer)
 
     def run_with_cache(
         self,
@@ -179,7 +179,7 @@ class TransformerLensNames(Model):
 
         batch, activations = self._given(input, prepend_bos), dict[str, Tensor]()
         device = None if device is None else usable_device(device)
-        if checked_flag("remove_batch_dim", remove_batch_dim) and len(batch) > 1:
+        if remove_batch_dim and len(batch) > 1:
             raise InputError(f"remove_batch_dim=True is for a single text, and {len(batch)} were given.")
         must_fire = names_filter is not None and not callable(names_filter)
         names = self._named(names_filter)
@@ -214,7 +214,7 @@ class TransformerLensNames(Model):
         """
         if self.tokenizer is None:
             raise InputError(f"{self.name} has no tokenizer: pass tokenizer= to hw.load.")
-        bos = self.bos if prepend_bos is None else self.resolve_bos(checked_flag("prepend_bos", prepend_bos))
+        bos = self.bos if prepend_bos is None else self.resolve_bos(prepend_bos)
         texts = [] if has_no_order(input) else one_or_several(input)
         if not texts or not all(isinstance(text, str) for text in texts):
             raise InputError(f"{shown(input)} is neither a text nor a list of texts.")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, cast
 
 import pandas as pd
 
@@ -36,7 +36,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site, SiteName, Stage, kv_site_of, main_site, sites_named
-from headwater.options import checked_count, checked_name, checked_seed, one_or_several, resolve_indices, shown
+from headwater.options import checked_count, checked_name, one_or_several, resolve_indices, shown
 from headwater.patching.components import joint_template, read_nodes
 from headwater.patching.edits import (
     AXES,
@@ -48,9 +48,8 @@ from headwater.patching.edits import (
     refuse_too_many_cells,
 )
 from headwater.patching.metrics import Measures, as_metrics
-from headwater.patching.plan import Plan, check_call, recorded_roles
+from headwater.patching.plan import Plan, recorded_roles
 from headwater.patching.prompts import (
-    DIRECTIONS,
     AlignedSpan,
     DirectionName,
     PromptPair,
@@ -62,14 +61,12 @@ from headwater.patching.prompts import (
 from headwater.patching.replacements import Replacement, TensorLike, ValueName, build_replacement
 from headwater.patching.runners import AttributionRunner
 from headwater.patching.summaries import ROLES
-from headwater.patching.sweep import ENGINES, Sweep, run_sweep
+from headwater.patching.sweep import Sweep, run_sweep
 
 T = TypeVar("T")
 SpansName: TypeAlias = Literal["together", "token by token"]
-SPANS = get_args(SpansName)
 Window: TypeAlias = SupportsIndex | str | Mapping[str, SupportsIndex | str] | None
 """A size, "cumulative", or a mapping from axis to these; without a mapping it applies to the layers."""
-METHODS = ("exact", "attribution")
 MOST_FEATURES = 4096
 """An exact sweep of a dictionary with more features than this covers chosen features only."""
 
@@ -174,20 +171,16 @@ def patch(
         InputError: an option or prompt cannot be used; pairs that do not align are shown side by side.
         InterventionError: an edit did not take effect.
     """
-    checked_name("direction", direction, DIRECTIONS)
-    checked_name("method", method, METHODS)
-    checked_name("engine", engine, list(ENGINES))
-    checked_name("spans", spans, SPANS)
     if method == "attribution" and engine != "auto":
         raise InputError(f"engine={engine!r} was given, but method='attribution' has no engine: leave it out.")
-    batch_size, seed, metrics = check_call(model, batch_size), checked_seed(seed), as_metrics(metric)
+    metrics = as_metrics(metric)
     refuse_columns_as_answers(clean, metrics)
     measured = partial(run_sweep, "patch", engine=engine, seed=seed, progress=progress, out=out)
     if together is not None:
         swept: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
         swept |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
-        swept |= {"keys": None if is_all(keys) else keys, "spans": None if spans == SPANS[0] else spans}
-        swept |= {"method": None if method == METHODS[0] else method}
+        swept |= {"keys": None if is_all(keys) else keys, "spans": None if spans == "together" else spans}
+        swept |= {"method": None if method == "exact" else method}
         if given := [name for name, value in swept.items() if value is not None]:
             raise InputError(
                 f"together= and {given[0]}= were both given: a node specifies its own site, layer and place, and is "
@@ -291,7 +284,7 @@ class SweepSpec:
         self.spans = spans
         self.by_role = {"position": isinstance(positions, Mapping), "key": isinstance(keys, Mapping)}
         """Whether positions, and keys, are named by role."""
-        if spans != SPANS[0] and not any(self.by_role.values()):
+        if spans != "together" and not any(self.by_role.values()):
             raise InputError(f"spans={spans!r} is for positions by role, as in positions={{'subject': ' Rome'}}.")
         self.source_layers: tuple[int | None, ...] = (None,)
         """The layers that values come from, in turn; None is the edited layer."""
@@ -495,7 +488,7 @@ def role_steps(roles: Mapping[str, tuple[int, ...]], swept: bool, spans: str) ->
     """Return the roles of a prompt as steps on the position axis, or as one step if that axis is not swept over."""
     if not swept:
         return [AxisStep(None, tuple(sorted({p for at in roles.values() for p in at})), " + ".join(roles))]
-    if spans == SPANS[0]:
+    if spans == "together":
         return [AxisStep(at[0] if len(at) == 1 else None, at, role) for role, at in roles.items()]
     # Token by token, a token of a role with several is labelled by the role and its number: `subject[0]`.
     return [

@@ -23,7 +23,7 @@ from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import failures_named
 from headwater.models.positions import Where
 from headwater.models.sites import Site
-from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
+from headwater.options import checked_count, checked_number, shown
 from headwater.patching.edits import EditedRows, Place, ReplacementSpec
 from headwater.patching.prompts import draw
 from headwater.patching.replacements import (
@@ -94,8 +94,7 @@ def noise(
     std = _number("std", std)
     if std < 0:
         raise InputError(f"std={shown(std)} must be at least 0.")
-    samples, seed = checked_count("samples", samples, most=SAMPLES), checked_seed(seed)
-    absolute = checked_flag("absolute", absolute)
+    samples = checked_count("samples", samples, most=SAMPLES)
     arguments: dict[str, Any] = {"std": std, "samples": samples, "seed": seed, "absolute": absolute}
     return ReplacementSpec("noise", arguments if positions is None else arguments | {"positions": positions})
 

@@ -37,9 +37,6 @@ from headwater.models.part_names import part_named, parts_of_kind, read_part, wi
 from headwater.models.positions import Prompt, Where
 from headwater.models.sites import SITES, place_named, sites_named
 from headwater.options import (
-    checked_flag,
-    checked_name,
-    checked_seed,
     checked_several,
     is_one,
     one_or_several,
@@ -48,10 +45,10 @@ from headwater.options import (
 )
 from headwater.patching.edits import CellTable, CellTemplate, Edit, ReplacementSpec, refuse_too_many_cells
 from headwater.patching.metrics import Measures, as_metrics
-from headwater.patching.plan import Plan, check_call, recorded_roles
+from headwater.patching.plan import Plan, recorded_roles
 from headwater.patching.prompts import Prompts, read_prompt_pair, refuse_columns_as_answers, seen_positions
 from headwater.patching.replacements import Replacement, TensorLike, ValueName, build_replacement
-from headwater.patching.sweep import ENGINES, Sweep, run_sweep
+from headwater.patching.sweep import Sweep, run_sweep
 
 
 @dataclass(frozen=True)
@@ -356,9 +353,7 @@ def ablate(
     Raises:
         InputError: a component does not exist or is named twice, a set is empty, or another option cannot be used.
     """
-    checked_name("engine", engine, list(ENGINES))
-    batch_size, seed = check_call(model, batch_size), checked_seed(seed)
-    complement, metrics = checked_flag("complement", complement), as_metrics(metric)
+    metrics = as_metrics(metric)
     refuse_columns_as_answers(prompts, metrics)
     # The clean run is the one that is ablated.
     pair = read_prompt_pair(model, prompts, corrupted, "noise", positions=positions)

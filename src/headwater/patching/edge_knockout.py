@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float
@@ -32,7 +32,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, SiteName, sites_named
-from headwater.options import checked_name, resolve_indices, shown
+from headwater.options import resolve_indices, shown
 from headwater.patching.activation_patching import (
     Window,
     axes_of,
@@ -45,12 +45,11 @@ from headwater.patching.activation_patching import (
 )
 from headwater.patching.edits import AxisName, CellTable, CellTemplate, Edit
 from headwater.patching.metrics import Measures, as_metrics
-from headwater.patching.plan import Plan, check_call
+from headwater.patching.plan import Plan
 from headwater.patching.prompts import PromptPair, Prompts, read_prompts
-from headwater.patching.sweep import ENGINES, Sweep, collect_states, run_sweep
+from headwater.patching.sweep import Sweep, collect_states, run_sweep
 
 VariantName: TypeAlias = Literal["mask", "zero"]
-VARIANTS = get_args(VariantName)
 EDGES = {"site": "edges"}
 """The labels of edges without a name."""
 
@@ -143,9 +142,6 @@ def knockout(
         InputError: an option or position cannot be used.
         InterventionError: a query is left without any key (`mask`), or no layer can see the edges.
     """
-    checked_name("variant", variant, VARIANTS)
-    checked_name("engine", engine, list(ENGINES))
-    batch_size = check_call(model, batch_size)
     layers = _layers_with_attention(layers, model)
     base, metrics = read_prompts(model, prompts), as_metrics(metric)
     axes = axes_of(materialize(over), ("layer",), ("layer", "head"), "A knockout")
@@ -278,8 +274,6 @@ def knocked_out_states(
         InputError: a site is not a state of the residual stream, the model does not have it, or `block` names several
             sets of edges.
     """
-    check_call(model, batch_size)
-    checked_name("variant", variant, VARIANTS)
     shape, names = model.shape, [site.name for site in sites_named(sites, model)]
     layers = _layers_with_attention(layers, model)
     plan = _states_plan(model, prompts, block, names, range(shape.n_layers), at, variant, layers, batch_size)

@@ -21,11 +21,11 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.kernels.devices import to_device, to_device_many
 from headwater.models.edits import Hook
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where, positions_of
 from headwater.models.sites import SITES, Site, sites_named
 from headwater.models.tokens import Batch, pad_id, warn_of_missing_spaces
-from headwater.options import checked_count, checked_layer
+from headwater.options import checked_layer
 from headwater.patching.edits import LOGITS, CellTable, Edit, Indices, Place, Reading, Variant, Variants
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import AlignedSpan, PromptPair, Side
@@ -303,12 +303,6 @@ def wave_tokens(model: HookedModel) -> int:
         return WAVE_TOKENS
     of_a_token = sum(parameter.numel() for parameter in model.raw.blocks.parameters())
     return min(WAVE_TOKENS, max(CPU_TOKENS, int(CPU_WORK / of_a_token)))
-
-
-def check_call(model: object, batch_size: object) -> int | None:
-    """Return the checked batch size of a call; refuse anything that is not a model from `hw.load`."""
-    check_model(model)
-    return None if batch_size is None else checked_count("batch_size", batch_size)
 
 
 def recorded_roles(spans: Sequence[Mapping[str, AlignedSpan]]) -> list[dict[str, list[list[int]]]]:

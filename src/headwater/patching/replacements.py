@@ -33,7 +33,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, roles_of
 from headwater.models.sites import Site, Stage, main_site
 from headwater.models.tokens import Batch, pad_id
-from headwater.options import checked_seed, shown
+from headwater.options import shown
 from headwater.patching.edits import EditedRows, Place, ReplacementSpec, ReplacementValues
 from headwater.patching.prompts import BATCH, PromptPair, Prompts, read_prompts
 from headwater.registry import Registry
@@ -456,7 +456,7 @@ def resample(prompts: Prompts, seed: int | None = None, *, positions: Where | No
     Raises:
         InputError: the seed is invalid.
     """
-    given = {"prompts": prompts} | ({} if seed is None else {"seed": checked_seed(seed)})
+    given = {"prompts": prompts} | ({} if seed is None else {"seed": seed})
     return ReplacementSpec("resample", given if positions is None else given | {"positions": positions})
 
 

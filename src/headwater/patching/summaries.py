@@ -24,7 +24,7 @@ from pandas.api.types import is_numeric_dtype
 
 from headwater.errors import InputError, did_you_mean
 from headwater.foreign_names import hint_for
-from headwater.options import checked_name, checked_seed, shown
+from headwater.options import checked_name, shown
 from headwater.runs.record import RunRecord
 from headwater.runs.result import with_interval
 from headwater.stats.resample import NOTHING_LEFT, Bootstrap, interval
@@ -62,7 +62,6 @@ def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
 
 def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, seed: int = 0) -> pd.DataFrame:
     """Summarize each cell over examples; see `Sweep.summary`."""
-    seed = checked_seed(seed)
     # All cells with the same number of examples share resamples: drawn once, and equal cells get equal intervals.
     draws_of = cache(lambda examples: Bootstrap.of(range(examples), draws=RESAMPLES, seed=seed))
     rows, of_means = [], measure == "ratio of means"
@@ -267,9 +266,6 @@ def refuse_other_run(
         if differing:
             what = "answers" if "answers" in differing else "positions or code"
             raise InputError(f"{option}= measured {ours['name']} with other {what}: run both with the same metric.")
-
-
-MATCH = ("layer", "site")
 
 
 class CellEffects:

@@ -29,14 +29,14 @@ from torch import Tensor
 from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import in_halves
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
+from headwater.options import checked_count
 from headwater.patching import summaries
 from headwater.patching.edits import AXES
 from headwater.patching.plan import Measured, Plan, wave_tokens, waves
 from headwater.patching.prompts import DIRECTIONS, places_among, prompt_options
 from headwater.patching.replacements import CHANGED, LEFT, NOT_WRITTEN
 from headwater.patching.runners import AttributionRunner, CannotStepError, Runner, WalkRunner, WholeRuns
-from headwater.patching.summaries import MATCH, CellEffects, MeasureName, NormalizeName
+from headwater.patching.summaries import CellEffects, MeasureName, NormalizeName
 from headwater.progress import progress_bar, say, spelled_time
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -244,6 +244,8 @@ class _Measuring:
 class Sweep(Result):
     """The result of a patching or knockout sweep."""
 
+    returned_by = "hw.patch(...)"
+
     table: pd.DataFrame
     """A row per example, cell and metric: `example, site, layer, position, role, token, head, kv_head, key, key_role,
     feature, window, set, from_layer, values, sample, metric, effect, normalized_effect, clean, corrupted, edges`, those
@@ -375,17 +377,14 @@ class Sweep(Result):
             InputError: the cells or metric are unknown, another sweep lacks them, or there is nothing to compare with.
         """
         sweeps = {"other": other, "held_out": held_out}
-        others = {o: checked_kind(o, sweep, Sweep, "hw.patch(...)") for o, sweep in sweeps.items() if sweep is not None}
+        others = {name: sweep for name, sweep in sweeps.items() if sweep is not None}
         measure = summaries.measure_of(self.table, value, None)
         options: dict[str, Any] = {"match": match, "placebos": placebos, "seed": seed}
-        checked_name("match", match, MATCH)
         checked_count("placebos", placebos)
-        checked_seed(seed)
-        margin = None if margin is None else checked_number("margin", margin, above=0.0)
         scores = CellEffects(self.table, self.coordinates, measure, metric)
         chosen = scores.chosen(cells)
         drawn = scores.placebos(chosen, **options)
-        wider = "; match='site' draws from all layers" if match == MATCH[0] else ""
+        wider = "; match='site' draws from all layers" if match == "layer" else ""
         notes = notes_of_few(len(drawn), placebos, advice=wider)
         same: dict[str, np.ndarray] = {}
         for option, sweep in others.items():
@@ -447,7 +446,6 @@ class Sweep(Result):
         Raises:
             InputError: the sweeps do not have the same cells.
         """
-        exact = checked_kind("exact", exact, Sweep, "hw.patch(...)")
         summaries.refuse_other_run("exact", exact.run, self.run, "direction")
         # Neither the token's text nor the written values identify a cell: sweeps of other values are compared, too.
         named = ("example", *(name for name in COORDINATES if name not in ("token", "values")))

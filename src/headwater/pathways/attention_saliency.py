@@ -48,7 +48,7 @@ from headwater.models.gradients import Descent, graphs_in_memory, refuse_cut_tex
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, by_length
-from headwater.options import checked_count, checked_kind, checked_name, one_or_several, resolve_indices, shown
+from headwater.options import checked_name, one_or_several, resolve_indices, shown
 from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.sources import HasDatasets
@@ -82,9 +82,7 @@ class Saliency(HasDatasets, Result):
         Raises:
             InputError: the target is unknown.
         """
-        return self.table[
-            self.table["target"] == checked_name("target", self.target if target is None else target, TARGETS)
-        ]
+        return self.table[self.table["target"] == (target or self.target)]
 
     def summary(self) -> pd.DataFrame:
         """Return a row per question set, kind of edge and target of the derivative.
@@ -156,10 +154,6 @@ class Saliency(HasDatasets, Result):
         yield f"by the dip test, {name} has {entropy} with the cross-entropy and {logit} with the logit."
 
 
-OVER_HEADS, OVER_PAIRS = get_args(Heads), get_args(Pairs)
-"""How heads of a layer are combined, and how pairs of tokens are."""
-
-
 @checked_call
 def saliency(
     model: HookedModel,
@@ -208,13 +202,12 @@ def saliency(
     check_answered(model, answered)
     spec: dict[str, Any] = {
         "edges": tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in one_or_several(edges))),
-        "heads": checked_name("heads", heads, OVER_HEADS),
-        "pairs": checked_name("pairs", pairs, OVER_PAIRS),
+        "heads": heads,
+        "pairs": pairs,
         "layers": _layers(model, probe, layers),
     }
     if not spec["edges"]:
         raise InputError(f"edges is empty; choose from {', '.join(EDGES)}.")
-    checked_name("target", target, TARGETS)
     if not hasattr(model.raw, "original_model"):
         raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
     refuse_without_gradients(model)
@@ -227,7 +220,6 @@ def saliency(
             f"A probe of {model.name} needs a weight of shape ({model.shape.d_model},) and a bias (a float), "
             f"found {width} and {shown(probe.bias)}."
         )
-    checked_count("batch_size", batch_size)
     fold = _folds(answered, probe)
     options = {
         "answered": answered,
@@ -307,7 +299,6 @@ def _tables(
 
 def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None) -> tuple[int, ...]:
     """Return the requested layers; refuse layers whose heads cannot affect the probe."""
-    checked_kind("probe", probe, Probe, "hw.probes.fit_probes(...)[5]")
     if probe.layer not in range(model.shape.n_layers):
         raise InputError(
             f"The probe is of layer {shown(probe.layer)}; {model.name} has layers 0 to {model.shape.n_layers - 1}."

@@ -51,7 +51,6 @@ EXACT_ON_RANDOM_ROWS = "exact question tokens, rows of the random ones"
 WINDOWED = "exact question tokens, in a window"
 """The knockout of E_Q in a window around each layer instead of in all layers up to it; read at l*."""
 SWAP, RANDOM_SWAP, ANSWER_ONLY = "token swap", "random token swap", "answer only"
-QUERIES = ("after", "answer")
 Places: TypeAlias = list[tuple[int, ...]]
 """Positions, by row."""
 

@@ -29,7 +29,6 @@ import pandas as pd
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_kind
 from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES
 from headwater.pathways.trace import Pathways
 from headwater.questions.answers import AnsweredQuestions, check_answered
@@ -114,10 +113,8 @@ def refusals(
         RunFolderError: `out` holds another run.
     """
     check_answered(model, answered)
-    checked_kind("pathways", pathways, Pathways, "hw.trace_pathways(...)")
     if pathways.run.options["answered"] != describe(answered):
         raise InputError("pathways was traced on other answers. Pass the answers that it was traced on.")
-    checked_count("batch_size", batch_size)
     chat = prompt is None and bool(getattr(model.tokenizer, "chat_template", None))
     prompts: Any = [{"role": "user", "content": f"{ALLOWED}\n{SLOT}"}] if chat else PROMPT if prompt is None else prompt
     frame = question_frame(model, CHAT if chat else "raw", prompts)

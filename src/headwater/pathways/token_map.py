@@ -27,13 +27,13 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, checked_several
+from headwater.options import checked_name, checked_repeats, checked_several
 from headwater.pathways.effects import Halves, each_half, halves
 from headwater.pathways.tables import half_aucs, span_logits
 from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.sources import HasDatasets
-from headwater.questions.states import MAP_TOKENS, PROBE_SITES, ProbeSiteName, probe_positions, states_at
+from headwater.questions.states import MAP_TOKENS, ProbeSiteName, probe_positions, states_at
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -119,11 +119,9 @@ def probe_map(
         RunFolderError: `out` holds another run.
     """
     check_answered(model, answered)
-    checked_name("site", site, PROBE_SITES)
-    checked_count("batch_size", batch_size)
     listed = checked_several("tokens", tokens, "a list of token names")
     names = [checked_name("tokens", name, MAP_TOKENS) for name in dict.fromkeys(listed)]
-    seeds, controls = checked_repeats("seeds", seeds), checked_flag("controls", controls)
+    checked_repeats("seeds", seeds)
     options = {"answered": answered, "tokens": names, "site": site, "seeds": seeds, "controls": controls}
 
     def work(run: Run) -> ProbeMap:

@@ -29,16 +29,16 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_flag, checked_name, checked_repeats
-from headwater.patching.edge_knockout import VARIANTS, VariantName
+from headwater.options import checked_count, checked_name, checked_repeats
+from headwater.patching.edge_knockout import VariantName
 from headwater.pathways.effects import Effects, measure, probes_as_tensors, probes_from_tensors, usable_sets
-from headwater.pathways.interventions import QUERIES, Setup
+from headwater.pathways.interventions import Setup
 from headwater.pathways.modes import controls_of, curves_of
 from headwater.pathways.report import report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.states import BEFORE, ProbeSiteName, TokenName, check_probe_options
+from headwater.questions.states import BEFORE, ProbeSiteName, TokenName
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -51,6 +51,8 @@ POOLED_ROWS = 1000
 @dataclass(frozen=True, eq=False, repr=False)
 class Pathways(Result):
     """Where the truthfulness signal of a model comes from, on each question set. All logits are of z = 1, "wrong"."""
+
+    returned_by = "hw.trace_pathways(...)"
 
     table: pd.DataFrame
     """A row per dataset, example, seed and layer: the effect of the knockout of E_Q in layers up to this one.
@@ -150,7 +152,7 @@ class Pathways(Result):
             InputError: there are no such probes.
         """
         checked_name("dataset", dataset, tuple(self.fits["dataset"].unique()))
-        seed, split = checked_count("seed", seed, least=0), checked_count("split", split, least=0, most=1)
+        split = checked_count("split", split, least=0, most=1)
         parts = [(0, -1), (0, 0), (0, 1)] if dataset == POOLED else [(seed, split), (seed, 1 - split)]
         whole, *folds = (self._probes(dataset, *part) for part in parts)
         return replace(whole, folds=tuple(folds))
@@ -231,11 +233,8 @@ def trace_pathways(
         >>> sorted(pathways.table["mode"].unique())
         ['A-anchored', 'Q-anchored']
     """
-    setup, controls = Setup(site, token, variant, edges, batch_size), checked_flag("controls", controls)
+    setup = Setup(site, token, variant, edges, batch_size)
     check_answered(model, answered)
-    check_probe_options(site, token, batch_size)
-    checked_name("variant", variant, VARIANTS)
-    checked_name("edges", edges, QUERIES)
     if edges == "answer" and token in BEFORE:
         raise InputError(
             f"edges='answer' severs the attention of the exact answer, but token={token!r} is read before it: nothing "

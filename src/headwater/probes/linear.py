@@ -59,6 +59,8 @@ States = Float[Tensor, "layer example d_model"]
 class Probe:
     """A linear probe of one layer: P(z = 1) = sigmoid(state · weight + bias), z = 1 for a wrong answer."""
 
+    returned_by = "hw.probes.fit_probes(...)[5]"
+
     site: str
     """The site it reads: `mlp_out`, `attn_out` or `resid_post`."""
     token: str

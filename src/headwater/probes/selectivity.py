@@ -37,7 +37,6 @@ from headwater.options import (
     MOST_REPEATS,
     checked_count,
     checked_number,
-    checked_seed,
     checked_several,
     is_label,
     shown,
@@ -279,7 +278,6 @@ def fit_probe(
     listed = [checked_number("strengths", one, above=0.0) for one in checked_several("strengths", strengths, "a list")]
     if not listed:
         raise InputError("strengths=[] is empty; give at least one strength of the penalty.")
-    seed = checked_seed(seed)
     task = _Task(
         labels=np.array([int(label) for label in entries], dtype=np.int64),
         groups=of_groups,

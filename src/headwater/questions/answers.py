@@ -32,9 +32,9 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, hooks_over, listed_hooks
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Batch, Offsets, Tokenizer, encode, note_on_chats, pad_id
-from headwater.options import checked_count, checked_kind, checked_name
+from headwater.options import checked_name
 from headwater.questions.asking import SLOT, Example, Frame, WrittenAnswer, answer_ends, answering_frame, ask, limit_of
 from headwater.questions.endpoint import FailureLimit, asked_at_once
 from headwater.questions.extract import Extractor, call_extractor_on, extractor_of
@@ -51,6 +51,8 @@ from headwater.stats.significance import wilson_interval
 @dataclass(frozen=True, eq=False, repr=False)
 class AnsweredQuestions(HasDatasets, Result):
     """A model's answers, with labels and exact tokens."""
+
+    returned_by = "hw.answer(...)"
 
     table: pd.DataFrame
     """A row per usable question, with the question table's columns and these:
@@ -200,13 +202,10 @@ def answer(
         InputError: an option, the extractor or the judge cannot be used, or no question is left.
         RunFolderError: `out` holds another run.
     """
-    check_model(model)
-    checked_kind("questions", questions, Questions, "hw.load_questions(...)")
     if model.tokenizer is None or not getattr(model.tokenizer, "is_fast", False):
         raise InputError(
             f"{model.name} needs a tokenizer that returns character offsets (a fast one) to answer questions."
         )
-    checked_count("batch_size", batch_size)
     if not callable(label):
         checked_name("label", label, RULES)  # else a judge: a function
     extractor = extractor_of(extractor, model)
@@ -261,8 +260,6 @@ def answer(
 
 def check_answered(model: HookedModel, answered: AnsweredQuestions) -> None:
     """Refuse anything but answers of this same model."""
-    check_model(model)
-    checked_kind("answered", answered, AnsweredQuestions, "hw.answer(...)")
     if other := answered.run.mismatch(model):
         raise InputError(
             f"These questions were answered by {answered.run.model} ({other} than {model.name}'s): its probes "

@@ -18,11 +18,12 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels.devices import failures_named
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import chat_text, encode
-from headwater.options import checked_kind, shown
+from headwater.options import shown
 from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object, workers_of
 from headwater.questions.sources import Questions
 from headwater.questions.words import Span, find_words
@@ -123,6 +124,7 @@ SENTENCES = ("{answer}", "It is {answer}.", "The answer is {answer}.", "{answer}
 """Sentences for the accepted answers of a set, used in turn."""
 
 
+@checked_call
 def agreement(
     questions: Questions, extractor: str | Extractor | HookedModel = "rules", *, model: HookedModel | None = None
 ) -> pd.DataFrame:
@@ -145,7 +147,6 @@ def agreement(
     Raises:
         InputError: no question marks its words, or the extractor cannot be used.
     """
-    checked_kind("questions", questions, Questions, "hw.load_questions(...)")
     table = questions.table
     named = table[(table["subject"].map(len) > 0) | (table["property"].map(len) > 0)]
     if named.empty:

@@ -59,6 +59,8 @@ class HasDatasets:
 class Questions(HasDatasets):
     """One or several question sets."""
 
+    returned_by = "hw.load_questions(...)"
+
     table: pd.DataFrame
     """`dataset, id, question, answers` (tuple), `subject` and `property` (tuples of spans, empty if missing), and all
     other columns of the file."""
@@ -124,9 +126,6 @@ def load_questions(
         InputError: the file or format does not exist, or a row cannot be used; the message names the file, the row and
             the column.
     """
-    if format is not None:
-        checked_name("format", format, tuple(FORMATS))
-    checked_seed(seed)
     if isinstance(source, list | tuple) and source:
         return Questions.joined(load_questions(one, format=format, sample=sample, seed=seed) for one in source)
     if source is None or (isinstance(source, str) and source in WORLD_SETS and not Path(source).exists()):

@@ -24,7 +24,7 @@ from headwater.models.forward import FixedPrefix, KeysValues, can_continue, comm
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, by_length
-from headwater.options import checked_count, checked_name
+from headwater.options import checked_name
 from headwater.probes.linear import States
 from headwater.progress import progress_bar
 from headwater.questions.answers import AnsweredQuestions
@@ -39,13 +39,6 @@ PROBE_TOKENS = get_args(TokenName)
 MAP_TOKENS = ("question_last", *PROBE_TOKENS)
 BEFORE = ("prompt_last", "before_answer")
 """Tokens before the exact answer: their states cannot depend on it."""
-
-
-def check_probe_options(site: str, token: str, batch_size: int) -> None:
-    """Refuse an unknown site or token, or an invalid batch size."""
-    checked_name("site", site, PROBE_SITES)
-    checked_name("token", token, PROBE_TOKENS)
-    checked_count("batch_size", batch_size)
 
 
 def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
@@ -79,7 +72,6 @@ def probe_states(
 
     `site` is `mlp_out`, `attn_out` or `resid_post`; `token` is one of `PROBE_TOKENS`.
     """
-    check_probe_options(site, token, batch_size)
     return states_at(
         model, list(answered.table["tokens"]), probe_positions(answered, token), site, batch_size, progress
     )

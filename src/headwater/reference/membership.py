@@ -41,7 +41,7 @@ from headwater.errors import InputError
 from headwater.likelihood.members import load_member_texts
 from headwater.likelihood.scores import memorization_scores, score_of
 from headwater.likelihood.statistics import TextStatistics, token_statistics
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.loading import hooked_of
 from headwater.models.tokens import encode, token_span
 from headwater.options import checked_name, checked_path, is_label
@@ -168,8 +168,6 @@ def reproduce_membership(
     files = [texts] if isinstance(texts, str | Path) else list(texts)
     tables = [load_joined_texts(file) if benchmark == JOINED else load_member_texts(file) for file in files]
     model = hooked_of(model)
-    if reference is not None:
-        check_model(reference, "reference")
     source = published_numbers("membership")
     name = source.name_of(model.name, model.shape, published)
     digests = [digest_of_file(Path(file)) for file in files]

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.options import checked_flag
 from headwater.progress import Bar, progress_bar
 from headwater.runs.folder import Compute, RunFolder
 from headwater.runs.record import Recorded, RunRecord
@@ -138,7 +137,6 @@ def run_or_resume(
         InputError: with `out`, an option has no identity that distinguishes it from others.
         RunFolderError: `out` contains another run, or another process is writing to it.
     """
-    progress = checked_flag("progress", progress)
     # Before any work: an edit that the work itself makes and undoes is no part of the model's identity.
     record = RunRecord.of(analysis, model, options, seed)
     folder = None if out is None else RunFolder(out, record, result_class)

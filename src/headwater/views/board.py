@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from headwater.calls import checked_call
+from headwater.calls import checked_call, checked_calls
 from headwater.errors import HeadwaterError, InputError
 from headwater.figures.style import plain_title
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.sites import SiteName, sites_named
-from headwater.options import checked_flag, checked_name, one_or_several
+from headwater.options import checked_name, one_or_several
 from headwater.patching.activation_patching import patch
 from headwater.patching.components import ActivationNode, read_nodes, set_name
 from headwater.patching.metrics import Measures, Metric, as_metrics
@@ -74,8 +74,6 @@ def board(
     Raises:
         InputError: a prompt, metric or site cannot be used; several pairs or metrics were given.
     """
-    check_model(model)
-    checked_name("how", how, tuple(HOWS))
     sides = read_prompt_pair(model, clean, corrupted, "denoise")
     if sides.corrupted is None or sides.corruption is not None or len(sides.clean) != 1:
         raise InputError("A board needs one pair of prompts: pass one text as clean and another as corrupted.")
@@ -91,6 +89,7 @@ def board(
     return made
 
 
+@checked_calls
 @dataclass(eq=False, repr=False)
 class Board:
     """One pair of prompts whose nodes are changed by clicks; each is kept until it is undone. Created by `hw.board`."""
@@ -158,7 +157,7 @@ class Board:
         default = EDGES if key is not None else HEADS if head is not None else self.sites[0]
         node = {"site": default if site is None else site, "layer": layer, "position": position}
         clicked = [node | {"head": head, "key": key}]
-        before = [one.described() for one in self.clicks[-1].nodes] if checked_flag("add", add) and self.clicks else []
+        before = [one.described() for one in self.clicks[-1].nodes] if add and self.clicks else []
         return self.change([*before, *clicked], how)
 
     def change(self, nodes: Any, how: HowName | None = None) -> Patched:
@@ -168,7 +167,6 @@ class Board:
             InputError: a node does not exist, or occurs twice.
         """
         how = self.how if how is None else how
-        checked_name("how", how, tuple(HOWS))
         bench = self.bench(how)
         read = read_nodes(self.model, nodes, bench.pair.prompts)
         if absent := [node.site for node in read if node.site not in (*self.sites, HEADS, EDGES)]:

@@ -38,7 +38,7 @@ from headwater.heads.card import SIGNS
 from headwater.heads.categories import UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
 from headwater.models.cache import Cache
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.weights import open_weights
 from headwater.options import checked_count, checked_kind, checked_name, one_or_several, shown
 from headwater.patching.summaries import MEASURES, ROLES
@@ -68,7 +68,7 @@ def view_head_map(
         beside: other head maps, shown side by side with this one and linked.
     """
     listed = list(beside) if isinstance(beside, Sequence) else [beside]
-    maps = [head_map, *(checked_kind("beside", other, HeadMap, "hw.classify_heads(...)") for other in listed)]
+    maps = [head_map, *(checked_kind("beside", other, HeadMap) for other in listed)]
     relations = list(dict.fromkeys(name for one_map in maps for name in one_map.table["relation"]))
     present = {label for one_map in maps for label in one_map.categories["label"]}
     legend = [label for label in labels() if label in present]
@@ -333,7 +333,7 @@ def spec_of(
 
 def _intervals(edges: EdgeEffects, numbers: np.ndarray, metric: str | None) -> dict[str, object]:
     """Return the interval and placebo of some edges, and whether their effects are exact."""
-    checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
+    checked_kind("edges", edges, EdgeEffects)
     m = 0 if metric is None else list(edges.metrics).index(checked_name("metric", metric, tuple(edges.metrics)))
     exact, estimated = (part[:, 0, :, m].double().numpy() for part in (edges.effects, edges.estimates))
     values, chosen = np.where(np.isnan(exact).all(0), estimated, exact), edges.chosen.numpy()
@@ -348,7 +348,7 @@ def _intervals(edges: EdgeEffects, numbers: np.ndarray, metric: str | None) -> d
 
 def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
     """Return the faithfulness of the strongest edges alone, by number, beside random circuits of their shape."""
-    checked_kind("runs", runs, CircuitRuns, "hw.run_circuits(...)")
+    checked_kind("runs", runs, CircuitRuns)
     named = {name: one for name, one in runs.circuits.items() if 0 < len(one) <= len(numbers)}
     nested = [name for name, one in named.items() if set(one.edges.tolist()) == set(numbers[: len(one)].tolist())]
     summary = whole_summary(runs)
@@ -473,7 +473,7 @@ def written_norms(
     model: HookedModel, cache: Cache, example: int, layers: Sequence[int]
 ) -> Float[Tensor, "layer head key"]:
     """Return the norm of what each key alone would write through each head, `|v_j W_O|`."""
-    check_model(model, "values")
+    checked_kind("values", model, HookedModel)
     if other := cache.run.mismatch(model):
         raise InputError(f"The cache was made with {cache.run.model}, but values= is another model: it has {other}.")
     ids = cache.tokens.loc[cache.tokens["example"] == example, "token_id"].tolist()

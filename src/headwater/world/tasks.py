@@ -33,7 +33,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.packaged import world_folder
 from headwater.models.positions import Characters, characters
-from headwater.options import checked_count, checked_flag, checked_name, checked_path, checked_seed
+from headwater.options import checked_count, checked_name, checked_path
 from headwater.patching.metrics import Metric, logit_difference
 from headwater.runs.storage import read_json
 
@@ -339,9 +339,8 @@ def task(
         InputError: the task is unknown or has fewer prompts, or the folder is not of a world.
     """
     name = checked_name("task", name, tuple(TASKS))
-    checked_flag("held_out", held_out)
     count = checked_count("examples", examples)
-    rng = np.random.default_rng([checked_seed(seed), list(TASKS).index(name), held_out])
+    rng = np.random.default_rng([seed, list(TASKS).index(name), held_out])
     words = world if isinstance(world, Words) else read_words(None if world is None else checked_path("world", world))
     by_prompt: dict[str, Line] = {}
     repeated = 0
