@@ -160,6 +160,11 @@ class Attached:
     """Why the activation can only be read; None if it can be edited."""
     fired: bool = False
 
+    @property
+    def only_reads(self) -> bool:
+        """Whether the hook is marked as one that edits nothing."""
+        return isinstance(self.function, TrustedHook) and not self.function.edits
+
     def act(self, activation: Any, point: Any) -> Tensor | None:
         """Call the hook; return the activation with which the model continues, or None if it is unchanged."""
         self.fired = True
@@ -210,23 +215,19 @@ def refuse_silent(attached: Sequence[Attached]) -> None:
         )
 
 
-@dataclass(eq=False)
-class _Carried:
-    """A hook whose edit is carried by another activation."""
+def _carried(hook: Attached, carrier: EditVia, point: Any) -> tuple[Callable[..., None], HookFunction]:
+    """Return the functions to call at `given` and at the carrier of a hook whose edit is carried."""
+    given: list[Tensor] = []
 
-    hook: Attached
-    carrier: EditVia
-    point: Any
-    given: Tensor | None = None
+    def take(activation: Tensor, _: object) -> None:
+        given[:] = [activation]
 
-    def take(self, given: Tensor, hook: object) -> None:
-        self.given = given
+    def act(activation: Tensor, _: object) -> Tensor | None:
+        before = given.pop()  # a block computes what its carriers are given before the carrier
+        edited = hook.act(carrier.get(activation, before), point)
+        return None if edited is None else carrier.put(edited, before)
 
-    def act(self, activation: Tensor, _: object) -> Tensor | None:
-        given, self.given = self.given, None
-        assert given is not None, "a block computes what its carriers are given before the carrier"
-        edited = self.hook.act(self.carrier.get(activation, given), self.point)
-        return None if edited is None else self.carrier.put(edited, given)
+    return take, act
 
 
 @dataclass(eq=False, repr=False)
@@ -234,13 +235,13 @@ class _Place:
     """The hooks at one hook point. `repr=False` because TransformerLens formats the repr of each hook it attaches."""
 
     hooks: list[Attached] = field(default_factory=list)
-    carrying: list[Attached | _Carried] = field(default_factory=list)
+    carrying: list[HookFunction] = field(default_factory=list)
 
     def __call__(self, activation: Any, hook: Any) -> Tensor | None:
         """Call the hooks one after the other; return the result of the last edit, or None without edits."""
         edited: Tensor | None = None
-        for each in (*self.hooks, *self.carrying):
-            result = each.act(activation if edited is None else edited, hook)
+        for act in (*(each.act for each in self.hooks), *self.carrying):
+            result = act(activation if edited is None else edited, hook)
             edited = edited if result is None else result
         return edited
 
@@ -260,16 +261,11 @@ class Attachments:
     def __init__(self, raw: Any):
         self._raw = raw
         self._places: dict[int, _Place] = {}
+        self._hooks: list[Attached] = []
 
     def edits(self) -> list[Hook]:
-        """Return the hooks that are currently attached and may edit, in the order in which they act."""
-        acting = [hook for place in self._places.values() for hook in (*place.hooks, *place.carrying)]
-        every = [each.hook if isinstance(each, _Carried) else each for each in acting]
-        return [
-            (hook.name, hook.function)
-            for hook in every
-            if not (isinstance(hook.function, TrustedHook) and not hook.function.edits)
-        ]
+        """Return the hooks that are currently attached and may edit, in the order in which they were attached."""
+        return [(hook.name, hook.function) for hook in self._hooks if not hook.only_reads]
 
     @contextlib.contextmanager
     def attached(self, hooks: Sequence[Attached], points: Mapping[str, Any]) -> Iterator[None]:
@@ -280,7 +276,7 @@ class Attachments:
         new = dict[str, _Place]()
         with contextlib.ExitStack() as stack:
 
-            def append(listed: list[Any], hook: Attached | _Carried) -> None:
+            def append(listed: list[Any], hook: Attached | HookFunction) -> None:
                 listed.append(hook)
                 stack.callback(listed.remove, hook)
 
@@ -293,14 +289,14 @@ class Attachments:
                 return self._places[key]
 
             for hook in hooks:
+                append(self._hooks, hook)
                 carrier = None if hook.site is None else hook.site.carrier
-                only_reads = isinstance(hook.function, TrustedHook) and not hook.function.edits
-                if carrier is None or only_reads or hook.read_only:
+                if carrier is None or hook.only_reads or hook.read_only:
                     append(at(hook.name).hooks, hook)
                     continue
-                carried, (_, before, carrying) = _Carried(hook, carrier, points[hook.name]), points_of(hook.name)
-                append(at(before).carrying, Attached(before, read_hook(carried.take)))
-                append(at(carrying).carrying, carried)
+                _, *places = points_of(hook.name)
+                for place, act in zip(places, _carried(hook, carrier, points[hook.name]), strict=True):
+                    append(at(place).carrying, act)
             try:
                 if new:
                     stack.enter_context(self._raw.hooks(fwd_hooks=list(new.items())))

@@ -105,7 +105,8 @@ def _residual_after_last_block(
     """
     residuals: list[Tensor] = []
     after = [getattr(model.raw, name, None) for name in ("ln_final", "unembed")]
-    ends = not any(has_hooks(part) for part in after if isinstance(part, torch.nn.Module))
+    within = [module for part in after if isinstance(part, torch.nn.Module) for module in part.modules()]
+    ends = not any(module._forward_hooks or module._forward_pre_hooks for module in within)
 
     def keep(residual: Tensor, hook: object) -> None:
         residuals.append(residual)
@@ -121,11 +122,6 @@ def _residual_after_last_block(
             "the last block cannot be read. Use the logits of model.run."
         )
     return residuals[0]
-
-
-def has_hooks(part: torch.nn.Module) -> bool:
-    """Return whether a part of a model, or a module inside it, has forward hooks or forward pre-hooks of torch."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in part.modules())
 
 
 # The names under which a model and its attention take their cache: the keys and values of earlier tokens.

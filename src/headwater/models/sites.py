@@ -102,11 +102,6 @@ class Site:
         return "layer", next(axis for axis in ("head", "feature", "position") if axis in self.swept_axes)
 
     @property
-    def has_units(self) -> bool:
-        """Whether each entry of its last axis is a unit with its own meaning: a feature."""
-        return "feature" in self.axes
-
-    @property
     def units(self) -> Sequence[int] | None:
         """The entries of its last axis (features) that a sweep runs over (if any)."""
         return None

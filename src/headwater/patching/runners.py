@@ -575,7 +575,7 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
                 axes = [edit.heads, edit.positions, edit.keys]
             elif edit.site.has_heads:
                 axes.append(edit.heads)
-            elif edit.site.has_units:
+            elif "feature" in edit.site.axes:
                 # After the features comes their error.
                 axes.append(None if edit.units is None else (*edit.units, -1))
             for layer in edit.layers:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
-from headwater.kernels.devices import in_halves
+from headwater.kernels.devices import in_tiles
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count
 from headwater.patching import summaries
@@ -215,9 +215,8 @@ class _Measuring:
         most = min(self._most, len(examples))
         # No graph can be built in inference mode, not even with enable_grad inside it.
         with torch.inference_mode(not self.runner.needs_graph), self.plan.model.lock:
-            for start in range(0, len(examples), most):
-                parts = in_halves(examples[start : start + most], do)
-                self._most = most // len(parts) if len(parts) > 1 else self._most
+            if (fits := in_tiles(examples, most, do)) < most:
+                self._most = fits
         return measured
 
     def _runner_of(self, examples: range) -> Runner:

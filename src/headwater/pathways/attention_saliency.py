@@ -42,7 +42,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels.attention import Heads, Pairs, edge_saliency, over_pairs
-from headwater.kernels.devices import in_halves, to_device
+from headwater.kernels.devices import in_tiles, to_device
 from headwater.models.forward import KeysValues, common_start, keys_values
 from headwater.models.gradients import Descent, graphs_in_memory, refuse_cut_texts, refuse_without_gradients
 from headwater.models.hooked import HookedModel
@@ -418,8 +418,7 @@ def measure_batch(
         stacked = {name: torch.stack([flow[i] for i in layers], 1).cpu() for name, flow in flows.items()}
         parts.append(stacked | {"logit": probe.logits(descent.states.cpu()).double()})
 
-    for start_row in range(0, len(rows), at_once):
-        in_halves(range(start_row, min(start_row + at_once, len(rows))), measure)
+    in_tiles(range(len(rows)), at_once, measure)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
