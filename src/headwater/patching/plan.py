@@ -482,7 +482,7 @@ class Readout:
             table[reading] = columns
         return table
 
-    def _visible_edges(self, cuts: Sequence[Sequence[Edit]]) -> Float[Tensor, " variant"]:
+    def _visible_edges(self, cuts: Sequence[Sequence[Edit]]) -> Float[Tensor, " _"]:
         """Count the visible edges that variants sever, over their layers and heads; NaN for those that sever none."""
         # By identity: cells of a window over layers share one matrix.
         matrices = {id(cut.edges): cut.edges for some in cuts for cut in some}
