@@ -587,7 +587,7 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
                 **QUIET,
             },
         ),
-        "CircuitRuns.summary": lambda: (g.circuit_runs.summary, {"seed": 0}),
+        "CircuitRuns.summary": lambda: (g.circuit_runs.summary, {}),
         "CircuitRuns.claim": lambda: (g.circuit_runs.claim, {"circuit": None, "margin": 0.1}),
         "CircuitRuns.plot": lambda: (g.circuit_runs.plot, {"metric": None}),
         "circuit_curve": lambda: (
@@ -634,7 +634,7 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
                 "progress": False,
             },
         ),
-        "CircuitSearch.summary": lambda: (g.search.summary, {"seed": 0}),
+        "CircuitSearch.summary": lambda: (g.search.summary, {}),
         "circuits.completeness": lambda: (
             hw.circuits.completeness,
             {
@@ -674,7 +674,7 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
                 "progress": False,
             },
         ),
-        "CircuitCurve.areas": lambda: (g.curve.areas, {"seed": 0}),
+        "CircuitCurve.areas": lambda: (g.curve.areas, {}),
         "CircuitCurve.plot": lambda: (g.curve.plot, {"metric": None}),
         "Sweep.summary": lambda: (g.sweep.summary, {}),
         "Sweep.grid": lambda: (

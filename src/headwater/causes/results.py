@@ -87,14 +87,14 @@ class EvidenceSuite(Result):
         table["q_value"] = q_values(table["p_value"].to_numpy(dtype=float)) if len(table) else []
         return table.sort_values("relations", ascending=False, ignore_index=True)
 
-    def compared(self, seed: int = 0) -> pd.DataFrame:
+    def compared(self) -> pd.DataFrame:
         """Return by how much weights and attention name better than each other way: a mean over families.
 
         `way, share` (a mean over families of the mean over their relations), `difference, low, high`: the share of
         weights and attention minus that share, with a bootstrap interval over families.
         """
-        summary = whole_summary(self)
-        draws, rows = Bootstrap.of(range(len(summary)), seed=seed), []
+        summary, rows = whole_summary(self), []
+        draws = Bootstrap.of(range(len(summary)))
         for way in WAYS[1:]:
             ahead = draws.mean((summary["share"] - summary[_column(way)]).to_numpy(dtype=float))
             rows.append((way, summary[_column(way)].mean(), *(interval(ahead) if len(summary) else [np.nan] * 3)))

@@ -76,7 +76,7 @@ class CircuitRuns(Result):
             circuits[name] = circuit_from_edges(graph, edges, seen=seen, model=self.run.model)
         return circuits
 
-    def summary(self, *, seed: int = 0) -> pd.DataFrame:
+    def summary(self) -> pd.DataFrame:
         """Summarize each circuit over prompts, a row per circuit and metric.
 
         Its columns: `circuit, metric, edges, edges_on_a_path, examples, value, faithfulness, low, high, placebo,
@@ -84,7 +84,7 @@ class CircuitRuns(Result):
         interval; `placebo` is the mean of the random circuits, `placebo_high` their 95 % quantile, `overlap` the mean
         fraction of the circuit's edges that they have, p the rank of the circuit among them.
         """
-        return summarized(self.table, self.shapes, seed)
+        return summarized(self.table, self.shapes)
 
     def report(self) -> list[str]:
         """Return the faithfulness of each circuit beside its placebos, and the limits of the result."""
@@ -331,27 +331,24 @@ def ratio_of_means(
     value: Float[ndarray, "example _"],
     clean: Float[ndarray, " example"],
     corrupted: Float[ndarray, " example"],
-    *,
-    seed: int = 0,
 ) -> Float[ndarray, "draw _"]:
     """Return the faithfulness of circuits, one per column: row 0 over the prompts, then per bootstrap draw."""
-    draws = Bootstrap.of(range(len(value)), draws=RESAMPLES, seed=seed)
+    draws = Bootstrap.of(range(len(value)), draws=RESAMPLES)
     # Each draw uses the same prompts in numerator and denominator, because their noise is shared.
     gap = np.repeat((clean - corrupted)[:, None], value.shape[1], 1)
     return np.asarray(draws.ratio(value - corrupted[:, None], gap))
 
 
-def summarized(table: pd.DataFrame, shapes: pd.DataFrame, seed: int) -> pd.DataFrame:
+def summarized(table: pd.DataFrame, shapes: pd.DataFrame) -> pd.DataFrame:
     """Summarize circuits over prompts: a row per circuit and metric, with its placebos beside it.
 
     `table` is the table of `hw.run_circuits`; `shapes` has the overlap of each placebo.
     """
-    rows = []
-    joined = table.merge(shapes, on=["circuit", "placebo"], how="left")
+    rows, joined = [], table.merge(shapes, on=["circuit", "placebo"], how="left")
     for (circuit, metric), part in joined.groupby(["circuit", "metric"], sort=False):
         alone = part[part["placebo"].isna()]
         clean, corrupted = alone["clean"].to_numpy(), alone["corrupted"].to_numpy()
-        draws = ratio_of_means(alone["value"].to_numpy()[:, None], clean, corrupted, seed=seed)
+        draws = ratio_of_means(alone["value"].to_numpy()[:, None], clean, corrupted)
         drawn = part[part["placebo"].notna()]
         others = drawn.pivot_table(index="example", columns="placebo", values="value", sort=False)
         f = ratio_of_means(others.to_numpy(), clean, corrupted)[0] if len(drawn) else np.zeros(0)

@@ -63,14 +63,14 @@ class CircuitCurve(Result):
     shapes: pd.DataFrame
     """A row per circuit and placebo: `circuit, placebo, overlap` (fraction of the circuit's edges in the placebo)."""
 
-    def summary(self, *, seed: int = 0) -> pd.DataFrame:
+    def summary(self) -> pd.DataFrame:
         """Summarize each size over prompts: a row per size and metric, with `size` and the columns of `CircuitRuns`."""
-        found = circuit_runs.summarized(self.table, self.shapes, seed)
+        found = circuit_runs.summarized(self.table, self.shapes)
         sizes = self.table.drop_duplicates("circuit").set_index("circuit")["size"]
         found.insert(0, "size", found["circuit"].map(sizes))
         return found
 
-    def areas(self, *, seed: int = 0) -> pd.DataFrame:
+    def areas(self) -> pd.DataFrame:
         """Summarize the curve in four numbers, with those of the placebos.
 
         A row per metric and number: `metric, area` (`cpr`, `cmd`, `log_area`, `least_size`: see the docstring of
@@ -80,7 +80,7 @@ class CircuitCurve(Result):
         """
         rows = []
         for metric, part in self.table.groupby("metric", sort=False):
-            sizes, drawn, placebos = _curves(part, seed)
+            sizes, drawn, placebos = _curves(part)
             # Computed for each draw's curve: the least size of a mean curve is not the mean of least sizes.
             of_circuit, random = _areas(sizes, drawn), _areas(sizes, placebos)
             for name in AREAS:
@@ -187,7 +187,7 @@ def circuit_curve(
 
 
 def _curves(
-    part: pd.DataFrame, seed: int
+    part: pd.DataFrame,
 ) -> tuple[Float[ndarray, " size"], Float[ndarray, "draw size"], Float[ndarray, "placebo size"]]:
     """Return the sizes, f at each size in bootstrap draws (row 0: the prompts themselves), and f of each placebo."""
     of_circuits = part[part["placebo"].isna()]
@@ -195,7 +195,7 @@ def _curves(
     ends = of_circuits.drop_duplicates("example").set_index("example").loc[values.index]
     clean, corrupted = ends["clean"].to_numpy(), ends["corrupted"].to_numpy()
     # All sizes are resampled together, so each draw is a curve.
-    drawn = circuit_runs.ratio_of_means(values.to_numpy(), clean, corrupted, seed=seed)
+    drawn = circuit_runs.ratio_of_means(values.to_numpy(), clean, corrupted)
     placebos = []
     for _, others in part[part["placebo"].notna()].groupby("placebo"):
         rows = others.pivot_table(index="example", columns="size", values="value").loc[values.index]

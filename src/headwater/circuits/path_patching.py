@@ -128,7 +128,7 @@ class PathEffects(Result):
         order = np.argsort(-means["effect"].abs().to_numpy(), kind="stable")[:n]
         return means.iloc[order].reset_index(drop=True)
 
-    def summary(self, *, seed: int = 0) -> pd.DataFrame:
+    def summary(self) -> pd.DataFrame:
         """Summarize the 20 largest paths of each metric over examples: mean, bootstrap interval, sign-flip p of 0.
 
         A row per metric and path, the largest first: the columns that name it, `examples, mean, low, high, p_value,
@@ -140,9 +140,9 @@ class PathEffects(Result):
             parts.append(largest.assign(metric=metric).merge(self.table, how="left"))
             own, named = self.table[self.table["metric"] == metric], [*largest.columns]
             by_path = own.set_index([*named, "example"])["effect"].unstack("example")
-            of_paths = pd.Series(q_of_all(by_path.to_numpy().T, seed), by_path.index)
+            of_paths = pd.Series(q_of_all(by_path.to_numpy().T), by_path.index)
             q.append(of_paths.loc[[*largest.itertuples(index=False, name=None)]])
-        found = summarize(pd.concat(parts, ignore_index=True), self.coordinates, "effect", seed)
+        found = summarize(pd.concat(parts, ignore_index=True), self.coordinates, "effect")
         return found.assign(q_value=np.concatenate(q))
 
     def report(self) -> list[str]:

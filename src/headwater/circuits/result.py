@@ -43,7 +43,7 @@ def beside_baselines(
     return {"normalized_effect": normalized, "clean": clean, "corrupted": corrupted, "floor": floor}
 
 
-def q_of_all(effects: Float[np.ndarray, "example cell"], seed: int) -> Float[np.ndarray, " cell"]:
+def q_of_all(effects: Float[np.ndarray, "example cell"]) -> Float[np.ndarray, " cell"]:
     """Return the q-value of each cell's mean over examples (sign-flip p, Benjamini and Hochberg over all cells).
 
     A cell without any number was left out because its estimate is small: it counts as a hypothesis with p = 1.
@@ -55,7 +55,7 @@ def q_of_all(effects: Float[np.ndarray, "example cell"], seed: int) -> Float[np.
     for number, examples in enumerate(patterns.T):
         mine = which.reshape(-1) == number
         if examples.any():
-            p_values[mine] = sign_flip_p_values(effects[examples][:, mine], seed)
+            p_values[mine] = sign_flip_p_values(effects[examples][:, mine])
     return q_values(p_values)
 
 
@@ -141,7 +141,7 @@ class EdgeEffects(Result):
         names = [self.graph.name(int(edge)) for edge in self._edges(order)]
         return pd.DataFrame(self._named(order) | {"edge": names, "effect": effect, "estimate": estimate})
 
-    def summary(self, *, seed: int = 0) -> pd.DataFrame:
+    def summary(self) -> pd.DataFrame:
         """Summarize the 20 largest edges of each metric over examples: mean, bootstrap interval, sign-flip p of 0.
 
         A row per metric and edge, the largest first: the columns that name it, `examples, mean, low, high, p_value,
@@ -152,12 +152,12 @@ class EdgeEffects(Result):
         parts, q, values = [], [], self._values
         for m, metric in enumerate(self.metrics):
             order = self._ranked(m)[:GLANCE]
-            q.append(q_of_all(values[..., m], seed)[order])
+            q.append(q_of_all(values[..., m])[order])
             cells = np.repeat(order, len(values))
             named = self._named(cells) | {"metric": metric, "value": values[:, order, m].T.flatten()}
             parts.append(pd.DataFrame(named))
         table = pd.concat(parts, ignore_index=True)
-        found = summarize(table, [name for name in table.columns if name != "value"], "value", seed)
+        found = summarize(table, [name for name in table.columns if name != "value"], "value")
         return found.assign(q_value=np.concatenate(q))
 
     def report(self) -> list[str]:

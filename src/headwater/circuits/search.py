@@ -190,13 +190,13 @@ class CircuitSearch(Result):
         seen = tuple(tuple(ids) for ids in self.run.options["prompts"][0])
         return circuit_from_edges(graph, left, in_order["effect"].to_numpy()[left], seen, self.run.model)
 
-    def summary(self, *, seed: int = 0) -> pd.DataFrame:
+    def summary(self) -> pd.DataFrame:
         """Summarize the search in one row.
 
         It has the columns of `CircuitRuns.summary` for the remaining circuit, on the pairs of the search; the number of
         edges that were `removed`, led `nowhere`, were `not_tried` or were `left_out`; and `runs`.
         """
-        found = summarized(self.alone, self.shapes, seed)
+        found = summarized(self.alone, self.shapes)
         counts = self.table["decision"].value_counts()
         removed, nowhere, left, out = (int(counts.get(name, 0)) for name in DECISIONS[1:])
         return found.assign(removed=removed, nowhere=nowhere, not_tried=left, left_out=out, runs=self.runs)

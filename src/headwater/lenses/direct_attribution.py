@@ -77,7 +77,7 @@ class DirectAttribution(Result):
     """A row per example: `example, correct, wrong` (token ids), `logit_difference` (before a soft cap)."""
     run: RunRecord
 
-    def summary(self, *, seed: int = 0) -> pd.DataFrame:
+    def summary(self) -> pd.DataFrame:
         """Summarize each part over examples: mean, bootstrap interval, and sign-flip permutation p of a zero mean.
 
         Returns:
@@ -86,7 +86,7 @@ class DirectAttribution(Result):
         """
         named = [*self._roles, *BY["head"]]
         each = self.table.groupby(["example", *named], sort=False, dropna=False)["contribution"].sum().reset_index()
-        return strongest_first(summarize(each, named, "contribution", seed))
+        return strongest_first(summarize(each, named, "contribution"))
 
     @property
     def _roles(self) -> list[str]:

@@ -65,7 +65,7 @@ class LayerPredictions(Result):
     """A row per example and position: `example, position, target, target_id`: the token whose rank is in the table."""
     run: RunRecord
 
-    def summary(self, *, seed: int = 0) -> pd.DataFrame:
+    def summary(self) -> pd.DataFrame:
         """Summarize each layer over examples and positions.
 
         Returns:
@@ -81,7 +81,7 @@ class LayerPredictions(Result):
         for layer, part in best.groupby("layer", sort=True):
             same = part["top_token"].to_numpy() == last.loc[list(zip(part["example"], part["position"], strict=True))]
             ranks = part["rank"].dropna().to_numpy(dtype=float)
-            draws = Bootstrap.of(part["example"], seed=seed)
+            draws = Bootstrap.of(part["example"])
             kl = interval(draws.mean(part["kl"].to_numpy(dtype=float)))
             first, median = (float((ranks == 0).mean()), float(np.median(ranks))) if len(ranks) else (np.nan, np.nan)
             rows.append([layer, len(part), float(np.mean(same)), first, median, *kl])

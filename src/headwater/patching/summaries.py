@@ -60,10 +60,10 @@ def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
     return normalize if normalize == "ratio of means" else column
 
 
-def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, seed: int = 0) -> pd.DataFrame:
+def summarize(table: pd.DataFrame, coordinates: list[str], measure: str) -> pd.DataFrame:
     """Summarize each cell over examples; see `Sweep.summary`."""
     # All cells with the same number of examples share resamples: drawn once, and equal cells get equal intervals.
-    draws_of = cache(lambda examples: Bootstrap.of(range(examples), draws=RESAMPLES, seed=seed))
+    draws_of = cache(lambda examples: Bootstrap.of(range(examples), draws=RESAMPLES))
     rows, of_means = [], measure == "ratio of means"
     # Weights are 1, or the pairs' gaps, taken before draws are averaged, because some draws' gaps may differ in sign.
     table = table.assign(gap=gaps_of(table)) if of_means else table
@@ -80,7 +80,7 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, seed: i
         with_interval = interval(draws_of(len(effects)).ratio(effects, gaps))
         # With draws of one prompt the interval is over draws, but the count is still of prompts.
         counted = part.dropna(subset=["effect"])["example"].nunique() if "sample" in part else len(effects)
-        rows.append([*cell, counted, *with_interval, sign_flip_p(effects, seed)])
+        rows.append([*cell, counted, *with_interval, sign_flip_p(effects)])
     summary = pd.DataFrame(rows, columns=[*coordinates, "examples", "mean", "low", "high", "p_value"])
     # False discoveries are counted by metric: another metric of the same cells is not a further hypothesis.
     family = summary["metric"] if "metric" in summary else np.zeros(len(summary))

@@ -262,13 +262,7 @@ class Sweep(Result):
         super().__post_init__()
         object.__setattr__(self, "tokens", tuple(tuple(strings) for strings in self.tokens))
 
-    def summary(
-        self,
-        *,
-        value: MeasureName = "effect",
-        normalize: NormalizeName | None = None,
-        seed: int = 0,
-    ) -> pd.DataFrame:
+    def summary(self, *, value: MeasureName = "effect", normalize: NormalizeName | None = None) -> pd.DataFrame:
         """Summarize each cell over examples: mean, bootstrap interval, and sign-flip permutation p of a zero mean.
 
         Args:
@@ -276,7 +270,6 @@ class Sweep(Result):
             normalize: how effects become fractions of the gap between the two runs: `mean of ratios` is the mean of
                 `normalized_effect`, in which pairs with hardly any gap weigh arbitrarily much; `ratio of means`
                 divides the mean effect by the mean gap. Its p is the p of the mean effect.
-            seed: of the bootstrap and the permutations.
 
         Returns:
             A row per cell and metric, the largest first: its coordinates, `examples` (how many have this cell), `mean,
@@ -294,7 +287,7 @@ class Sweep(Result):
         """
         measure = summaries.measure_of(self.table, value, normalize)
         notes = self.warn_of_averages(self.table, measure)
-        summary = summaries.strongest_first(summaries.summarize(self.table, self.coordinates, measure, seed))
+        summary = summaries.strongest_first(summaries.summarize(self.table, self.coordinates, measure))
         summary.attrs["notes"] = notes
         return summary
 

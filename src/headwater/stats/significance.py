@@ -101,7 +101,7 @@ def chance_corrected(share: Numbers, expected: Numbers) -> Numbers:
     return np.where(perfect, 0.0, (share - expected) / np.where(perfect, 1.0, room))
 
 
-def sign_flip_p(effects: Float[np.ndarray, " example"], seed: int) -> float:
+def sign_flip_p(effects: Float[np.ndarray, " example"], seed: int = 0) -> float:
     """Return the two-sided p of a mean this far from 0 if each effect could as well have had the other sign.
 
     All sign patterns are counted up to 12 examples, 10,000 random ones beyond (including the observed one). NaN for
@@ -110,7 +110,7 @@ def sign_flip_p(effects: Float[np.ndarray, " example"], seed: int) -> float:
     return float(sign_flip_p_values(effects[:, None], seed)[0])
 
 
-def sign_flip_p_values(effects: Float[np.ndarray, "example column"], seed: int) -> Float[np.ndarray, " column"]:
+def sign_flip_p_values(effects: Float[np.ndarray, "example column"], seed: int = 0) -> Float[np.ndarray, " column"]:
     """Return the p of each column, as `sign_flip_p` does; all columns have the same sign patterns."""
     n = len(effects)
     if n < 2:
