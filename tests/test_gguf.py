@@ -245,9 +245,9 @@ def test_a_file_that_is_damaged_is_refused_in_one_line(llama, tmp_path):
     file = tmp_path / "model.gguf"
     for length in (0, 3, 4, 20, 30, 100, 2000, 6000, len(content) // 2, len(content) - 40):
         file.write_bytes(content[:length])
-        refused(file, "cut short")
+        refused(file, "is damaged")
     file.write_bytes(b"GGUF" + b"\xff" * 100)
-    refused(file, "4294967295.* fetch it again, or pip install -U gguf")
+    refused(file, "pip install -U gguf: .*4294967295")
     file.write_bytes(content[:16] + b"\xff" * 8 + content[24:])
     refused(file, "damaged")
     file.write_text("no model at all")
@@ -277,7 +277,7 @@ def test_unknown_types_of_numbers_are_refused(llama, tmp_path):
     with pytest.raises(hw.ModelError, match=r"'output_norm.weight' in .* is stored as Q8_1, which the package gguf"):
         hw.load(file)
     file.write_bytes(content[:place] + (999).to_bytes(4, "little") + content[place + 4 :])
-    refused(file, "999 is not a valid GGMLQuantizationType.* pip install -U gguf")
+    refused(file, "pip install -U gguf: .*999 is not a valid GGMLQuantizationType")
 
 
 def test_without_the_package_gguf_a_line_says_how_to_install_it(llama, monkeypatch):

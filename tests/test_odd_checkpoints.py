@@ -66,7 +66,7 @@ def test_a_git_lfs_pointer_is_refused_by_its_name(folder, opened):
 )
 def test_a_config_with_an_impossible_size_is_refused_by_that_size(folder, name, value, opened):
     rewrite(folder / "config.json", **{name: value})
-    with pytest.raises(ModelError, match=f"the config says {name}={value}, which no model has; it must be at least 1"):
+    with pytest.raises(ModelError, match=f"The config says {name}={value}, which no model has; it must be at least 1"):
         opened(folder)
 
 

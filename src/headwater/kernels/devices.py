@@ -8,7 +8,7 @@ import importlib.util
 import operator
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from headwater.errors import HeadwaterError, InputError
+from headwater.errors import HeadwaterError, InputError, ModelError
 
 TAKE_A_COPY_FIRST = frozenset({"cuda"})
 """Devices to which pageable memory is sent from a copy of it: the source may be changed or freed at once."""
@@ -184,8 +184,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def failures_named(what: str, *, in_a_run: bool = True) -> Iterator[None]:
-    """Report which of a caller's functions failed, and how; the original exception is chained.
+def failures_named(what: str, *, kind: type[HeadwaterError] = InputError, in_a_run: bool = True) -> Iterator[None]:
+    """Report what failed, such as a caller's function or the reading of a file, and how; the exception is chained.
 
     Running out of memory in a run of the model is not the function's failure: the run is repeated in halves.
     """
@@ -195,7 +195,11 @@ def failures_named(what: str, *, in_a_run: bool = True) -> Iterator[None]:
         if isinstance(error, HeadwaterError) or (in_a_run and is_out_of_memory(error)):
             raise
         message = " ".join(str(error).split()) or "no message"
-        raise InputError(f"{what}: {type(error).__name__}: {message}") from error
+        raise kind(f"{what}: {type(error).__name__}: {message}") from error
+
+
+unreadable = partial(failures_named, kind=ModelError, in_a_run=False)
+"""Report that a model or its files cannot be read, and why."""
 
 
 def in_halves(items: Any, work: Callable[[Any], Value]) -> list[Value]:

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.errors import InterventionError, ModelError, one_line
+from headwater.errors import InterventionError, ModelError
+from headwater.kernels.devices import unreadable
 from headwater.models.families import ModelShape, text_config
 from headwater.models.forward import raw_logits
 from headwater.models.sites import SITES, STATES, hook_name
@@ -59,10 +60,8 @@ def record_reference(hf: Any, name: str) -> Reference:
     config = text_config(hf.config)
     n_ctx = max(getattr(config, "max_position_embeddings", None) or 0, 0) or N_TOKENS  # XLNet has -1
     tokens = few_tokens(config.vocab_size, n_ctx, next(iter(hf.parameters())).device)
-    try:
+    with unreadable(f"{name} returns no logits for token ids alone"):
         return tokens, hf(tokens).logits
-    except FAULTS as error:
-        raise ModelError(f"{name} returns no logits for token ids alone: {one_line(error)}") from None
 
 
 def few_tokens(d_vocab: int, n_ctx: int, device: torch.device) -> Int[Tensor, "1 position"]:
@@ -100,10 +99,8 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
         for site, layer in product(SITES.values(), range(model.shape.n_layers))
         if site.hook_name(layer) in hook_dict
     ]
-    try:
+    with unreadable(f"{model.name} cannot be run by TransformerLens"):
         logits = raw_logits(model, rows, hooks)
-    except FAULTS as error:
-        raise ModelError(f"{model.name} cannot be run by TransformerLens: {one_line(error)}") from None
     size = len(rows), tokens.shape[1]
     model.misfits, model.read_only = unusable_sites(model.shape, recorded, size, experts, expert_layers)
     if reference is not None and not same_but_for_rounding(reference[1], logits[:1]):

@@ -19,11 +19,12 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from torch import Tensor
 
-from headwater.errors import ModelError, did_you_mean, first_line, one_line
+from headwater.errors import ModelError, did_you_mean
+from headwater.kernels.devices import unreadable
 from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
 from headwater.models.families import family_of, refuse_impossible_sizes, shape_of, text_config
 from headwater.models.gguf_file import INSTALL, GGUFFile, config_of, is_gguf, names_in, read_as_stored, read_gguf
@@ -119,11 +120,10 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
             f"{folder} has no config.json, so it is not a checkpoint; give the folder that save_pretrained wrote. To "
             "load an adapter, load it with peft, then call hw.load(peft_model, merge_adapters=True)."
         )
-    try:
+    # A config may contain anything, and each config class checks it in its own way.
+    with unreadable(f"The config in {folder} cannot be read"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        refuse_impossible_sizes(config)
-    except Exception as error:  # a config may contain anything, and each config class checks it in its own way
-        raise ModelError(f"The config in {folder} cannot be read: {one_line(error)}") from error
+    refuse_impossible_sizes(config)
     return config
 
 
@@ -172,7 +172,8 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
     whole_config = read_config(folder, trust_remote_code)
     refuse_packed(folder, whole_config, readable="fp8")
     quantization, config = quantization_of(whole_config), text_config(whole_config)
-    try:
+    # Sizes may be no numbers, or not fit together.
+    with unreadable(f"The config in {folder} describes no model"):
         rows, columns = quantization.get("weight_block_size") or (128, 128)
         stored = stored_tensors(folder, shape_of(whole_config).n_layers, float8=bool(quantization))
         names = canonical_names(folder, config, stored)
@@ -180,10 +181,6 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
             config = copy.deepcopy(config)
             del config.quantization_config
         expected = expected_tensors(config)
-    except ModelError:
-        raise
-    except Exception as error:  # sizes that are not numbers, or do not fit together
-        raise ModelError(f"The config in {folder} describes no model: {first_line(error)}") from error
     for name, size in expected.items():
         if name not in names:
             raise ModelError(f"{folder} has no tensor {name!r} (expected shape {size}); the checkpoint is incomplete.")
@@ -263,12 +260,10 @@ def weight_files(folder: Path) -> list[Path]:
                 "save it again with model.save_pretrained."
             )
         raise ModelError(f"{folder} has no weights ({SINGLE} or {INDEX}); give the folder that save_pretrained wrote.")
-    try:
+    with unreadable(f"{folder / INDEX} is damaged"):
         shards = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         # Names that lead out of the folder are refused.
         outside = [name for name in shards if Path(name).name != name or name in ("", "..") or "\\" in name]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ModelError(f"{folder / INDEX} is damaged: {first_line(error)}; fetch it again.") from error
     if outside or not shards:
         raise ModelError(f"{folder / INDEX} names {(outside or ['no file'])[0]!r}, which is not a file of the folder.")
     return [folder / name for name in shards]
@@ -298,15 +293,9 @@ def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[s
 @contextlib.contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
     """Open a safetensors file; the error for a file that cannot be read names it."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except (SafetensorError, OSError, ValueError) as error:
-        why = first_line(error)
-        raise ModelError(
-            f"{file} is missing, damaged or cut short ({why}); fetch it again (in a clone of git: `git lfs pull`), or "
-            "save it again."
-        ) from error
+    problem = "is missing, damaged or cut short (in a clone of git: `git lfs pull`)"
+    with unreadable(f"{file} {problem}"), safe_open(file, framework="pt") as opened:
+        yield opened
 
 
 # Quantized checkpoints: which can be read, one tensor at a time, and which are refused by name.
@@ -390,7 +379,8 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
             "or copy the tokenizer files into the folder."
         )
     named: PreTrainedTokenizerBase | None = None
-    try:
+    # The tokenizers library raises bare Exception on a damaged file.
+    with unreadable(f"The tokenizer of {folder} cannot be read"):
         if not (folder / "tokenizer.json").is_file():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         # A class may need files other than tokenizer.json, and each class reads them in its own way.
@@ -400,8 +390,6 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
         if type(named) is PreTrainedTokenizerFast:
             return named
         faithful = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
-        raise ModelError(f"The tokenizer of {folder} cannot be read: {first_line(error)}") from None
     if named is None:
         return faithful
     vocabulary = faithful.get_vocab()
@@ -443,10 +431,8 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             f"{path} has a tokenizer that headwater does not read, tokenizer.ggml.model={kind!r} with "
             f"tokenizer.ggml.pre={rules_named!r}. {PASS}"
         )
-    try:
+    with unreadable(f"The tokenizer of {path} cannot be read"):
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # the file may contain anything, and the tokenizers library raises bare Exception
-        raise ModelError(f"The tokenizer of {path} cannot be read: {first_line(error)}") from error
     tokenizer.name_or_path = str(path)
     backend = tokenizer.backend_tokenizer
     if kind == "gpt2":

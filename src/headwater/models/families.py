@@ -370,7 +370,7 @@ def refuse_impossible_sizes(config: object) -> None:
     for name in SIZES:
         value = getattr(config, name, None)
         if isinstance(value, int) and value < 1:
-            raise ModelError(f"the config says {name}={value}, which no model has; it must be at least 1.")
+            raise ModelError(f"The config says {name}={value}, which no model has; it must be at least 1.")
 
 
 def longrope_length(config: object) -> int | None:

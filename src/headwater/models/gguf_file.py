@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.errors import ModelError, first_line
+from headwater.errors import ModelError
+from headwater.kernels.devices import unreadable
 from headwater.models.conversion import Conversion
 from headwater.models.families import refuse_impossible_sizes
 from headwater.models.fingerprint import fingerprint_of_files
@@ -153,15 +154,10 @@ def config_of(file: GGUFFile) -> Any:
     for key, value in file.metadata.items():
         if key.startswith(prefix) and key.removeprefix(prefix) not in beyond and value not in (0, "none", "", []):
             raise ModelError(f"{file.path} says {key}={value!r}, which headwater does not read; {ORIGINAL}")
-    try:
-        entries = _config_entries(file, kind)
-        config = AutoConfig.for_model(kind.model_type, **entries)
-        refuse_impossible_sizes(config)
-    except ModelError:
-        raise
-    except Exception as error:  # the file may say anything, and each config class checks it in its own way
-        why = first_line(error)
-        raise ModelError(f"The metadata of {file.path} describe no model: {why}; fetch it again.") from error
+    # The file may say anything, and each config class checks it in its own way.
+    with unreadable(f"The metadata of {file.path} describe no model"):
+        config = AutoConfig.for_model(kind.model_type, **_config_entries(file, kind))
+    refuse_impossible_sizes(config)
     return config
 
 
@@ -378,7 +374,7 @@ def read_gguf(path: Path) -> GGUFFile:
         raise ModelError(f"There is no file {path}; check the path.")
     metadata: dict[str, Any] = {}
     listed: dict[str, tuple[tuple[int, ...], Any, int]] = {}
-    try:
+    with unreadable(f"{path} is not a GGUF file of version 2 or 3, is damaged, or needs pip install -U gguf"):
         with path.open("rb") as file:
             if (start := (file.read(4), _number(file, "I"))) not in ((b"GGUF", 2), (b"GGUF", 3)):
                 raise ValueError(f"it begins with {start}")
@@ -402,11 +398,6 @@ def read_gguf(path: Path) -> GGUFFile:
             tensors[name] = Stored(shape, kind, content[begin + offset : begin + offset + nbytes])
             if len(tensors[name].packed) < nbytes:
                 raise ValueError(f"tensor {name!r} ends beyond byte {len(content):,}")
-    except Exception as error:  # a damaged header may say anything
-        raise ModelError(
-            f"{path} is not a GGUF file of version 2 or 3, or is damaged or cut short ({first_line(error)}): fetch it "
-            "again, or pip install -U gguf."
-        ) from error
     return GGUFFile(path, metadata, tensors)
 
 

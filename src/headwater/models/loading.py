@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from headwater.calls import checked_call
-from headwater.errors import BeginningWarning, InputError, ModelError, did_you_mean, one_line
-from headwater.kernels.devices import is_on, refuse_too_large, usable_device
+from headwater.errors import BeginningWarning, InputError, ModelError, did_you_mean
+from headwater.kernels.devices import is_on, refuse_too_large, unreadable, usable_device
 from headwater.models import bridge_check
 from headwater.models.bridge_check import WRAPPED, Reference, compare_with_reference, difference, record_reference
 from headwater.models.checkpoint import (
@@ -262,15 +262,13 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
         # TransformerLens fails without a name, and without add_bos_token reloads the tokenizer by its name.
         names = {"name_or_path": copied.name_or_path or "in memory", "add_bos_token": True}
         copied.init_kwargs = {**copied.init_kwargs, **names}
-    try:
+    # An adapter may raise anything for a model that it was not written for.
+    # Parts of a fused matrix are new linear maps, whose random initial weights are never used.
+    with unreadable(f"TransformerLens cannot wrap {name} ({architecture})"), SkipWeightInit():
         config, set_right = for_adapter(hf.config)
-        # Parts of a fused matrix are new linear maps, whose random initial weights are never used.
-        with SkipWeightInit():
-            raw = build_bridge_from_module(
-                hf, architecture, hf_config=config, tokenizer=copied, model_name=name, post_adapter_hook=set_right
-            )
-    except Exception as error:  # an adapter may raise anything for a model that it was not written for
-        raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {one_line(error)}") from error
+        raw = build_bridge_from_module(
+            hf, architecture, hf_config=config, tokenizer=copied, model_name=name, post_adapter_hook=set_right
+        )
     model = HookedModel(raw, name=name, shape=_shape(hf.config, raw.cfg), config=hf.config, tokenizer=tokenizer)
     keep_dtype_when_rotated(raw, hf)
     raw.requires_grad_(False)  # for the parts into which TransformerLens split a fused matrix
@@ -359,21 +357,19 @@ def read_pretrained(
                 None, config=checkpoint.config, state_dict=weights, dtype=dtype, attn_implementation="eager",
                 device_map=where,
             )  # fmt: skip
-    try:
-        with quiet_transformers():
-            hf, report = kind.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype or "auto",
-                trust_remote_code=trust_remote_code,
-                attn_implementation="eager",
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                device_map=where,
-            )
-    except Exception as error:  # each model class trusts its config, and may raise anything for a wrong one
-        raise ModelError(f"The model in {folder} cannot be loaded: {one_line(error)}") from error
+    # Each model class trusts its config, and may raise anything for a wrong one.
+    with unreadable(f"The model in {folder} cannot be loaded"), quiet_transformers():
+        hf, report = kind.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype or "auto",
+            trust_remote_code=trust_remote_code,
+            attn_implementation="eager",
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            device_map=where,
+        )
     # transformers fills missing tensors with random numbers, and drops those that it has no use for.
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{folder} has no tensor {missing[0]!r}; the checkpoint is incomplete.")
@@ -428,10 +424,9 @@ def read_lens_checkpoint(
         state = {name: file.get_tensor(name) for name in file.keys() if not name.endswith(COMPUTED)}  # noqa: SIM118
     dtype = dtype or next((one.dtype for one in state.values() if one.is_floating_point()), torch.float32)
     config = config | {"dtype": dtype, "device": str(device), "init_weights": False, "trust_remote_code": False}
-    try:
+    # A config may hold anything, and TransformerLens does not check it.
+    with unreadable(f"{path}: the state dict does not fit its config"):
         return _build_lens(config, state, tokenizer)
-    except Exception as error:  # a config may hold anything, and TransformerLens does not check it
-        raise ModelError(f"{path}: the state dict does not fit its config: {one_line(error)}") from error
 
 
 def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase | None) -> object:
