@@ -35,6 +35,7 @@ from headwater.errors import ModelError, NumericsError
 from headwater.kernels.devices import in_tiles, to_device
 from headwater.models.blocks import SharedPrefix
 from headwater.models.edits import Hook, replace_hook
+from headwater.models.forward import DoneError
 from headwater.models.sites import hook_name
 from headwater.patching.edits import LOGITS, Indices
 from headwater.patching.runners import TILE_TOKENS
@@ -132,10 +133,6 @@ class EdgeRows:
         return entering if self.blocks.parallel else entering + self.base("attn_out", layer)
 
 
-class _AllSeenError(Exception):
-    """Stops attention once the requested sites were seen."""
-
-
 class Receivers:
     """Computes the outputs of the receivers of one layer for changed inputs, for many senders at once.
 
@@ -164,7 +161,7 @@ class Receivers:
         self._seen[site] = activation
         # Attention stops here: q, k and v need no scores, and z needs no W_O.
         if self._wanted and self._wanted <= self._seen.keys():
-            raise _AllSeenError
+            raise DoneError
         return self._given.get(site)
 
     def projected(
@@ -173,7 +170,7 @@ class Receivers:
         """Call the layer's attention, with given q, k or v, until some sites were seen; return these activations."""
         self._wanted, self._given, self._seen = set(until), given, {}
         hooked = contextlib.nullcontext() if self.attached else self.rows.runs.model.hooks(self.hooks)
-        with hooked, contextlib.suppress(_AllSeenError):
+        with hooked, contextlib.suppress(DoneError):
             self.rows.attention(self.layer, inputs, whole=True)
         self._wanted, self._given = set(), {}
         return {site: self._seen[site] for site in until}

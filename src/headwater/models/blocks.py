@@ -21,7 +21,8 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -36,6 +37,7 @@ from headwater.models.bridge_check import difference, rounding
 from headwater.models.edits import Hook, begin_graph, forking, keeping
 from headwater.models.families import known_family
 from headwater.models.forward import (
+    DoneError,
     FixedPrefix,
     KeysValues,
     Reading,
@@ -95,24 +97,6 @@ class SharedPrefix:
         return torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
 
 
-class _WholeKeys(SharedPrefix):
-    """Stand-in for a cache that already holds the keys and values of all positions, including the queries'."""
-
-    def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
-
-
-class _KeysMadeError(Exception):
-    """Raised when attention has computed its keys and values, because the caller needs nothing else."""
-
-
-class _StopsAtKeys:
-    """Stand-in for a cache that ends the call of attention when it receives keys and values."""
-
-    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        raise _KeysMadeError(keys, values)
-
-
 class Blocks:
     """The blocks of a model as functions of rows. Use inside `torch.inference_mode()` and the model's lock."""
 
@@ -149,21 +133,25 @@ class Blocks:
         if query_positions is not None and _is_watched(block.attn):
             added = self.attention(layer, residual, positions, mask, prefix, call=call, recorded=recorded)
             return _taken(added, query_positions)
-        normed = _through(block, "ln1", residual)
+        normed, cache = _through(block, "ln1", residual), cast("Any", prefix)
         if self._own is not None:
             return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix, query_positions))
         if query_positions is not None:
             # The model's own code rotates the keys and values of all positions. The call never uses its queries, so
             # only one position of them is projected.
-            with _first_alone(block.attn, 1, ("q",)):
-                try:
-                    self._attended(layer, normed, call, positions, mask, _StopsAtKeys(), recorded)
-                except _KeysMadeError as made:
-                    keys, values = made.args if prefix is None else prefix.update(*made.args)
-            prefix = _WholeKeys(keys, values)
+            made: list[Tensor] = []
+
+            def stop(keys: Tensor, values: Tensor, *_: object, **__: object) -> None:
+                made.extend((keys, values) if prefix is None else prefix.update(keys, values))
+                raise DoneError
+
+            with _first_alone(block.attn, 1, ("q",)), contextlib.suppress(DoneError):
+                self._attended(layer, normed, call, positions, mask, SimpleNamespace(update=stop), recorded)
+            keys, values = made
+            cache = SimpleNamespace(update=lambda *_, **__: (keys, values))
             normed, positions = _taken(normed, query_positions), positions.gather(1, query_positions)
             mask = mask.gather(2, query_positions[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
-        return self._added(block, "ln1_post", self._attended(layer, normed, call, positions, mask, prefix, recorded))
+        return self._added(block, "ln1_post", self._attended(layer, normed, call, positions, mask, cache, recorded))
 
     def _attended(
         self,
