@@ -18,8 +18,9 @@ The probe for a row, with the penalty chosen without the row's fold:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
@@ -41,7 +42,7 @@ from headwater.options import (
     is_label,
     shown,
 )
-from headwater.probes.linear import C, GivenStates, Probe, fit_linear, given_states, grouped_folds, read_linear
+from headwater.probes.linear import C, Probe, fit_linear, given_states, grouped_folds, read_linear
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
@@ -54,11 +55,11 @@ Splits = Sequence[tuple[Int[ndarray, " _"], Int[ndarray, " _"]]]
 
 
 class CrossFit(NamedTuple):
-    """The output for each row of the probe that was fitted on the other folds."""
+    """The output for each row of the probe that was fitted on the other folds (of several tasks, if stacked)."""
 
-    logit: Float[ndarray, " row"]
-    fold: Int[ndarray, " row"]
-    C: Float[ndarray, " row"]
+    logit: Float[ndarray, "*task row"]
+    fold: Int[ndarray, "*task row"]
+    C: Float[ndarray, "*task row"]
     """The inverse penalty strength that was chosen for the row's fold."""
 
 
@@ -194,30 +195,6 @@ class ProbeFit(Result):
         return sentences
 
 
-@dataclass(frozen=True)
-class _Task:
-    """Rows with their labels, and the settings of the splits."""
-
-    labels: Int[ndarray, " row"]
-    groups: Groups
-    types: Groups
-    folds: int
-    strengths: tuple[float, ...]
-    controls: int
-    seed: int
-    draws: Bootstrap = field(repr=False)
-
-    def control(self, number: int) -> Int[ndarray, " row"]:
-        """Draw random labels, one per type, with the labels' share of ones."""
-        codes = pd.factorize(pd.Series(list(self.types), dtype=object), use_na_sentinel=False)[0]
-        n_types, rng = int(codes.max()) + 1, np.random.default_rng([self.seed, number])
-        # With only one label a control task could not be fitted, and would have no AUC.
-        ones = int(np.clip(round(self.labels.mean() * n_types), 1, n_types - 1)) if n_types > 1 else 1
-        drawn = np.zeros(n_types, dtype=np.int64)
-        drawn[rng.permutation(n_types)[:ones]] = 1
-        return drawn[codes]
-
-
 @checked_call
 def fit_probe(
     cache: object,
@@ -278,32 +255,51 @@ def fit_probe(
     listed = [checked_number("strengths", one, above=0.0) for one in checked_several("strengths", strengths, "a list")]
     if not listed:
         raise InputError("strengths=[] is empty; give at least one strength of the penalty.")
-    task = _Task(
-        labels=np.array([int(label) for label in entries], dtype=np.int64),
-        groups=of_groups,
-        types=_named("types", types, states.rows) or of_groups,
-        folds=checked_count("folds", folds, least=2),
-        strengths=tuple(listed),
-        controls=checked_count("controls", controls, least=0, most=MOST_REPEATS),
-        seed=seed,
-        draws=Bootstrap.of(of_groups, seed=seed),
-    )
-    splits = grouped_folds(task.labels, task.groups, task.folds, task.seed)
+    folds = checked_count("folds", folds, least=2)
+    controls = checked_count("controls", controls, least=0, most=MOST_REPEATS)
+    target, of_types = np.array([int(label) for label in entries]), _named("types", types, states.rows) or of_groups
+    # The labels, and those of each control task, each with folds of its own: both labels must occur in every fold.
+    tasks = [(target, grouped_folds(target, of_groups, folds, seed))]
+    for number in range(controls):
+        drawn = control_labels(target, of_types, [seed, number])
+        with suppress(InputError):  # too few groups have each of the drawn labels
+            tasks.append((drawn, grouped_folds(drawn, of_groups, folds, seed)))
     options = {
-        "labels": task.labels.tolist(), "groups": digest([str(name) for name in task.groups]),
-        "types": digest([str(name) for name in task.types]), "site": states.site, "layers": list(states.layers),
-        "folds": task.folds, "strengths": list(task.strengths), "controls": task.controls,
+        "labels": target.tolist(), "groups": digest([str(name) for name in of_groups]),
+        "types": digest([str(name) for name in of_types]), "site": states.site, "layers": list(states.layers),
+        "folds": folds, "strengths": listed, "controls": controls,
     }  # fmt: skip
 
     def work(run: Run) -> ProbeFit:
         def compute(layer: int) -> dict[str, Tensor]:
-            return _of_layer(states.of_layer(layer), task, splits)
+            features = states.of_layer(layer)
+            fits = [cross_fitted(features, one, of_groups, splits, listed, seed) for one, splits in tasks]
+            weight, bias = fit_linear(features, target, chosen_strength(features, target, of_groups, listed, seed))
+            arrays = dict(zip(CrossFit._fields, map(np.stack, zip(*fits, strict=True)), strict=True))
+            arrays |= {"weight": weight, "bias": np.array(bias)}
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
         with run.bar("Probing", "layer", len(states.layers)) as bar:
-            pieces = list(run.pieces("layer", states.layers, compute, bar))
-        return _result(states, task, pieces, run.record)
+            # Not "layer": earlier versions left pieces of another shape under that name in unfinished folders.
+            pieces = list(run.pieces("fits", states.layers, compute, bar))
+        sizes, draws = {"rows": states.rows, "groups": len(set(of_groups))}, Bootstrap.of(of_groups, seed=seed)
+        groups = [one if isinstance(one, str | int) else str(one) for one in of_groups]
+        labels, measured, predictions = np.stack([one for one, _ in tasks]), [], []
+        for layer, piece in zip(states.layers, pieces, strict=True):
+            fit = CrossFit(*(piece[name].numpy() for name in CrossFit._fields))
+            measured.append({"layer": layer} | sizes | _measures(fit, labels, draws))
+            about = {"layer": layer, "row": np.arange(states.rows), "group": groups, "label": target}
+            predictions.append(pd.DataFrame(about | {"fold": fit.fold[0], "logit": fit.logit[0], "C": fit.C[0]}))
+        return ProbeFit(
+            table=pd.DataFrame(measured),
+            predictions=pd.concat(predictions, ignore_index=True),
+            weight=torch.stack([piece["weight"] for piece in pieces]),
+            bias=torch.stack([piece["bias"] for piece in pieces]),
+            site=states.site,
+            run=run.record,
+        )
 
-    return run_or_resume(ProbeFit, "fit_probe", states, options, work, out=out, seed=task.seed, progress=progress)
+    return run_or_resume(ProbeFit, "fit_probe", states, options, work, out=out, seed=seed, progress=progress)
 
 
 def _named(option: str, names: Iterable[Hashable] | None, rows: int) -> list[Hashable]:
@@ -320,65 +316,29 @@ def _named(option: str, names: Iterable[Hashable] | None, rows: int) -> list[Has
     return listed
 
 
-def _of_layer(states: Float[ndarray, "row feature"], task: _Task, splits: Splits) -> dict[str, Tensor]:
-    """Return the logits of one layer, those of its control tasks, and a probe fitted on all rows."""
-    fit = cross_fitted(states, task.labels, task.groups, splits, task.strengths, task.seed)
-    chosen = chosen_strength(states, task.labels, task.groups, task.strengths, task.seed)
-    weight, bias = fit_linear(states, task.labels, chosen)
-    controls = []
-    for labels in (task.control(number) for number in range(task.controls)):
-        try:
-            # Separate folds, because the folds of the labels need not contain both of the drawn labels.
-            folds = grouped_folds(labels, task.groups, task.folds, task.seed)
-        except InputError:  # too few groups have each of the drawn labels
-            continue
-        controls.append((cross_fitted(states, labels, task.groups, folds, task.strengths, task.seed), labels))
-    shape = (len(controls), len(task.labels))
-    arrays = {
-        "logit": fit.logit, "fold": fit.fold, "C": fit.C, "weight": weight, "bias": np.array(bias),
-        "control_logit": np.array([control.logit for control, _ in controls], dtype=float).reshape(shape),
-        "control_fold": np.array([control.fold for control, _ in controls], dtype=np.int64).reshape(shape),
-        "control_label": np.array([labels for _, labels in controls], dtype=np.int64).reshape(shape),
-    }  # fmt: skip
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+def control_labels(labels: Int[ndarray, " row"], types: Groups, seed: Sequence[int]) -> Int[ndarray, " row"]:
+    """Draw random labels, one per type, with the labels' share of ones."""
+    codes = pd.factorize(pd.Series(list(types), dtype=object), use_na_sentinel=False)[0]
+    n_types, rng = int(codes.max()) + 1, np.random.default_rng(seed)
+    # With only one label a control task could not be fitted, and would have no AUC.
+    ones = int(np.clip(round(labels.mean() * n_types), 1, n_types - 1)) if n_types > 1 else 1
+    drawn = np.zeros(n_types, dtype=np.int64)
+    drawn[rng.permutation(n_types)[:ones]] = 1
+    return drawn[codes]
 
 
-def _numbers(piece: Mapping[str, Tensor], task: _Task) -> dict[str, float]:
-    """Return the metrics of one layer."""
-    arrays = {name: tensor.numpy() for name, tensor in piece.items()}
-    labels, draws = task.labels, task.draws
-    right = _right(arrays["logit"], labels)
-    control, control_auc = np.full_like(right, np.nan), np.nan
-    if len(arrays["control_logit"]):
-        tasks = list(zip(arrays["control_logit"], arrays["control_label"], arrays["control_fold"], strict=True))
+def _measures(fit: CrossFit, labels: Int[ndarray, "task row"], draws: Bootstrap) -> dict[str, float]:
+    """Return the measures of one layer from its cross-fits, of the labels and then of each control task."""
+    # 1 where the logit's sign matches the label, otherwise 0; 0.5 where the logit is 0.
+    right = np.where(fit.logit == 0, 0.5, (fit.logit > 0) == (labels == 1))
+    control, control_auc = np.full_like(right[0], np.nan), np.nan
+    if len(labels) > 1:
+        tasks = zip(fit.logit[1:], labels[1:], fit.fold[1:], strict=True)
         control_auc = float(np.mean([auc(logit, drawn, strata=fold) for logit, drawn, fold in tasks]))
-        control = np.mean([_right(logit, drawn) for logit, drawn, _ in tasks], axis=0)
-    aucs = draws.apply(lambda counts: auc(arrays["logit"], labels, counts=counts, strata=arrays["fold"]))
-    found = {"auc": aucs, "accuracy": draws.mean(right), "selectivity": draws.mean(right - control)}
+        control = right[1:].mean(0)
+    aucs = draws.apply(lambda counts: auc(fit.logit[0], labels[0], counts=counts, strata=fit.fold[0]))
+    found = {"auc": aucs, "accuracy": draws.mean(right[0]), "selectivity": draws.mean(right[0] - control)}
     numbers = {name: interval(estimates).named(name) for name, estimates in found.items()}
-    beside = {"majority": float(max(labels.mean(), 1 - labels.mean()))}
+    beside = {"majority": float(max(labels[0].mean(), 1 - labels[0].mean()))}
     beside |= {"control_auc": control_auc, "control_accuracy": float(control.mean())}
     return numbers["auc"] | numbers["accuracy"] | beside | numbers["selectivity"]
-
-
-def _right(logits: Float[ndarray, " row"], labels: Shaped[ndarray, " row"]) -> Float[ndarray, " row"]:
-    """Return 1 where the logit's sign matches the label, otherwise 0; 0.5 where the logit is 0."""
-    return np.where(logits == 0, 0.5, (logits > 0) == (labels == 1))
-
-
-def _result(states: GivenStates, task: _Task, pieces: Sequence[Mapping[str, Tensor]], run: RunRecord) -> ProbeFit:
-    sizes = {"rows": states.rows, "groups": len(set(task.groups))}
-    groups = [one if isinstance(one, str | int) else str(one) for one in task.groups]
-    measured, predictions = [], []
-    for layer, piece in zip(states.layers, pieces, strict=True):
-        measured.append({"layer": layer} | sizes | _numbers(piece, task))
-        about = {"layer": layer, "row": np.arange(states.rows), "group": groups, "label": task.labels}
-        predictions.append(pd.DataFrame(about | {name: piece[name].numpy() for name in ("fold", "logit", "C")}))
-    return ProbeFit(
-        table=pd.DataFrame(measured),
-        predictions=pd.concat(predictions, ignore_index=True),
-        weight=torch.stack([piece["weight"] for piece in pieces]),
-        bias=torch.stack([piece["bias"] for piece in pieces]),
-        site=states.site,
-        run=run,
-    )
