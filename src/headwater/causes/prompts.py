@@ -141,9 +141,6 @@ def relation_prompts(
             candidate with the largest logit difference of target and foil on the first half.
         pairs: largest number of pairs in the second half; the first half has at most eight.
         seed: seed of the halves, the pairs and the examples.
-
-    Raises:
-        InputError: too few of the relation's words are one token for this model, or the template cannot be used.
     """
     pairs = checked_count("pairs", pairs, least=FEWEST_PAIRS)
     given = load_relations(relation)

@@ -169,11 +169,7 @@ class Evidence(Result):
         return bool(self.can["can"].iloc[0])
 
     def way(self, name: str) -> dict[str, Any]:
-        """Return the row of `ways` with the given name.
-
-        Raises:
-            InputError: the way is unknown, or the model cannot do the relation.
-        """
+        """Return the row of `ways` with the given name."""
         checked_name("name", name, WAYS)
         if not self.is_measured:
             raise InputError(self.verdict)

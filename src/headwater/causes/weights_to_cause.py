@@ -101,10 +101,7 @@ def evidence(
         out: a folder for the result. It stores finished relations, so that an interrupted call can be resumed.
 
     Raises:
-        InputError: the relation is unknown, too few of its words are one token for this model, or an option cannot be
-            used.
         ModelError: the model's weights cannot be read.
-        RunFolderError: `out` contains another run.
     """
     if template != "auto":
         checked_templates(template)

@@ -76,9 +76,6 @@ class Circuit(Shown):
                 `headwater.models.part_names`, as "9.9 -> 10.7.q"; "head 9 -> mlp" names all edges from any head of
                 layer 9 to any MLP. An empty list is the empty circuit; its complement, `~`, has all edges.
             model: the model, or its graph.
-
-        Raises:
-            InputError: a name is not the name of an edge.
         """
         graph = graph_of(model)
         if isinstance(edges, str):
@@ -106,11 +103,7 @@ class Circuit(Shown):
         return self._kept(on_a_path(self.graph, self.edges))
 
     def overlap(self, other: Circuit) -> float:
-        """Return the fraction of this circuit's edges that another circuit also has; 1 if this circuit is empty.
-
-        Raises:
-            InputError: `other` is not a circuit, or is a circuit of another graph.
-        """
+        """Return the fraction of this circuit's edges that another circuit also has; 1 if this circuit is empty."""
         return float(np.isin(self.edges, self._same(other).edges).mean()) if len(self.edges) else 1.0
 
     def placebos(self, n: int = 30, seed: int = 0) -> list[Circuit]:
@@ -134,11 +127,7 @@ class Circuit(Shown):
         return drawn
 
     def save(self, path: str | Path) -> Path:
-        """Write the edges into one parquet file, with the graph and the prompts on which they were chosen.
-
-        Raises:
-            RunFolderError: the file cannot be written.
-        """
+        """Write the edges into one parquet file, with the graph and the prompts on which they were chosen."""
         file, graph = checked_path("path", path), self.graph
         about = {"graph": graph.sizes, "seen": self.seen, "model": self.model, SEAL: self._hash()}
         table = pa.Table.from_pandas(self.table, preserve_index=False)
@@ -149,11 +138,7 @@ class Circuit(Shown):
 
     @classmethod
     def load(cls, path: str | Path) -> Circuit:
-        """Read a circuit that `save` wrote.
-
-        Raises:
-            RunFolderError: the file is not a saved circuit, or is damaged.
-        """
+        """Read a circuit that `save` wrote."""
         file = checked_path("path", path)
         try:
             table = pq.read_table(file)
@@ -207,20 +192,13 @@ class Circuit(Shown):
         Returns:
             A `Claim`, as `Sweep.claim` returns it. The effect is the metric of the circuit alone minus the metric of
             the empty circuit.
-
-        Raises:
-            InputError: an option or prompt cannot be used.
         """
         run = {"metric": metric, "placebos": placebos, "seed": seed, "batch_size": batch_size, "progress": progress}
         judged = {"margin": margin, "seed": seed}
         return CLAIMS["alone"](self, model, clean, corrupted, other=other, run=run, claim=judged)
 
     def strongest(self, n: int) -> Circuit:
-        """Return the circuit of the n edges with the largest absolute effects; edges without an effect come last.
-
-        Raises:
-            InputError: the circuit has fewer edges.
-        """
+        """Return the circuit of the n edges with the largest absolute effects; edges without an effect come last."""
         most = strength_order(self.effects)[: checked_count("n", n, most=len(self))]
         return self._kept(np.isin(np.arange(len(self)), most))
 
@@ -231,9 +209,6 @@ class Circuit(Shown):
             what: `n`, the largest number of edges of the slider (at most 200 by default); `edges`, a result of
                 `hw.edges`, for the interval and placebo of each effect, and `metric`, which of its metrics; `runs`, a
                 result of `hw.run_circuits`, for the faithfulness of `circuit.strongest(n)` alone, at several sizes.
-
-        Raises:
-            InputError: the circuit is empty, an option is unknown, or `edges` or `runs` are about other edges.
         """
         return super().view(**what)
 

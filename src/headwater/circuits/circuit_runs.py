@@ -124,9 +124,6 @@ class CircuitRuns(Result):
         Returns:
             A `Claim`, as `Sweep.claim` returns it: `held_out` is over the prompts on which the circuit was not chosen,
             NaN if those on which it was chosen are unknown.
-
-        Raises:
-            InputError: the circuit or metric is unknown, or there are neither placebos nor a margin.
         """
         table, name = self.table, _chosen(self.table, "circuit", circuit)
         # Indices of the run's prompts on which this circuit was chosen; None if these prompts are unknown.
@@ -205,7 +202,6 @@ def run_circuits(
         out: a folder: finished pairs are saved as they complete, and an interrupted run resumes where it stopped.
 
     Raises:
-        InputError: an option, prompt or circuit cannot be used; pairs that do not align are shown side by side.
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
 

@@ -148,9 +148,6 @@ def circuit_curve(
         progress: show a progress bar.
         out: a folder; an interrupted run resumes where it stopped.
 
-    Raises:
-        InputError: an option or prompt cannot be used, or the edges are of another model or not all of its edges.
-
     Warns:
         UserWarning: held-out prompts are among those on which the edges were chosen, or have no gap.
     """
@@ -261,9 +258,6 @@ def completeness(
         (the metric of each without these edges), `incompleteness`, `part` (its fraction of the gap between the clean
         run and the empty circuit), `placebo` (the mean of random circuits), `placebo_low` (their 5 % quantile),
         `p_value` (the rank of the circuit: small where random circuits are less complete).
-
-    Raises:
-        InputError: an option, prompt or circuit cannot be used, or the circuit has no edges.
     """
     generator, removed, placebos = _draws(circuit, sets, placebos, seed)
     full = ~circuit_from_edges(circuit.graph, [])
@@ -321,9 +315,6 @@ def minimality(
         without the edge minus the metric with it, in the set where its size is largest), `set` (index of that set),
         `placebo` (the mean size of random edges), `placebo_high` (their 95 % quantile), `p_value` (the rank of the edge
         among them), `needed` (whether its size exceeds `placebo_high`, or 0 if there are no random edges).
-
-    Raises:
-        InputError: an option, prompt or circuit cannot be used, or the circuit has no edges.
     """
     generator, removed, placebos = _draws(circuit, sets, placebos, seed)
     graph, strata = circuit.graph, circuit.graph.stratum

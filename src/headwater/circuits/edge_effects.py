@@ -116,8 +116,6 @@ def edges(
         out: a folder: finished layers are saved as they complete, and an interrupted run resumes where it stopped.
 
     Raises:
-        InputError: an option or prompt cannot be used, or it would not fit in memory; pairs that do not align are
-            shown side by side.
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """

@@ -92,10 +92,6 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
         circuit: the circuit; effects become scores, 0 if unknown.
         path: a `.json` or `.pt` file.
         d_model: the width of the model, which these files record.
-
-    Raises:
-        InputError: the path has another suffix.
-        RunFolderError: the file cannot be written.
     """
     file, graph = _checked_file(path), circuit.graph
     cfg = {"n_layers": graph.n_layers, "n_heads": graph.n_heads, "parallel_attn_mlp": graph.parallel}

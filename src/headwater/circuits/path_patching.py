@@ -120,9 +120,6 @@ class PathEffects(Result):
         """Return the n paths with the largest absolute mean effect on a metric (default: the first), the largest first.
 
         A row per path: the columns that name it, and the means of `effect` and `normalized_effect` over examples.
-
-        Raises:
-            InputError: the metric is unknown.
         """
         n, means = checked_count("n", n), self._means(self._metric(metric)).reset_index()
         order = np.argsort(-means["effect"].abs().to_numpy(), kind="stable")[:n]
@@ -167,9 +164,6 @@ class PathEffects(Result):
         """Return the mean effects over examples, receivers as rows and senders as columns; NaN without a path.
 
         Positions or roles that were patched separately are summed.
-
-        Raises:
-            InputError: the metric is unknown.
         """
         rows = self.table[self.table["metric"] == self._metric(metric)]
         by_example = rows.groupby(["example", "receiver", "sender"], sort=False)["effect"].sum()
@@ -252,7 +246,6 @@ def path_patch(
         The effects: a row for each example, metric, and sender and receiver that a path connects.
 
     Raises:
-        InputError: an option or prompt cannot be used, or no sender comes before a receiver.
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """

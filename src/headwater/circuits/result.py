@@ -111,9 +111,6 @@ class EdgeEffects(Result):
         metric, effect, estimate, normalized_effect, clean, corrupted, floor`. With roles, `role` replaces `position`.
         `receiver_head` counts key-value heads for k and v; numbers that do not apply are `<NA>`. `normalized_effect` is
         the effect relative to the gap between the two runs, and `floor` the rounding error of the metric.
-
-        Raises:
-            InputError: the table would not fit in memory.
         """
         numbers = ~(self.effects.isnan() & self.estimates.isnan())
         example, cell, m = (column.numpy() for column in numbers.flatten(1, 2).nonzero().T)
@@ -131,9 +128,6 @@ class EdgeEffects(Result):
 
         A row per edge, the largest first: the columns of the table that name it, `edge` (its name), and the means of
         `effect` and `estimate` over examples.
-
-        Raises:
-            InputError: the metric is unknown.
         """
         m, cells = self._metric(metric), checked_count("n", n)
         order = self._ranked(m)[:cells]
@@ -195,9 +189,6 @@ class EdgeEffects(Result):
         Returns:
             The circuit. It stores the prompts on which it was chosen, so that a claim can tell them from held-out
             prompts. Edges that a screened run did not recompute are ranked by their estimates.
-
-        Raises:
-            InputError: there are fewer edges, or the effects are for single positions or through MLPs.
         """
         m = self._metric(metric)
         if self.by_position or {"positions", "through"} & set(self.run.options):
@@ -222,9 +213,6 @@ class EdgeEffects(Result):
 
         A row per metric and kind of receiver, and one for all: `metric, receiver, edges, pearson, spearman,
         sign_agreement` (where the exact effect exceeds 1 % of the largest), `top_overlap` (of the 50 largest).
-
-        Raises:
-            InputError: the edges or metrics of the two differ.
         """
         if not exact.is_exact:
             raise InputError(f"exact= has only estimates ({exact.method}): give a result of method='exact'.")
@@ -251,9 +239,6 @@ class EdgeEffects(Result):
 
         A row per metric: `metric, examples, overlap` (mean over splits of the overlap of the n largest edges of two
         halves), `low, high` (2.5th and 97.5th percentile of the overlap over splits), `spearman` (of sizes).
-
-        Raises:
-            InputError: there are fewer than two examples.
         """
         splits, n, values = checked_repeats("splits", splits), checked_count("n", n), self._values
         if len(values) < 2:
@@ -285,9 +270,6 @@ class EdgeEffects(Result):
         """Return the mean over examples by receiver and sender; NaN without an edge or a number.
 
         Separate positions are summed.
-
-        Raises:
-            InputError: the metric is unknown.
         """
         means = self._means[self._measured][:, self._metric(metric)].reshape(-1, len(self.chosen))
         summed = np.where(np.isnan(means).all(0), np.nan, np.nansum(means, 0))

@@ -302,7 +302,6 @@ def find_circuit(
         out: a folder; an interrupted search resumes where it stopped.
 
     Raises:
-        InputError: an option or prompt cannot be used, or there are several metrics.
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """

@@ -34,9 +34,6 @@ def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
     Args:
         path: the file.
         what: what each row of it is, for messages: "questions".
-
-    Raises:
-        InputError: the file does not exist, is of another kind, or has an unreadable row, whose number is reported.
     """
     check_readable(path, what)
     if path.suffix not in SUFFIXES:

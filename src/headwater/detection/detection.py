@@ -89,9 +89,6 @@ class Detection(HasDatasets, Result):
 
         Args:
             dataset: the question set; optional if there is only one.
-
-        Raises:
-            InputError: the set is unknown, or there are several and none was chosen.
         """
         names = self.datasets
         name = checked_name("dataset", names[0] if dataset is None and len(names) == 1 else dataset, names)
@@ -163,10 +160,6 @@ def detect(
         batch_size: answers in one run.
         progress: show a bar.
         out: a folder to write to; an interrupted run goes on where it stopped.
-
-    Raises:
-        InputError: an option cannot be used, another model answered, or no set has enough right and wrong answers.
-        RunFolderError: `out` holds another run.
 
     Example:
         >>> import headwater as hw

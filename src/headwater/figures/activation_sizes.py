@@ -49,10 +49,6 @@ def plot_cache(
         heads: at most 48 pairs (layer, head), or names such as "9.2", a panel each. Default: all heads kept, or if
             there are many, the mean of each layer.
         example: the text whose patterns are drawn.
-
-    Raises:
-        InputError: a head is not in the cache, too many are chosen, or there is no such text; or `ax` was passed for
-            several heads.
     """
     chosen = None if heads is None else _chosen(cache, heads)
     example = checked_count("example", example, least=0, most=len(cache.texts) - 1)

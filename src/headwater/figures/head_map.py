@@ -93,9 +93,6 @@ def head_maps(
         ax: axes for a single map, with its legend below; default: a new figure.
         title: above all maps, replaces the figure's title; for a single map on `ax`, replaces its title.
         figsize: width and height of a new figure, in inches.
-
-    Raises:
-        InputError: there are no maps, an argument is not a map, or `ax` was passed for several maps.
     """
     maps = list(maps) if isinstance(maps, Sequence) else []
     if not maps or not all(hasattr(head_map, "categories") for head_map in maps):

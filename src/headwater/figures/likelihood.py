@@ -78,9 +78,6 @@ def depth_profiles(
         ax: axes for the boxes of a single profile, without the densities; default: a new figure.
         title: above all panels; for boxes on `ax`, replaces the model's name.
         figsize: width and height of a new figure, in inches.
-
-    Raises:
-        InputError: there are no profiles; an unknown style; or `ax` was passed for several.
     """
     size, as_published = st.checked_place(ax, len(profiles), figsize), style == "published"
     if not profiles:
@@ -229,9 +226,6 @@ def layer_curves(
         ax: axes to draw on; default: a new figure.
         title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
-
-    Raises:
-        InputError: the score is unknown.
     """
     size = st.checked_place(ax, 1, figsize)
     score = checked_name("score", score or profile.main, list(profile.by_layer["score"].unique()))

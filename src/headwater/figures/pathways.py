@@ -80,9 +80,6 @@ def delta_p(
         ax: axes for a single model, with the legend below; default: a new figure.
         title: above all panels; for a single panel, replaces its title.
         figsize: width and height of a new figure, in inches.
-
-    Raises:
-        InputError: there is nothing to draw, an option has an unknown value, or `ax` was passed for several models.
     """
     shown, as_published = list(pathways), style == "published"
     size = st.checked_place(ax, len(shown), figsize)
@@ -273,9 +270,6 @@ def flip_rates(
         ax: axes for a single question set; default: a new figure.
         title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
-
-    Raises:
-        InputError: `ax` was passed for several question sets.
     """
     table = pathways.controls[pathways.controls["group"] == ALL]
 
@@ -308,9 +302,6 @@ def controls(
         ax: axes for a single question set; default: a new figure.
         title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
-
-    Raises:
-        InputError: `ax` was passed for several question sets.
     """
     table = pathways.controls_at_best
     shown = [name for name in LOOKS if (table["intervention"] == name).any()]
@@ -418,9 +409,6 @@ def logit_changes(
         ax: axes for a single question set; default: a new figure.
         title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
-
-    Raises:
-        InputError: `ax` was passed for several question sets.
     """
 
     def draw(panel: Axes, name: str) -> None:

@@ -77,10 +77,6 @@ def saliency(
         ax: axes for a single model; default: a new figure with a panel for every two question sets.
         title: above all panels; for a single panel, replaces its title.
         figsize: width and height of a new figure, in inches.
-
-    Raises:
-        InputError: there are no results, or a set has no density (fewer than two examples, or all of one value); the
-            set is unknown, some runs have sums over pairs and others means, or `ax` was passed for several panels.
     """
     listed = list(results)
     if not listed:

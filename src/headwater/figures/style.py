@@ -473,10 +473,6 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[s
 
     Returns:
         The written files.
-
-    Raises:
-        InputError: the argument is not a figure, a path or a supported format.
-        RunFolderError: the folder cannot be created.
     """
     figure = figure_of(plot)
     path = checked_path("stem", stem)

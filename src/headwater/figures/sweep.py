@@ -80,9 +80,6 @@ def plot_sweep(
         **fixed: `layer=`, `position=`, `role=`, `head=`, `kv_head=`, `key=` or `key_role=`: draw only this one (needed
             if there are three axes; roles have a panel each).
 
-    Raises:
-        InputError: the name is unknown, or a figure cannot show this much.
-
     Warns:
         UserWarning: see `Sweep.summary`.
     """
@@ -346,9 +343,6 @@ def dose_response(
         ax: axes to draw on; default: a new figure.
         title: replaces the figure's title.
         figsize: width and height of a new figure, in inches.
-
-    Raises:
-        InputError: there are no sweeps, they have several sites or metrics, or run over more than layers.
     """
     size = st.checked_place(ax, 1, figsize)
     if not isinstance(sweeps, Mapping) or not sweeps:

@@ -130,8 +130,6 @@ def ablate_heads(
 
     Raises:
         ModelError: the map is of another model.
-        InputError: the relation is not in the map, no head implements it, or an option does not exist.
-        RunFolderError: `out` holds another run.
 
     Warns:
         UserWarning: the model without ablation answers no item correctly.

@@ -163,10 +163,7 @@ def attention_behaviour(
         out: a folder for the result; a repeated call resumes an interrupted run.
 
     Raises:
-        InputError: the model cannot be run, texts or an option cannot be used, the vocabulary or the context is too
-            small to repeat a sequence, or a text is too long for the context or for memory.
         ModelError: with `copying`, the model has no factors of single heads.
-        RunFolderError: `out` holds another run.
     """
     sequences = checked_count("sequences", sequences, most=patterns.MOST_SEQUENCES)
     length = checked_count("length", length, least=2)

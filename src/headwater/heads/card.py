@@ -184,9 +184,6 @@ def salient_operations(
         A row per head, source, sign and place: `layer, head`, `rank` of the source (from 1), `sigma` (the norm of the
         head's output over the norm of its input), `source, source_id`, `sign` ("writes", "suppresses"), `place` (from
         1), `target, target_id`, `logit`.
-
-    Raises:
-        InputError: a head or the embedding does not exist, or less than one token is requested.
     """
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)
     places = [head_named(name, None, weights.shape) for name in heads]

@@ -272,10 +272,6 @@ def claim(
 
     Returns:
         A `Claim`, as returned by `Sweep.claim`.
-
-    Raises:
-        InputError: the heads do not exist, the model has too few other heads, there are several metrics, or another
-            option cannot be used.
     """
     pairs = parts_of_kind("heads", heads, model.shape)
     # Called only for its checks: a head named twice, or in a layer without heads.

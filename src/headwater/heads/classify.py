@@ -94,8 +94,6 @@ def classify_heads(
 
     Raises:
         ModelError: the model cannot be read, or its weights are NaN or infinite.
-        InputError: a relation file is wrong, no relation keeps 30 pairs, or an option does not exist.
-        RunFolderError: `out` holds another run.
     """
     k, threshold = scoring.checked_scoring(k, threshold)
     loaded = load_relations(relations)
@@ -150,7 +148,6 @@ def head_margins(
 
     Raises:
         ModelError: the model cannot be read.
-        InputError: no relation keeps 30 pairs, or an option does not exist.
     """
     weights = weights_of(model, device)
     *_, usable = scoring.scored_relations(load_relations(relations), weights, 1)

@@ -167,10 +167,7 @@ def compare_heads(
         out: a folder for the result. It keeps finished layers, so that a repeated call resumes an interrupted one.
 
     Raises:
-        InputError: there are fewer than two models, they differ in shape or share a name, no relation keeps 30 pairs
-            for all of them, or an option does not exist.
         ModelError: a model cannot be read.
-        RunFolderError: `out` holds another run.
     """
     k, threshold = scoring.checked_scoring(k, threshold)
     compared = {name: weights_of(model, device) for name, model in _named(models).items()}

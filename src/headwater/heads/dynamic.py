@@ -118,8 +118,6 @@ def dynamic_scores(
 
     Raises:
         ModelError: the map is of another model.
-        InputError: a relation of the map is not among `relations`, or a template cannot be used.
-        RunFolderError: `out` holds another run.
     """
     templates = checked_templates(templates)
     known = relations_of(model, head_map, relations)

@@ -101,7 +101,6 @@ class HeadMap(Result):
 
         Raises:
             ModelError: the map is of another model.
-            InputError: an option does not exist, or `relations` are not those of the map.
         """
         tables = {scoring.AS_MAPPED: self.table}
         if model is None:
@@ -226,7 +225,6 @@ class HeadMap(Result):
 
         Raises:
             ModelError: the map is of another model, or the model cannot be run.
-            InputError: a relation of the map is not among `relations`, or an option cannot be used.
         """
         multi_token = self.run.options["multi_token"]
         tokens_and_k = relations_of(model, self, relations, multi_token, some=True)
@@ -271,7 +269,6 @@ class HeadMap(Result):
 
         Raises:
             ModelError: the model cannot be opened by its name, or it or the behaviour is of another model.
-            InputError: the head does not exist, or the behaviour is another object.
         """
         layer, head = head_named(layer, head, self._sizes)
         sources, targets = checked_count("sources", sources, least=0), checked_count("targets", targets)
@@ -311,7 +308,6 @@ class HeadMap(Result):
 
         Raises:
             ModelError: the model cannot be opened by its name, or is another model.
-            InputError: the head or the embedding does not exist.
         """
         several = head is None and isinstance(layer, list | pd.DataFrame)
         heads: Any = parts_of_kind("heads", layer, self._sizes) if several else [head_named(layer, head, self._sizes)]

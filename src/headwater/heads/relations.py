@@ -46,11 +46,7 @@ Pair = tuple[str, tuple[str, ...]]
 @checked_calls
 @dataclass(frozen=True, repr=False)
 class Relation:
-    """Pairs of a source word and its accepted targets, one target or several: `("France", "Paris")`.
-
-    Raises:
-        InputError: the name is not a text, the category does not exist, or a pair does not consist of words.
-    """
+    """Pairs of a source word and its accepted targets, one target or several: `("France", "Paris")`."""
 
     name: str
     category: str | None
@@ -123,9 +119,6 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
             or TSV file with columns source and target; the name of a relation in headwater's suite; a relation object;
             a data frame with these columns, or a list of pairs, which is then named "own"; a mapping {name: list of
             pairs, or data frame}; or several of these. None is the whole suite.
-
-    Raises:
-        InputError: no relation, a name that occurs twice, or a wrong format; the message names the file and the pair.
     """
     if relations is None:
         return _suite_relations()

@@ -137,7 +137,6 @@ def composition_scores(
         device: the device to read the weights to.
 
     Raises:
-        InputError: the kind does not exist.
         ModelError: the model cannot be read, or has no factors of single heads.
     """
     wanted = [checked_name("kinds", kind, READERS) for kind in one_or_several(kinds)]
@@ -304,7 +303,6 @@ def singular_vectors(
         device: the device to read the weights to.
 
     Raises:
-        InputError: the head, circuit or embedding does not exist.
         ModelError: the model cannot be read, or has no factors of single heads.
     """
     checked_name("circuit", circuit, tuple(CIRCUITS))

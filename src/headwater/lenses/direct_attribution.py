@@ -158,7 +158,6 @@ def direct_logit_attribution(
         out: a folder for the result. An interrupted run resumes if it is called again with the same folder.
 
     Raises:
-        InputError: a prompt, token, position or option cannot be used.
         ModelError: the model's logits are computed by more than its final norm, unembedding and soft cap.
         NumericsError: the contributions do not sum to the logit difference.
     """

@@ -149,7 +149,6 @@ def lens(
         out: a folder for the result. An interrupted run resumes if it is called again with the same folder.
 
     Raises:
-        InputError: a prompt, lens, layer, position, answer or option cannot be used.
         ModelError: the last layer's logits are not the model's own output.
     """
     n_layers = model.shape.n_layers
@@ -283,9 +282,6 @@ def load_tuned_lens(folder: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
 
     Returns:
         (A, b) in float32 by layer, as `lens=` takes them. A lens of L blocks has those of layers 0 to L - 2.
-
-    Raises:
-        InputError: the folder has no tuned lens, or a damaged one.
     """
     path = checked_path("lens", folder)
     try:

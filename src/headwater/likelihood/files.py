@@ -137,11 +137,6 @@ def score_file(
         batch_size: texts in one forward pass.
         progress: show a progress bar.
         out: a folder for the result; a repeated call resumes an interrupted run.
-
-    Raises:
-        InputError: the file does not exist, is empty or has no such column, an option cannot be used, or a text does
-            not fit in the context after the prefix, or is longer than the context when its gradient is computed.
-        RunFolderError: `out` holds another run.
     """
     path = checked_path("file", file)
     check_readable(path, "texts")

@@ -91,10 +91,6 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
             graph of the embedded model's world.
         predictions: for a folder, the file with a model's answers, judged or not, as a path or as a name in the folder.
             Default: the one file that has answers to the questions alone ("zero-shot"), if there is one.
-
-    Raises:
-        InputError: a file is missing or not in this format, or an edge does not join neighbouring depths of one
-            graph, or edges form a cycle; the message names the node, the file and the line.
     """
     path = world_folder() / "depth_graph.json" if source is None else checked_path("source", source)
     if not path.exists():

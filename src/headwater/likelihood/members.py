@@ -134,9 +134,6 @@ def membership(
         baseline: add the bag-of-words baseline. It is NaN if a class has a single text.
         resamples: number of bootstrap draws, at most a million.
         seed: seed of the bootstrap and of the baseline's folds.
-
-    Raises:
-        InputError: labels are missing or invalid, there are no members or no non-members, or no stratum has both.
     """
     if isinstance(scores, TextStatistics):
         scores = memorization_scores(scores)
@@ -252,9 +249,6 @@ def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
     Returns:
         A row per text: `text`, `member` (bool), and the file's other columns. The world's texts have `kind` ("member",
         "other wording", "held out", "note"), `form`, `relation`, `depth` and `times`, how often the corpus has it.
-
-    Raises:
-        InputError: the file is missing or cannot be read, or a row has no text or no label of 1 or 0.
     """
     path = world_folder() / "texts.jsonl" if source is None else checked_path("source", source)
     check_readable(path, "texts")

@@ -181,10 +181,6 @@ def memorization(
         batch_size: texts in one forward pass.
         progress: show progress bars.
         out: a folder for the result; a repeated call resumes an interrupted run.
-
-    Raises:
-        InputError: an option cannot be used, or there is nothing to score.
-        RunFolderError: `out` holds another run.
     """
     wording = ContextWording(model, context, prompt, predecessors, predecessor_prompt)
     source, scored_by = plan_of(graph, answers, judge, span, alone=predecessors == NONE)

@@ -150,9 +150,6 @@ def memorization_scores(
         gradient_norms: gradient norms of the same texts under the same model (`likelihood.files`), for `grad_norm`.
         minimum_variance: lower bound of the σ² in `min_k++` and `gap_k`, in nats². Where the model is certain, σ² is
             near 0 and this choice determines the score: `texts` counts such tokens (`clamped`).
-
-    Raises:
-        InputError: a share or the variance is out of range, or the other statistics are not of the same texts.
     """
     if (repeated := stats.texts["text"].duplicated()).any():
         number = stats.texts["text"][repeated].iloc[0]

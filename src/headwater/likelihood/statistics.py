@@ -164,10 +164,6 @@ def token_statistics(
         batch_size: windows in one forward pass. Results do not depend on it.
         progress: show a progress bar.
         out: a folder for the result; a repeated call resumes an interrupted run.
-
-    Raises:
-        InputError: a text, span, layer, lens or option cannot be used; the message says which.
-        RunFolderError: `out` holds another run.
     """
     refuse_what_has_no_order(texts)
     texts = [texts] if isinstance(texts, str) else checked_several("texts", texts, "a text, or a list of texts")

@@ -381,11 +381,7 @@ class Cache(TokenizedTexts, Result):
         return short + [each.hook_name(layer) for each in kept if not each.is_read for layer in each.places]
 
     def axes(self, site: str) -> tuple[str, ...]:
-        """Return the names of the axes of `cache[site, layer]`; in `rows`, `token` replaces batch and position.
-
-        Raises:
-            InputError: no activation of that name is kept.
-        """
+        """Return the names of the axes of `cache[site, layer]`; in `rows`, `token` replaces batch and position."""
         kept, _ = self._named(site)
         return ("batch", *("query" if axis == "position" and kept.has_keys else axis for axis in kept.axes))
 
@@ -426,9 +422,6 @@ class Cache(TokenizedTexts, Result):
         Args:
             site: a short name of a site, or a hook's name.
             layer: negative numbers count from the last; not needed if only one layer is kept.
-
-        Raises:
-            InputError: no activation of that name and layer is kept, or it has keys and the texts differ in length.
         """
         activation, place = self._find((site, layer))
         self._refuse_other_keys(activation)
@@ -436,11 +429,7 @@ class Cache(TokenizedTexts, Result):
         return torch.cat([text.movedim(-2, 0) if activation.has_keys else text for text in texts])
 
     def example(self, site: str, layer: int | None, example: int) -> Tensor:
-        """Return an activation of one text: `position ...`, or `head position key` with the keys of that text alone.
-
-        Raises:
-            InputError: no activation of that name and layer is kept, or there is no such text.
-        """
+        """Return an activation of one text: `position ...`, or `head position key` with the keys of that text alone."""
         activation, place = self._find((site, layer))
         example = checked_count("example", example, least=0, most=len(self.counts) - 1)
         part = self.activations[self._part_of[example]]
@@ -476,22 +465,14 @@ class Cache(TokenizedTexts, Result):
 
     @cached_property
     def residual(self) -> ResidualCache:
-        """Activations at `site`, padded: `layer batch position d_model`, zero where `mask` is False.
-
-        Raises:
-            InputError: no site with one vector per token is kept.
-        """
+        """Activations at `site`, padded: `layer batch position d_model`, zero where `mask` is False."""
         if self.site is None:
             raise InputError(f"This cache keeps {self._site_names} and no residual stream: ask for sites='resid_post'.")
         return self._padded(self.kept[self.site])
 
     @cached_property
     def attention(self) -> AttentionCache:
-        """Attention patterns, padded: `layer batch head query key`, zero where the query or key is padding.
-
-        Raises:
-            InputError: attention patterns are not kept.
-        """
+        """Attention patterns, padded: `layer batch head query key`, zero where the query or key is padding."""
         if "pattern" not in self.kept:
             raise InputError(f"This cache keeps {self._site_names} and no attention: ask for sites='pattern'.")
         return self._padded(self.kept["pattern"])
@@ -501,9 +482,6 @@ class Cache(TokenizedTexts, Result):
 
         A row per layer, head, role and attended role: `layer, head, role, to, attention`. `attention` is the attention
         of a token of `role` to all tokens of `to` together, as a mean over the tokens of `role` in all texts.
-
-        Raises:
-            InputError: patterns are not kept, or positions were not requested by role.
         """
         pattern, mask = self.attention, self.mask
         if "role" not in self.table:
@@ -659,9 +637,5 @@ def _layers(layers: tuple[int, ...]) -> str:
 
 @checked_call
 def load_cache(folder: str | Path) -> Cache:
-    """Load a cache written by `save` or `model.cache(..., out=folder)`; the numbers stay in its files.
-
-    Raises:
-        RunFolderError: the folder contains no finished cache.
-    """
+    """Load a cache written by `save` or `model.cache(..., out=folder)`; the numbers stay in its files."""
     return Cache.load(folder)

@@ -88,10 +88,6 @@ def cache(
 
     Returns:
         A cache, in float32 (or the model's dtype if wider); in files with `out`.
-
-    Raises:
-        InputError: an option names something that this model does not have, or the cache would not fit.
-        RunFolderError: `out` holds another run, or cannot be written; finished parts there are kept.
     """
     device = usable_device(device)
     if out is not None and device.type != "cpu":

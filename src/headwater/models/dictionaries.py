@@ -114,11 +114,7 @@ class Features(Site):
         return f"Features({many}features of {self.at}, layer {self.layer}{among})"
 
     def only(self, features: Iterable[int] | int) -> Features:
-        """Return the same dictionary, with sweeps and ablations restricted to these features.
-
-        Raises:
-            InputError: the features are not whole numbers from 0 up, there are none, or one is repeated or unknown.
-        """
+        """Return the same dictionary, with sweeps and ablations restricted to these features."""
         try:
             chosen = whole_numbers(features)
         except TypeError:
@@ -157,11 +153,7 @@ class Features(Site):
         return digest([*parts, self.standardize, dataclasses.astuple(self.origin), sorted(self.special)])
 
     def encode(self, activation: Tensor) -> Tensor:
-        """Return the features, `... feature`, of activations `... (head) width`.
-
-        Raises:
-            InputError: the dictionary fails, or returns NaN or infinity.
-        """
+        """Return the features, `... feature`, of activations `... (head) width`."""
         rows, lead = self._rows(activation)
         return self._coded("encode", self._standardized(rows)[0]).view(*lead, -1)
 
@@ -171,9 +163,6 @@ class Features(Site):
         Args:
             features: features of this dictionary.
             activation: the activations they came from; required if the dictionary standardizes its input.
-
-        Raises:
-            InputError: `activation` is required and missing.
         """
         if activation is None and (self.standardize is not None or self.origin.centred):
             raise InputError(
@@ -248,11 +237,7 @@ class Features(Site):
         return SITES[self.at].lacks(model, layer, edited)
 
     def fitted(self, model: Model) -> Features:
-        """Return it as a site of a model, after checking that its place exists and has the dictionary's width.
-
-        Raises:
-            InputError: a check fails, or the dictionary fails on numbers, mixes rows, or returns NaN.
-        """
+        """Return it as a site of a model, after checking that its place exists and has the dictionary's width."""
         layer = checked_layer(f"layer of {self.name}", self.layer, model.shape.n_layers)
         row = SITES[self.at]
         if reason := row.absent(model.shape) or row.lacks(model, layer):
@@ -504,9 +489,6 @@ def load_sae(folder: str | Path, *, keep_error: bool = True, name: str | None = 
 
     Returns:
         Its features as a site, see `hw.features`.
-
-    Raises:
-        InputError: a file is missing or damaged, the architecture or place is unknown, or weights do not fit.
     """
     path = checked_path("folder", folder)
     try:

@@ -135,7 +135,6 @@ def generate(
         end token or stop string that ended the text (if any); its `run` is the record of the run, hooks included.
 
     Raises:
-        InputError: an option is invalid or contradicts another, or prompts and new tokens are too long.
         InterventionError: see `HookedModel.run`.
         NumericsError: see `HookedModel.run`.
     """
@@ -255,9 +254,6 @@ def generate_tokens(
         choose: chooses the next tokens.
         stopped_after: called at every step with the number of each prompt and its new tokens so far; returns whether
             they end there. If memory runs out, the batch is split in halves, which start anew.
-
-    Raises:
-        InputError: a prompt and its new tokens exceed the model's context, or hooks cannot be used.
     """
     max_new_tokens = checked_count("max_new_tokens", max_new_tokens)
     can_generate = getattr(getattr(model.raw, "original_model", None), "can_generate", None)

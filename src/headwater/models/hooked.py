@@ -106,9 +106,6 @@ class HookedModel(TransformerLensNames):
         A chat is a list of messages, `{"role": "user", "content": ...}`. The tokenizer's chat template turns it into a
         text that ends where the answer begins, or, if the assistant's message is last, where that message continues.
         `model.bos` is prepended to texts, once; token ids are unchanged.
-
-        Raises:
-            InputError: see `headwater.models.tokens.make_batch`.
         """
         batch = make_batch(
             inputs,
@@ -125,11 +122,7 @@ class HookedModel(TransformerLensNames):
         return batch
 
     def token_strings(self, tokens: Sequence[int]) -> tuple[str, ...]:
-        """Return the text of each token.
-
-        Raises:
-            InputError: these are not token ids of the model.
-        """
+        """Return the text of each token."""
         try:
             ids = whole_numbers(tokens)
         except TypeError:
@@ -169,7 +162,6 @@ class HookedModel(TransformerLensNames):
             stream `[batch, position, d_model]`.
 
         Raises:
-            InputError: the inputs or positions are invalid.
             InterventionError: a hook names no activation, or never fired.
             ModelError: the model takes no keys and values of earlier tokens, or one of its attentions ran without them.
             NumericsError: the model computed NaN or infinity.
@@ -230,7 +222,6 @@ class HookedModel(TransformerLensNames):
         """Attach hooks for the duration of the context; no other thread can run the model meanwhile.
 
         Raises:
-            InputError: a hook is not a pair of a name and a function of (activation, hook).
             InterventionError: a hook names no activation, or one that differs from what `shape` says; or the model ran
                 in the context and a hook did not fire, returned something that cannot replace the activation, modified
                 it in place without returning it, or its edit was discarded (attention patterns of GPT-J, GPT-Neo and

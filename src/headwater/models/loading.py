@@ -98,7 +98,6 @@ def load(
 
     Raises:
         ModelError: the model cannot be found or read, its parts do not fit together, or its weights are quantized.
-        InputError: `what` cannot be loaded, carries adapters, or does not fit into memory.
     """
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)

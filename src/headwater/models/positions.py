@@ -152,9 +152,6 @@ def occurrence(word: str, n: int) -> Occurrence:
     Args:
         word: the word, with its leading space; searched for in the same way as a word in `positions=`.
         n: number of the occurrence, from 1; -1 is the last.
-
-    Raises:
-        InputError: the word is not a text, or n is not a whole number other than 0.
     """
     try:
         which = whole_number(n)

@@ -177,11 +177,7 @@ class Site:
         return model.misfits.get(place) or (model.read_only.get(place) if edited else None)
 
     def among(self, layers: Iterable[int], model: Model, edited: bool = False) -> tuple[int, ...]:
-        """Return those of some layers that have it, or in which it can be `edited`; a warning names the others.
-
-        Raises:
-            InputError: no layer qualifies.
-        """
+        """Return those of some layers that have it, or in which it can be `edited`; a warning names the others."""
         layers = tuple(layers)
         lacking = {layer: reason for layer in layers if (reason := self.lacks(model, layer, edited))}
         if lacking and len(lacking) == len(layers):
@@ -192,11 +188,7 @@ class Site:
         return tuple(layer for layer in layers if layer not in lacking)
 
     def fitted(self, model: Model) -> Site:
-        """Return the site for a model.
-
-        Raises:
-            InputError: no layer of the model has the site with the expected shape.
-        """
+        """Return the site for a model."""
         if reason := self.absent(model.shape):
             raise InputError(f"{self.name} was requested, but {reason}")
         lacking = [self.lacks(model, layer) for layer in self.layers(model.shape)]
@@ -249,11 +241,7 @@ SITES = Sites("site")
 
 @checked_call
 def register_site(site: Site) -> Site:
-    """Register a site under its name. Models loaded afterwards are checked to have it with these axes.
-
-    Raises:
-        InputError: the name is taken, an axis is not in `AXES`, or the hook has no `{layer}` placeholder.
-    """
+    """Register a site under its name. Models loaded afterwards are checked to have it with these axes."""
     if unknown := [axis for axis in site.axes if axis not in AXES]:
         raise InputError(f"The site {site.name} has an axis {unknown[0]!r}.{did_you_mean(unknown[0], AXES)}")
     if site.axes[:1] != ("position",) and site.axes != ("head", "position", "key"):

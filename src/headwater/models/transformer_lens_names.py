@@ -130,7 +130,6 @@ class TransformerLensNames(Model):
             bwd_hooks: not supported; `model.run(..., grad=True)` records gradients.
 
         Raises:
-            InputError: an argument is invalid.
             InterventionError: a hook names no activation, or never fired.
         """
         if one_or_several(bwd_hooks):
@@ -172,7 +171,6 @@ class TransformerLensNames(Model):
             `cache["blocks.0.attn.hook_pattern"]`. Its methods take parameters from `model.raw`.
 
         Raises:
-            InputError: an argument is invalid.
             InterventionError: a name belongs to no activation, or its hook never fired.
         """
         from transformer_lens import ActivationCache
@@ -208,9 +206,6 @@ class TransformerLensNames(Model):
             input: the text or texts.
             prepend_bos: whether each begins with the BOS token; by default they begin with `model.bos`.
             truncate: cut texts that exceed the model's context length.
-
-        Raises:
-            InputError: there is no tokenizer, or it has no BOS token.
         """
         if self.tokenizer is None:
             raise InputError(f"{self.name} has no tokenizer: pass tokenizer= to hw.load.")
@@ -222,11 +217,7 @@ class TransformerLensNames(Model):
         return Batch.of([row[: self.shape.n_ctx] if truncate else row for row in rows], pad_id(self.tokenizer)).tokens
 
     def to_string(self, tokens: Any) -> str | list[str]:
-        """Return the text of token ids; a list for several rows.
-
-        Raises:
-            InputError: they are not token ids of this model, or there is no tokenizer.
-        """
+        """Return the text of token ids; a list for several rows."""
         if self.tokenizer is None:
             raise InputError(f"{self.name} has no tokenizer: pass tokenizer= to hw.load.")
         rows = one_or_several(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
@@ -236,11 +227,7 @@ class TransformerLensNames(Model):
         return str(self.tokenizer.decode(rows, clean_up_tokenization_spaces=False))
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> list[str] | list[list[str]]:
-        """Return the text of each token of a text or of token ids; a list of lists for several texts.
-
-        Raises:
-            InputError: see `to_tokens` and `to_string`.
-        """
+        """Return the text of each token of a text or of token ids; a list of lists for several texts."""
         if isinstance(input, str):
             return list(self.token_strings(self.to_tokens(input, prepend_bos, truncate=False)[0].tolist()))
         if not isinstance(input, Tensor) and not is_one(input) and any(isinstance(one, str) for one in input):
@@ -251,11 +238,7 @@ class TransformerLensNames(Model):
         return list(self.token_strings(rows))
 
     def to_single_token(self, text: str) -> int:
-        """Return the id of a text that is a single token.
-
-        Raises:
-            InputError: the text is several tokens, or none.
-        """
+        """Return the id of a text that is a single token."""
         tokens = self.to_tokens(text, prepend_bos=False)[0].tolist()
         if len(tokens) != 1:
             pieces = " + ".join(repr(piece) for piece in self.token_strings(tokens))
@@ -263,11 +246,7 @@ class TransformerLensNames(Model):
         return int(tokens[0])
 
     def to_single_str_token(self, token: int) -> str:
-        """Return the text of one token id.
-
-        Raises:
-            InputError: it is not a token id of this model.
-        """
+        """Return the text of one token id."""
         try:
             return self.token_strings([whole_number(token)])[0]
         except TypeError:

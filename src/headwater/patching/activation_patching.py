@@ -168,7 +168,6 @@ def patch(
         out: a folder: finished cells are saved every few seconds, and an interrupted sweep resumes after these.
 
     Raises:
-        InputError: an option or prompt cannot be used; pairs that do not align are shown side by side.
         InterventionError: an edit did not take effect.
     """
     if method == "attribution" and engine != "auto":

@@ -49,20 +49,13 @@ def add(direction: TensorLike) -> ReplacementSpec:
         direction: a tensor, a numpy array or a list of numbers: one for all rows, `d`; for sites with heads one for
             each head, `head d_head`; or one for each prompt, or each token of each prompt, with further leading axes
             (see `hw.patch`).
-
-    Raises:
-        InputError: the direction does not consist of finite numbers.
     """
     return ReplacementSpec("add", {"direction": checked_tensor("direction", direction)})
 
 
 @checked_call
 def scale(factor: SupportsFloat) -> ReplacementSpec:
-    """Values: the current activation, times a factor; `hw.scale(0)` is `"zero"`, `hw.scale(1)` the control.
-
-    Raises:
-        InputError: the factor is not a finite number.
-    """
+    """Values: the current activation, times a factor; `hw.scale(0)` is `"zero"`, `hw.scale(1)` the control."""
     return ReplacementSpec("scale", {"factor": _number("factor", factor)})
 
 
@@ -87,9 +80,6 @@ def noise(
         absolute: `std` is in the activation's own units.
         positions: as `corrupted=`, the tokens whose embeddings are corrupted: a word, a span, a list with one of
             these per prompt (see `headwater.models.positions`), or the name of a role of the sweep's `positions=`.
-
-    Raises:
-        InputError: an argument cannot be used.
     """
     std = _number("std", std)
     if std < 0:

@@ -349,9 +349,6 @@ def ablate(
 
     Returns:
         A sweep whose table has a row per example, set and metric; `set` is the set's name, or its members in words.
-
-    Raises:
-        InputError: a component does not exist or is named twice, a set is empty, or another option cannot be used.
     """
     metrics = as_metrics(metric)
     refuse_columns_as_answers(prompts, metrics)

@@ -70,11 +70,7 @@ class Edges:
     def matrix(
         self, prompt: Prompt, example: int = 0, n_examples: int = 1, *, ahead: bool = False
     ) -> Bool[Tensor, "query key"]:
-        """Return True at each severed edge of a prompt; with non-causal attention (`ahead`) also to later keys.
-
-        Raises:
-            InputError: no query comes at or after a key.
-        """
+        """Return True at each severed edge of a prompt; with non-causal attention (`ahead`) also to later keys."""
         keys = torch.zeros(len(prompt), dtype=torch.bool)
         keys[list(positions_of(self.key, prompt, example, n_examples))] = True
         queries = ~keys
@@ -139,7 +135,6 @@ def knockout(
         out: a folder for finished cells, see `hw.patch`.
 
     Raises:
-        InputError: an option or position cannot be used.
         InterventionError: a query is left without any key (`mask`), or no layer can see the edges.
     """
     layers = _layers_with_attention(layers, model)
@@ -269,10 +264,6 @@ def knocked_out_states(
 
     Returns:
         By site, the states before and after, `layer example d_model` in float32 on the CPU.
-
-    Raises:
-        InputError: a site is not a state of the residual stream, the model does not have it, or `block` names several
-            sets of edges.
     """
     shape, names = model.shape, [site.name for site in sites_named(sites, model)]
     layers = _layers_with_attention(layers, model)

@@ -452,9 +452,6 @@ def resample(prompts: Prompts, seed: int | None = None, *, positions: Where | No
         seed: of the draw; default: the seed of the call.
         positions: the positions of the roles in these prompts, by the same names; default: the positions specified for
             the prompts that are edited, such as `"last"` or a function.
-
-    Raises:
-        InputError: the seed is invalid.
     """
     given = {"prompts": prompts} | ({} if seed is None else {"seed": seed})
     return ReplacementSpec("resample", given if positions is None else given | {"positions": positions})

@@ -269,11 +269,7 @@ def refuse_other_run(
 
 
 class CellEffects:
-    """The cells of a sweep's table, identified by some of its columns, as a matrix of the effects on one metric.
-
-    Raises:
-        InputError: the metric is unknown, or there are several and none was chosen.
-    """
+    """The cells of a sweep's table, identified by some of its columns, as a matrix of the effects on one metric."""
 
     def __init__(self, table: pd.DataFrame, coordinates: Sequence[str], value: str, metric: str | None):
         metrics = table["metric"].unique().tolist()

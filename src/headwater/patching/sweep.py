@@ -278,9 +278,6 @@ class Sweep(Result):
             cells. With n prompts p is at least 2 / 2ⁿ: five prompts can give no p below 0.06. One example has neither
             interval nor p. `attrs["notes"]` keeps the warnings.
 
-        Raises:
-            InputError: the column or the normalization is unknown.
-
         Warns:
             UserWarning: prompts of different length share the cells of a position; or a mean of ratios contains pairs
                 whose gap is below a tenth of the median.
@@ -314,9 +311,6 @@ class Sweep(Result):
             A frame indexed by `rows` with a column for each of `columns`; NaN for missing cells.
             `attrs["examples"][column][row]` is the number of examples of each mean, `attrs["notes"]` the warnings; both
             are plain data, so that grids can be concatenated and written to files.
-
-        Raises:
-            InputError: the axis or value is unknown, or the sweep runs over another axis that is not fixed.
         """
         table = summaries.chosen_rows(self.table, fixed)
         measure = summaries.measure_of(table, value, normalize)
@@ -364,9 +358,6 @@ class Sweep(Result):
             A `Claim`: `table` is one row `effect, low, high, placebo, placebo_high, p_value, other_ablation,
             split_half, held_out, margin, holds`; `sentence` states it. The first lines of `headwater.stats.claims`
             define `holds`, and say when p is valid.
-
-        Raises:
-            InputError: the cells or metric are unknown, another sweep lacks them, or there is nothing to compare with.
         """
         sweeps = {"other": other, "held_out": held_out}
         others = {name: sweep for name, sweep in sweeps.items() if sweep is not None}
@@ -434,9 +425,6 @@ class Sweep(Result):
 
         Returns:
             A row per site and metric: `cells, pearson, spearman, sign_agreement`.
-
-        Raises:
-            InputError: the sweeps do not have the same cells.
         """
         summaries.refuse_other_run("exact", exact.run, self.run, "direction")
         # Neither the token's text nor the written values identify a cell: sweeps of other values are compared, too.

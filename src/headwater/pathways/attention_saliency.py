@@ -77,11 +77,7 @@ class Saliency(HasDatasets, Result):
     run: RunRecord
 
     def of(self, target: LossName | None = None) -> pd.DataFrame:
-        """Return the rows of one target, by default the one requested.
-
-        Raises:
-            InputError: the target is unknown.
-        """
+        """Return the rows of one target, by default the one requested."""
         return self.table[self.table["target"] == (target or self.target)]
 
     def summary(self) -> pd.DataFrame:
@@ -193,11 +189,6 @@ def saliency(
     Returns:
         The saliency of every row of `answered`, in float64. Memory: the residual stream and the keys and values of
         each layer, and the graphs of a few layers at a time.
-
-    Raises:
-        InputError: an option has an unknown value, the probe does not fit the model or was fitted on these same
-            answers, or another model gave the answers.
-        RunFolderError: `out` holds another run.
     """
     check_answered(model, answered)
     spec: dict[str, Any] = {

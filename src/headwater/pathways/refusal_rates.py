@@ -107,10 +107,6 @@ def refusals(
         batch_size: prompts in one run.
         progress: show a bar.
         out: a folder to write to; an interrupted run goes on where it stopped.
-
-    Raises:
-        InputError: the trace is of other answers, or an option cannot be used.
-        RunFolderError: `out` holds another run.
     """
     check_answered(model, answered)
     if pathways.run.options["answered"] != describe(answered):

@@ -112,11 +112,6 @@ def probe_map(
         batch_size: rows in one run of the model.
         progress: show a bar.
         out: a folder to write to; an interrupted run goes on where it stopped.
-
-    Raises:
-        InputError: an option has an unknown value, another model answered, or a question set has too few right or wrong
-            answers.
-        RunFolderError: `out` holds another run.
     """
     check_answered(model, answered)
     listed = checked_several("tokens", tokens, "a list of token names")

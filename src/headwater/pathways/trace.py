@@ -147,9 +147,6 @@ class Pathways(Result):
 
         Their `folds` are the probes that measured the half they were fitted on. For dataset "all", the probes are
         fitted on both halves, and each fold on one.
-
-        Raises:
-            InputError: there are no such probes.
         """
         checked_name("dataset", dataset, tuple(self.fits["dataset"].unique()))
         split = checked_count("split", split, least=0, most=1)
@@ -220,10 +217,6 @@ def trace_pathways(
         batch_size: rows in one run.
         progress: show bars.
         out: a folder to write to; an interrupted run goes on where it stopped.
-
-    Raises:
-        InputError: an option has an unknown value, or no question set has enough right and wrong answers.
-        RunFolderError: `out` holds another run.
 
     Example:
         >>> import headwater as hw

@@ -173,9 +173,6 @@ def fit_probes(
         folds: one of this many folds is held out to choose the layer, or each in turn if they are small.
         C: inverse strength of the L2 penalty on the standardized states.
         cross_fit: also fit on each half of the rows (`Probes.folds`), so that these rows can be evaluated.
-
-    Raises:
-        InputError: there are too few rows of one class to fit and to choose.
     """
     wrong = np.asarray(z, dtype=np.int64)
     splits = grouped_folds(wrong, groups, folds, seed)

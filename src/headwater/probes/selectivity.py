@@ -140,11 +140,7 @@ class ProbeFit(Result):
         return int(self.table["layer"].iloc[int(self.table["auc"].argmax())])
 
     def probe(self, layer: int | None = None) -> Probe:
-        """Return the probe of a layer (by default the best) fitted on all rows, for use on other rows.
-
-        Raises:
-            InputError: the layer has no probe.
-        """
+        """Return the probe of a layer (by default the best) fitted on all rows, for use on other rows."""
         # Not those of the table, whose rows may have been sorted or taken out.
         layers = list(self.run.options["layers"])
         wanted = self.best if layer is None else layer
@@ -233,9 +229,6 @@ def fit_probe(
         seed: seed of the folds, the control tasks and the bootstrap.
         progress: show a progress bar over layers.
         out: a folder for the result. An interrupted run resumes if it is called again with the same folder.
-
-    Raises:
-        InputError: states, labels, groups or options cannot be used, or a class has fewer groups than there are folds.
     """
     states = given_states(cache, site, layers)
     entries = checked_several("labels", labels, "a list with a label for each row")

@@ -76,11 +76,7 @@ class AnsweredQuestions(HasDatasets, Result):
         return self.table["z"].to_numpy(dtype=np.int64)
 
     def select(self, dataset: str) -> AnsweredQuestions:
-        """Return the answers to one question set.
-
-        Raises:
-            InputError: the set does not exist.
-        """
+        """Return the answers to one question set."""
         checked_name("dataset", dataset, self.datasets)
         return replace(self, table=self.table[self.table["dataset"] == dataset].reset_index(drop=True))
 
@@ -197,10 +193,6 @@ def answer(
             in the table. Later computations on the answers run without these hooks.
         progress: show a progress bar.
         out: a folder for the result; a repeated call resumes an interrupted run.
-
-    Raises:
-        InputError: an option, the extractor or the judge cannot be used, or no question is left.
-        RunFolderError: `out` holds another run.
     """
     if model.tokenizer is None or not getattr(model.tokenizer, "is_fast", False):
         raise InputError(

@@ -37,12 +37,7 @@ class NoReplyError(InputError):
 
 @dataclass(frozen=True)
 class ChatEndpoint:
-    """Address of a chat model, with timeout and retries.
-
-    Raises:
-        InputError: the address, the name of the model or a number cannot be used, or the environment variable is not
-            set.
-    """
+    """Address of a chat model, with timeout and retries."""
 
     url: str
     """Base address of the API, such as "http://localhost:8000/v1"."""

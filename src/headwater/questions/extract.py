@@ -143,9 +143,6 @@ def agreement(
         `subject`, `property` (exactly the same characters), `found` (any word of either), `overlap` (mean share of
         marked characters that were found), `named` (mean share of found characters that are marked); `answer` (exactly
         the same characters), `answer_overlap`, `answer_named`; `no_reply`.
-
-    Raises:
-        InputError: no question marks its words, or the extractor cannot be used.
     """
     table = questions.table
     named = table[(table["subject"].map(len) > 0) | (table["property"].map(len) > 0)]

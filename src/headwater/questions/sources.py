@@ -121,10 +121,6 @@ def load_questions(
         format: "popqa", "triviaqa", "hotpotqa", "nq_open" or "table"; default: detected from the first row.
         sample: number of questions to draw from each set, without replacement; default: all.
         seed: seed of the draw.
-
-    Raises:
-        InputError: the file or format does not exist, or a row cannot be used; the message names the file, the row and
-            the column.
     """
     if isinstance(source, list | tuple) and source:
         return Questions.joined(load_questions(one, format=format, sample=sample, seed=seed) for one in source)

@@ -141,9 +141,6 @@ def reproduce_maps(
         device: device of a model that is loaded here; see `hw.load`.
         progress: show progress bars.
         out: a folder for the result. Repeating an interrupted call resumes from it.
-
-    Raises:
-        InputError: the published model is unknown or has another shape, or the datasets cannot be read.
     """
     relations = load_relations(datasets)
     runs = correlations or ablations or multi_token

@@ -160,9 +160,6 @@ def reproduce_membership(
         batch_size: texts in one run.
         progress: show progress bars.
         out: a folder for the result. Repeating an interrupted call resumes from it.
-
-    Raises:
-        InputError: the published model is unknown or has another shape, or the texts cannot be used.
     """
     checked_name("benchmark", benchmark, BENCHMARKS)
     files = [texts] if isinstance(texts, str | Path) else list(texts)

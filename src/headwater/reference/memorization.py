@@ -70,9 +70,6 @@ def reproduce_memorization(
         batch_size: texts in one run.
         progress: show progress bars.
         out: a folder for the result. Repeating an interrupted call resumes from it.
-
-    Raises:
-        InputError: the published model is unknown or has another shape, or nothing can be scored.
     """
     model = hooked_of(model)
     reference = published_numbers("memorization")

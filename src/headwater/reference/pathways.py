@@ -104,9 +104,6 @@ def reproduce_pathways(
         progress: show progress bars, and report each part when it is done.
         out: a folder for the result, with a folder for each part (`PARTS`). Repeating an interrupted call resumes from
             it.
-
-    Raises:
-        InputError: the published model is unknown or has another shape, or the questions cannot be used.
     """
     unknown = [name for name in methods if name not in METHODS]
     if unknown:

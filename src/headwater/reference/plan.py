@@ -50,9 +50,6 @@ def reproduction_plan(runs: str | Path = RUNS) -> tuple[PlanLine, ...]:
 
     Args:
         runs: the folder into which the commands write.
-
-    Raises:
-        InputError: `runs` is not a path.
     """
     return tuple(_lines(checked_path("runs", runs)))
 

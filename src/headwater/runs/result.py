@@ -94,9 +94,6 @@ class Shown:
                 `site`, `metric`, `value`, `normalize`, and an index of an axis, such as `head=3`; `metric` for edges,
                 paths and circuits; `heads` and `example` for a cache; `example` for a lens; `on` for attention
                 behaviour; `kind` for composition; `split_by` and `value` for pathways.
-
-        Raises:
-            InputError: `DRAWINGS` has no figure for this class, or the figure has no such option.
         """
         if ax is not None and not hasattr(ax, "get_subplotspec"):
             raise InputError(
@@ -116,9 +113,6 @@ class Shown:
 
         Args:
             what: options of this class's view.
-
-        Raises:
-            InputError: the view has no such option, or refuses its value.
         """
         show = VIEWS.of_class(type(self))
         self._check_options("view", show, what)
@@ -140,12 +134,7 @@ class Shown:
                 raise InputError(f"The {name} of a {type(self).__name__} has no option {option}=: {offered}.{hint}")
 
     def save_html(self, path: str | Path, **what: Any) -> Path:
-        """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
-
-        Raises:
-            InputError: see `view`; or the path is not valid.
-            RunFolderError: the file cannot be written.
-        """
+        """Write the view into one file that can be sent and opened anywhere; see `view` for `what`."""
         return self.view(**what).save_html(path)
 
     if not TYPE_CHECKING:  # a type checker would accept every name as existing
@@ -232,11 +221,7 @@ class Result(Shown):
         return {"model": self.run.model, "summary": records_of(whole_summary(self)), "report": self.report()}
 
     def save(self, folder: str | Path) -> Path:
-        """Write the result into `folder`: a parquet file per table, `tensors.safetensors`, `run.json`.
-
-        Raises:
-            RunFolderError: the folder contains another run, or foreign files that would be overwritten.
-        """
+        """Write the result into `folder`: a parquet file per table, `tensors.safetensors`, `run.json`."""
         path = checked_path("folder", folder)
         if path.suffix in FILES:
             raise InputError(
@@ -250,11 +235,7 @@ class Result(Shown):
 
     @classmethod
     def load(cls: type[AnyResult], folder: str | Path) -> AnyResult:
-        """Read a result that `save` or a run with `out=` wrote.
-
-        Raises:
-            RunFolderError: the folder contains no finished run, or a result of another class.
-        """
+        """Read a result that `save` or a run with `out=` wrote."""
         return read_result(cls, checked_path("folder", folder))
 
     def digest(self) -> str:
@@ -496,11 +477,7 @@ class View:
     """A PNG of the figure, for notebooks that show no frames and documents that show no HTML."""
 
     def save_html(self, path: str | Path) -> Path:
-        """Write the page into a file; missing parent folders are created.
-
-        Raises:
-            InputError: the file's name is that of a picture or a PDF.
-        """
+        """Write the page into a file; missing parent folders are created."""
         file = checked_path("path", path)
         if file.suffix.lower() in NOT_HTML:
             raise InputError(

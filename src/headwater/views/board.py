@@ -70,9 +70,6 @@ def board(
         dataset: the prompts for `mean`; default: both prompts.
         sites: sites whose cells are shown, of the residual stream's width; default: resid_pre, attn_out and mlp_out.
         how: the initial kind of change: `denoise`, `noise`, `zero` or `mean`.
-
-    Raises:
-        InputError: a prompt, metric or site cannot be used; several pairs or metrics were given.
     """
     sides = read_prompt_pair(model, clean, corrupted, "denoise")
     if sides.corrupted is None or sides.corruption is not None or len(sides.clean) != 1:
@@ -150,9 +147,6 @@ class Board:
             site: site of a cell; default: the first site of the board.
             how: kind of change, see `hw.board`; it becomes the current kind.
             add: add the node to those of the last click, and change all of them together.
-
-        Raises:
-            InputError: the node does not exist.
         """
         default = EDGES if key is not None else HEADS if head is not None else self.sites[0]
         node = {"site": default if site is None else site, "layer": layer, "position": position}
@@ -161,11 +155,7 @@ class Board:
         return self.change([*before, *clicked], how)
 
     def change(self, nodes: Any, how: HowName | None = None) -> Patched:
-        """Change several nodes together; each is a mapping with those of `site, layer, position, head, key` it needs.
-
-        Raises:
-            InputError: a node does not exist, or occurs twice.
-        """
+        """Change several nodes together; each is a mapping with some of `site, layer, position, head, key`."""
         how = self.how if how is None else how
         bench = self.bench(how)
         read = read_nodes(self.model, nodes, bench.pair.prompts)
@@ -256,9 +246,6 @@ class Board:
 
         Args:
             hows: one or several of `denoise`, `noise`, `zero`, `mean`; default: the current kind of change.
-
-        Raises:
-            InputError: the kind of change is unknown, or the page would be too large.
         """
         wanted = one_or_several(self.how if hows is None else hows)
         chosen = [checked_name("hows", one, tuple(HOWS)) for one in wanted]
@@ -267,20 +254,11 @@ class Board:
         return board_page(self, chosen)
 
     def save_html(self, path: str | Path, hows: HowName | Sequence[HowName] | None = None) -> Path:
-        """Write `view` into one self-contained HTML file.
-
-        Raises:
-            InputError: see `view`; or the path is not valid.
-            RunFolderError: the file cannot be written.
-        """
+        """Write `view` into one self-contained HTML file."""
         return self.view(hows).save_html(path)
 
     def widget(self) -> Any:
-        """Return the board as a notebook widget whose clicks are computed by the kernel.
-
-        Raises:
-            InputError: `headwater[live]` is not installed.
-        """
+        """Return the board as a notebook widget whose clicks are computed by the kernel."""
         if not has_widgets():
             raise InputError(
                 'A live board needs anywidget: pip install "headwater[live]". Without it: click(), view().'

@@ -334,9 +334,6 @@ def task(
         held_out: use words that the corpus never uses in this task (for capitals, there are no such words).
         seed: seed of the draws.
         world: the folder of another trained world, or the words of its tasks; None for the embedded model's.
-
-    Raises:
-        InputError: the task is unknown or has fewer prompts, or the folder is not of a world.
     """
     name = checked_name("task", name, tuple(TASKS))
     count = checked_count("examples", examples)

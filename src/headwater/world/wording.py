@@ -82,9 +82,6 @@ def question_templates(relations: Sequence[str]) -> dict[str, str]:
 
     Args:
         relations: their names, such as `country_to_capital`.
-
-    Raises:
-        InputError: an entry is not a name.
     """
     names = checked_several("relations", relations, "a list of relation names")
     for name in names:
