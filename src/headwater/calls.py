@@ -93,7 +93,8 @@ def _checks_of(function: Callable[..., Any]) -> dict[str, Check]:
             check = partial(checked_kind, kind=classes[0])
         else:
             continue
-        checks[name] = partial(_unless_none, check) if NoneType in kinds else check
+        may_be_none = NoneType in kinds or parameter.default is None
+        checks[name] = partial(_unless_none, check) if may_be_none else check
     return checks
 
 
