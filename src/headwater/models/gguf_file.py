@@ -16,7 +16,6 @@ import hashlib
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,85 +55,65 @@ class Kind:
     Attributes:
         model_type: the config's model type.
         norm: the entry for the epsilon of its norms, and its name in the config.
-        entries: other entries read from the file, and their names in the config; "" if `finish` reads the entry.
+        entries: other entries read from the file, and their names in the config; "" if `_complete` reads the entry.
         partial: whether only a part of each head may be rotated.
-        finish: completes the config's entries.
     """
 
     model_type: str
     norm: tuple[str, str] = (RMS, "rms_norm_eps")
     entries: tuple[tuple[str, str], ...] = ()
     partial: bool = False
-    finish: Callable[[GGUFFile, dict[str, Any]], None] = lambda file, config: None
-
-
-def _llama(file: GGUFFile, config: dict[str, Any]) -> None:
-    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-
-
-def _gpt2(file: GGUFFile, config: dict[str, Any]) -> None:
-    config["n_inner"] = config.pop("intermediate_size")
-    for name in ("rope_parameters", "head_dim", "num_key_value_heads"):
-        del config[name]
-
-
-def _stablelm(file: GGUFFile, config: dict[str, Any]) -> None:
-    parallel = _entry(file, "use_parallel_residual", "blk.0.ffn_norm.weight" not in file.tensors)
-    config["use_parallel_residual"] = bool(parallel)
-    config["use_qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
-    del config["head_dim"]
-
-
-def _phi3(file: GGUFFile, config: dict[str, Any]) -> None:
-    config["sliding_window"] = config.get("sliding_window") or None
-    del config["head_dim"]
-
-
-def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
-    _scale(config, layers_of_27b=62)
-    near = {"rope_type": "default", "rope_theta": float(_entry(file, "rope.freq_base_swa", 10000.0))}
-    config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": near}
-    # The file of Gemma 3 270M contains neither this nor the base above; the defaults are transformers' own.
-    pattern = _entry(file, "attention.sliding_window_pattern", 6)
-    layers = range(config["num_hidden_layers"])
-    is_near = pattern if isinstance(pattern, list) else [layer % pattern < pattern - 1 for layer in layers]
-    config["layer_types"] = ["sliding_attention" if near_only else "full_attention" for near_only in is_near]
-
-
-def _scale(config: dict[str, Any], layers_of_27b: int) -> None:
-    """Set the scale of attention scores: 1/√d_head, except in 27B models (found by layer count, as in llama.cpp)."""
-    is_27b = config["num_hidden_layers"] == layers_of_27b
-    by_head = config["hidden_size"] // config["num_attention_heads"]
-    config["query_pre_attn_scalar"] = by_head if is_27b else config["head_dim"]
 
 
 WINDOW = ("attention.sliding_window", "sliding_window")
 SCORE_CAP = ("attn_logit_softcapping", "attn_logit_softcapping")
 LOGIT_CAP = ("final_logit_softcapping", "final_logit_softcapping")
+NEAR_AND_FAR = (("rope.freq_base_swa", ""), ("attention.sliding_window_pattern", ""))
 KINDS = {
-    "llama": Kind("llama", finish=_llama),
-    "qwen2": Kind("qwen2", finish=lambda file, config: config.pop("head_dim")),
+    "llama": Kind("llama"),
+    "qwen2": Kind("qwen2"),
     "qwen3": Kind("qwen3"),
     "gemma": Kind("gemma"),
-    "gemma2": Kind(
-        "gemma2", entries=(WINDOW, SCORE_CAP, LOGIT_CAP), finish=lambda file, config: _scale(config, layers_of_27b=46)
-    ),
-    "gemma3": Kind(
-        "gemma3_text",
-        entries=(WINDOW, LOGIT_CAP, ("rope.freq_base_swa", ""), ("attention.sliding_window_pattern", "")),
-        finish=_gemma3,
-    ),
-    "phi3": Kind("phi3", entries=(WINDOW,), partial=True, finish=_phi3),
-    "gpt2": Kind("gpt2", norm=(LAYER_NORM, "layer_norm_epsilon"), finish=_gpt2),
+    "gemma2": Kind("gemma2", entries=(WINDOW, SCORE_CAP, LOGIT_CAP)),
+    "gemma3": Kind("gemma3_text", entries=(WINDOW, LOGIT_CAP, *NEAR_AND_FAR)),
+    "phi3": Kind("phi3", entries=(WINDOW,), partial=True),
+    "gpt2": Kind("gpt2", norm=(LAYER_NORM, "layer_norm_epsilon")),
     "stablelm": Kind(
-        "stablelm",
-        norm=(LAYER_NORM, "layer_norm_eps"),
-        entries=(("use_parallel_residual", ""),),
-        partial=True,
-        finish=_stablelm,
+        "stablelm", norm=(LAYER_NORM, "layer_norm_eps"), entries=(("use_parallel_residual", ""),), partial=True
     ),
 }
 """Kinds by the architecture name in the file."""
+
+
+def _complete(file: GGUFFile, config: dict[str, Any]) -> None:
+    """Complete a config's entries with what only its architecture has."""
+    architecture, has_bias = file.architecture, "blk.0.attn_q.bias" in file.tensors
+    if architecture == "llama":
+        config["attention_bias"] = has_bias
+    elif architecture == "gpt2":
+        config["n_inner"] = config.pop("intermediate_size")
+        for name in ("rope_parameters", "num_key_value_heads"):
+            del config[name]
+    elif architecture == "stablelm":
+        parallel = _entry(file, "use_parallel_residual", "blk.0.ffn_norm.weight" not in file.tensors)
+        config |= {"use_parallel_residual": bool(parallel), "use_qkv_bias": has_bias}
+    elif architecture == "phi3":
+        config["sliding_window"] = config.get("sliding_window") or None
+    elif architecture in ("gemma2", "gemma3"):
+        # Scores are scaled by 1/√d_head, except in 27B models, which llama.cpp also finds by their number of layers.
+        is_27b = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[architecture]
+        by_head = config["hidden_size"] // config["num_attention_heads"]
+        config["query_pre_attn_scalar"] = by_head if is_27b else config["head_dim"]
+    if architecture == "gemma3":
+        near = {"rope_type": "default", "rope_theta": float(_entry(file, "rope.freq_base_swa", 10000.0))}
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": near}
+        # The file of Gemma 3 270M contains neither this nor the base above; the defaults are transformers' own.
+        pattern = _entry(file, "attention.sliding_window_pattern", 6)
+        layers = range(config["num_hidden_layers"])
+        is_near = pattern if isinstance(pattern, list) else [layer % pattern < pattern - 1 for layer in layers]
+        config["layer_types"] = ["sliding_attention" if near_only else "full_attention" for near_only in is_near]
+    if architecture in ("gpt2", "stablelm", "phi3", "qwen2"):
+        del config["head_dim"]
 
 
 def config_of(file: GGUFFile) -> Any:
@@ -187,7 +166,7 @@ def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
     ends = list(dict.fromkeys(special[name] for name in ("eos", "eot") if special[name] is not None))
     config |= {"bos_token_id": special["bos"], "pad_token_id": special["padding"]}
     config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
-    kind.finish(file, config)
+    _complete(file, config)
     return config
 
 
