@@ -12,7 +12,6 @@ node's neurons is refused.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -58,10 +57,7 @@ def read_graph_file(
         ]
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
-    except (
-        OSError, EOFError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RuntimeError,
-        MemoryError, pickle.UnpicklingError,
-    ) as error:  # fmt: skip
+    except Exception as error:  # a damaged pickle leads torch to errors of every kind
         raise InputError(f"{file} is not a graph that EAP-IG wrote ({first_line(error)[:200]}).") from None
     if sizes != (graph.n_layers, graph.n_heads, graph.parallel):
         shape = f"{sizes[0]} layers of {sizes[1]} heads{', parallel blocks' * sizes[2]}"

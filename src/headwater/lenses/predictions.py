@@ -32,7 +32,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.data.strict_json import parse_json
-from headwater.errors import InputError, callers_level, first_line
+from headwater.errors import InputError, callers_level
 from headwater.kernels.devices import failures_named, to_device
 from headwater.kernels.likelihood_blocked import layer_predictions
 from headwater.models.bridge_check import is_finite
@@ -284,18 +284,14 @@ def load_tuned_lens(folder: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
         (A, b) in float32 by layer, as `lens=` takes them. A lens of L blocks has those of layers 0 to L - 2.
     """
     path = checked_path("lens", folder)
-    try:
+    damage = f"{CONFIG} or {PARAMETERS} is missing or damaged, or lacks a layer"
+    with failures_named(f"lens={str(folder)!r} is neither 'logit' nor the folder of a tuned lens; {damage}"):
         config = parse_json((path / CONFIG).read_bytes())
         d_model, n_layers = int(config["d_model"]), int(config["num_hidden_layers"])
         state = torch.load(path / PARAMETERS, "cpu", weights_only=True)
         named = {name.removeprefix("layer_translators."): tensor for name, tensor in state.items()}
         A = {layer: named[f"{layer + 1}.weight"].float() for layer in range(n_layers - 1)}
         return {layer: (A[layer], named.get(f"{layer + 1}.bias", torch.zeros(d_model)).float()) for layer in A}
-    except Exception as error:  # a damaged pickle leads torch to errors of every kind
-        raise InputError(
-            f"lens={str(folder)!r} is neither 'logit' nor the folder of a tuned lens: {CONFIG} or {PARAMETERS} is "
-            f"missing or damaged, or lacks a layer ({first_line(error)[:120]})."
-        ) from None
 
 
 Lens: TypeAlias = str | Path | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]

@@ -118,10 +118,6 @@ def _complete(file: GGUFFile, config: dict[str, Any]) -> None:
 
 def config_of(file: GGUFFile) -> Any:
     """Return the transformers config of a GGUF file."""
-    if (parts := file.metadata.get("split.count", 0)) > 1:
-        raise ModelError(
-            f"{file.path} is one of {parts} parts; join them: llama-gguf-split --merge {file.path} WHOLE.gguf."
-        )
     if file.architecture not in KINDS:
         raise ModelError(
             f"{file.path} holds a model of architecture {file.architecture!r}; headwater reads GGUF files of "
@@ -151,8 +147,6 @@ def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
     config["intermediate_size"] = _entry(file, "feed_forward_length")
     config["num_key_value_heads"] = _entry(file, "attention.head_count_kv", heads)
     config["head_dim"] = d_head = _entry(file, "attention.key_length", config["hidden_size"] // heads)
-    if _entry(file, "attention.value_length", d_head) != d_head:
-        raise ModelError(f"{file.path} gives keys and values different lengths, which no family here has.")
     rotated = _entry(file, "rope.dimension_count", d_head)
     if rotated != d_head and not kind.partial:
         raise ModelError(f"{file.path} rotates {rotated} of the {d_head} dimensions of a head; {ORIGINAL}")
