@@ -13,7 +13,7 @@ from headwater.causes.naming import BASELINES, NAMED, WAYS, shuffled_p
 from headwater.errors import InputError
 from headwater.options import checked_name
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary, with_interval
+from headwater.runs.result import Result, interval_text, whole_summary
 from headwater.stats.claims import LARGEST_P
 from headwater.stats.resample import Bootstrap, interval
 from headwater.stats.significance import q_values
@@ -191,11 +191,12 @@ class Evidence(Result):
         """A sentence on whether the weights name the cause, and if not, why."""
         if not self.is_measured:
             return f"{self.relation} was not measured on {self.run.model}: {self.can['reason'].iloc[0]}."
-        ours, head = self.way(NAMED), _head(self.way(NAMED))
+        ours = self.way(NAMED)
+        share = f"head {_head(ours)} has {interval_text(ours, 'share')} of the largest effect"
         if bool(self.can["holds"].iloc[0]):
             return (
-                f"The weights name the cause: head {head} has {_share(ours)} of the largest effect, more than what any "
-                f"baseline names (p = {ours['p_value']:.3f} against shuffled targets)."
+                f"The weights name the cause: {share}, more than what any baseline names "
+                f"(p = {ours['p_value']:.3f} against shuffled targets)."
             )
         beaten = [row for row in self.ways.to_dict("records") if row["way"] in BASELINES]
         level = [f"{r['way']} ({r['share']:.2f})" for r in beaten if r["heads"] and not r["difference_low"] > 0]
@@ -204,10 +205,7 @@ class Evidence(Result):
             why.append("no relation of another family could be compared")
         if not ours["p_value"] <= LARGEST_P:
             why.append(f"shuffled targets do as well (p = {ours['p_value']:.2f})")
-        return (
-            f"It is not shown that the weights name the cause: head {head} has {_share(ours)} of the largest effect, "
-            f"but {', and '.join(why)}."
-        )
+        return f"It is not shown that the weights name the cause: {share}, but {', and '.join(why)}."
 
     def report(self) -> list[str]:
         """Return the results of weights, attention, patching, attribution and ablation for this relation's heads."""
@@ -235,7 +233,7 @@ class Evidence(Result):
             sentences.append(f"Largest direct effects on the logits (share of this change): {self._largest('direct')}.")
         for row in self.ways.dropna(subset=["share"]).to_dict("records"):
             head = f"head {_head(row)} has" if pd.notna(row["layer"]) else f"{row['heads']} heads have on average"
-            sentences.append(f"Chosen by {row['way']}: {head} {_share(row)} of the largest effect.")
+            sentences.append(f"Chosen by {row['way']}: {head} {interval_text(row, 'share')} of the largest effect.")
         if len(self.cost) and can["pairs"] > FEW:
             sentences.append(f"Direct effects, residual streams and ablations are means of the first {FEW} pairs.")
         for row in self.cost.to_dict("records"):
@@ -262,7 +260,3 @@ def _column(way: str) -> str:
 
 def _head(row: Mapping[Any, Any]) -> str:
     return f"{row['layer']}.{row['head']}"
-
-
-def _share(row: Mapping[Any, Any]) -> str:
-    return with_interval(row["share"], row["low"], row["high"])

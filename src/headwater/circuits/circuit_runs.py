@@ -34,7 +34,7 @@ from headwater.patching.summaries import refuse_other_run
 from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Claim, Result, plain_text, table_html, whole_summary, with_interval
+from headwater.runs.result import Claim, Result, interval_text, plain_text, table_html, whole_summary
 from headwater.stats.claims import ClaimEffects, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, interval
 
@@ -58,12 +58,8 @@ class CircuitRuns(Result):
     """A row per circuit and placebo: `circuit, placebo, overlap` (fraction of the circuit's edges in the placebo)."""
     members: pd.DataFrame
     """A row per edge of each circuit: `circuit, edge` (its index in the graph)."""
-    sizes: Sequence[int]
+    sizes: tuple[int, ...]
     """Number of layers, query heads and key-value heads, and 1 if blocks are parallel."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "sizes", tuple(self.sizes))
 
     @property
     def circuits(self) -> dict[str, Circuit]:
@@ -92,7 +88,7 @@ class CircuitRuns(Result):
         for row in whole_summary(self).head(8).to_dict("records"):
             sentence = (
                 f"{row['circuit']}, {row['edges']:,} edges ({row['edges_on_a_path']:,} on a path): faithfulness "
-                f"{with_interval(row['faithfulness'], row['low'], row['high'])} on {row['metric']}, over "
+                f"{interval_text(row, 'faithfulness')} on {row['metric']}, over "
                 f"{row['examples']} prompt{'s' * (row['examples'] != 1)}"
             )
             rank = f" (p = {row['p_value']:.2g})" if np.isfinite(row["p_value"]) else ""

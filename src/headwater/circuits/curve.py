@@ -42,7 +42,7 @@ from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html, with_interval
+from headwater.runs.result import Result, interval_text, table_html
 from headwater.stats.claims import PLACEBO_QUANTILE
 from headwater.stats.resample import interval
 
@@ -100,9 +100,7 @@ class CircuitCurve(Result):
         for metric, part in self.areas().groupby("metric", sort=False):
             found = []
             for row in part.to_dict("records"):
-                size = (
-                    with_interval(row["value"], row["low"], row["high"], ".3f") if np.isfinite(row["value"]) else "none"
-                )
+                size = interval_text(row, "value", ".3f") if np.isfinite(row["value"]) else "none"
                 chance = f" (random circuits: {row['placebo']:.3f})" if np.isfinite(row["placebo"]) else ""
                 found.append(f"{words[row['area']]} {size}{chance}")
             sentences.append(f"Edges ranked by {by}, faithfulness on {metric}: {'; '.join(found)}.".replace("_", " "))

@@ -47,7 +47,7 @@ from headwater.patching.summaries import edited_run, summarize
 from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html, whole_summary, with_interval
+from headwater.runs.result import Result, interval_text, table_html, whole_summary
 
 
 def path_ends(
@@ -152,7 +152,7 @@ class PathEffects(Result):
             where = f" at position {row['position']}" if "position" in rows else where
             sentences.append(
                 f"Of {len(means):,} paths, {row['sender']} -> {row['receiver']}{where} has the largest effect on "
-                f"{metric.replace('_', ' ')}: {with_interval(row['mean'], row['low'], row['high'])}, over {n} "
+                f"{metric.replace('_', ' ')}: {interval_text(row, 'mean')}, over {n} "
                 f"pair{'s' * (n != 1)}; {int((means > floor).sum()):,} exceed the rounding error ({floor:.1e})."
             )
         sentences += edited_run(self.run.options)

@@ -5,7 +5,6 @@ The numbers are stored in tensors, one column per edge; tables are computed on r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -25,7 +24,7 @@ from headwater.options import checked_count, checked_name, checked_repeats
 from headwater.patching.edits import Indices
 from headwater.patching.summaries import edited_run, refuse_other_run, summarize
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html, whole_summary, with_interval
+from headwater.runs.result import Result, interval_text, table_html, whole_summary
 from headwater.stats.claims import means_of
 from headwater.stats.discrimination import pearson, spearman
 from headwater.stats.significance import most_of_a_share, q_values, sign_flip_p_values
@@ -84,19 +83,14 @@ class EdgeEffects(Result):
     """Indices of these edges in `graph`, ascending."""
     sampled: Bool[Tensor, " edge"]
     """Which edges were recomputed because they were drawn at random, and not for their rank."""
-    metrics: Sequence[str]
+    metrics: tuple[str, ...]
     """The names of the metrics."""
-    sizes: Sequence[int]
+    sizes: tuple[int, ...]
     """Number of layers, query heads, key-value heads, and 1 if blocks are parallel."""
-    by_position: Sequence[int]
+    by_position: tuple[int, ...]
     """The positions at which outputs were replaced separately; empty if they were replaced together."""
-    roles: Sequence[str] = ()
+    roles: tuple[str, ...] = ()
     """The names of the roles, if outputs were replaced by role."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("metrics", "sizes", "by_position", "roles"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @cached_property
     def graph(self) -> Graph:
@@ -166,7 +160,7 @@ class EdgeEffects(Result):
             n, beyond = int(row["examples"]), int((np.abs(np.nan_to_num(means)) > floor).sum())
             sentence = (
                 f"Of {int((~np.isnan(means)).sum()):,} edges, {edge} has the largest {what} on {metric}: "
-                f"{with_interval(row['mean'], row['low'], row['high'])}, over {n} pair{'s' * (n != 1)}; "
+                f"{interval_text(row, 'mean')}, over {n} pair{'s' * (n != 1)}; "
                 f"{beyond:,} exceed the rounding error ({floor:.1e})."
             )
             sentences.append(sentence.replace("_", " "))
@@ -287,7 +281,7 @@ class EdgeEffects(Result):
         return table_html(self, self.top(8))
 
     def _metric(self, name: str | None) -> int:
-        return 0 if name is None else list(self.metrics).index(checked_name("metric", name, tuple(self.metrics)))
+        return 0 if name is None else self.metrics.index(checked_name("metric", name, self.metrics))
 
     def _flat(self, name: str) -> Numbers:
         """Return effects or estimates, `example cell metric`; a cell is an edge (at one position, if separate)."""

@@ -51,7 +51,7 @@ from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html, whole_summary, with_interval
+from headwater.runs.result import Result, interval_text, table_html, whole_summary
 
 DECISIONS = ("kept", "removed", "leads nowhere", "not tried", "left out")
 KEPT, REMOVED, NOWHERE, NOT_TRIED, LEFT_OUT = range(5)
@@ -172,14 +172,10 @@ class CircuitSearch(Result):
     """The remaining circuit and its placebos on each pair: the table of `hw.run_circuits`."""
     shapes: pd.DataFrame
     """A row per circuit and placebo: `circuit, placebo, overlap` (fraction of the circuit's edges in the placebo)."""
-    sizes: Sequence[int]
+    sizes: tuple[int, ...]
     """Number of layers, query heads, key-value heads, and 1 if blocks are parallel."""
     runs: int
     """Number of circuits that the search ran on each pair."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "sizes", tuple(self.sizes))
 
     @property
     def circuit(self) -> Circuit:
@@ -214,7 +210,7 @@ class CircuitSearch(Result):
         row, options = whole_summary(self).to_dict("records")[0], self.run.options
         metric, n = str(row["metric"]).replace("_", " "), len(self.table)
         change = "cost the answer" if options["by"] == "signed" else "made a difference of"
-        faithfulness = with_interval(row["faithfulness"], row["low"], row["high"])
+        faithfulness = interval_text(row, "faithfulness")
         sentences = []
         if row["not_tried"]:
             sentences.append(

@@ -52,7 +52,7 @@ from headwater.questions.states import ProbeSiteName, TokenName
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, with_interval
+from headwater.runs.result import Result, interval_text
 from headwater.stats.discrimination import against_chance, auc
 from headwater.stats.resample import Bootstrap, percentile_interval
 
@@ -241,8 +241,8 @@ def _span_note(answer_set: AnswerSet, scored: pd.DataFrame, questions: pd.Series
     if not (row["low"] > 0.5 and row["gain_high"] >= 0):
         return {}
     return {
-        "probe": f"the length and position of the exact answer alone give AUC {_auc(row)}: this is no evidence that "
-        "the states encode which answer is wrong"
+        "probe": f"the length and position of the exact answer alone give AUC {interval_text(row, 'auc', '.3f')}: this "
+        "is no evidence that the states encode which answer is wrong"
     }
 
 
@@ -287,36 +287,29 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     many = f"of {len(measured)} methods, " if len(measured) > 1 else ""
     sentences = [
         f"{dataset}: {best['wrong']:,.0f} of {best['answers']:,.0f} test answers are wrong; {many}"
-        f"{NAMES[best['method']]} has the highest AUC, {_auc(best)}{f', {chance}' if chance else ''}."
+        f"{NAMES[best['method']]} has the highest AUC, {interval_text(best, 'auc', '.3f')}"
+        f"{f', {chance}' if chance else ''}."
     ]
     rows: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
     # Only the first letter changes case, so that abbreviations at the start of a sentence stay in capitals.
     sentences += [
         f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(rows[name])} the single probe: AUC difference "
-        f"{_gain(rows[name])}."
+        f"{interval_text(rows[name], 'gain', '+.3f')}."
         for name in ("mop", "pr")
         if name in rows and np.isfinite(rows[name]["gain"])
     ]
     if "question" in rows and "probe" in rows:
         alone = rows["question"]
         sentences.append(
-            f"The baseline of relation and popularity has AUC {_auc(alone)} and {_verdict(alone)} the probe: AUC "
-            f"difference {_gain(alone)}."
+            f"The baseline of relation and popularity has AUC {interval_text(alone, 'auc', '.3f')} and "
+            f"{_verdict(alone)} the probe: AUC difference {interval_text(alone, 'gain', '+.3f')}."
         )
     notes = table[table["note"] != ""]
     sentences += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
     return " ".join(sentences)
 
 
-def _auc(row: Mapping[str, Any] | pd.Series) -> str:
-    return with_interval(row["auc"], row["low"], row["high"], ".3f")
-
-
 def _verdict(row: Mapping[str, Any]) -> str:
     if row["gain_low"] > 0:
         return "does better than"
     return "does worse than" if row["gain_high"] < 0 else "is indistinguishable from"
-
-
-def _gain(row: Mapping[str, Any]) -> str:
-    return with_interval(row["gain"], row["gain_low"], row["gain_high"], "+.3f")

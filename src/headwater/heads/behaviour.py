@@ -36,7 +36,7 @@ from headwater.options import checked_count, checked_number
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, each_row, whole_summary
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.stats.significance import chance_corrected, excess_p, q_values
 
@@ -89,11 +89,11 @@ class AttentionBehaviour(Result):
         """Report which behaviours the heads have, the strongest heads, and what could not be measured."""
         sentences = []
         for on, part in whole_summary(self).groupby("on", sort=False):
-            called, listed = [row for row in each_row(part) if row["heads"]], []
+            called, listed = [row for row in part.to_dict("records") if row["heads"]], []
             for row in called:
                 rows = self.table.query("called and on == @on and behaviour == @row['behaviour']")
                 rows = rows.sort_values("excess", ascending=False, kind="stable").head(MOST_NAMED)
-                heads = ", ".join(f"{one['layer']}.{one['head']}" for one in each_row(rows))
+                heads = ", ".join(f"{one['layer']}.{one['head']}" for one in rows.to_dict("records"))
                 more = f" and {row['heads'] - MOST_NAMED} more" if row["heads"] > MOST_NAMED else ""
                 # Resting heads are too many to name.
                 by_name = "" if row["behaviour"] == RESTING else f" ({heads}{more})"

@@ -24,7 +24,7 @@ from headwater.models.weights import WeightSource
 from headwater.options import checked_count, checked_name, one_or_several
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, each_row
+from headwater.runs.result import Result
 
 PIECE = 8192
 """Tokens of a vocabulary in memory at a time."""
@@ -91,7 +91,7 @@ class Composition(Result):
         """Report the strongest pair of each kind."""
         sentences = []
         for kind, part in self.table.groupby("kind", sort=False):
-            row = max(each_row(part), key=lambda one: one["z"])
+            row = max(part.to_dict("records"), key=lambda one: one["z"])
             above = float((part["z"] > 3).mean())
             sentences.append(
                 f"Through its {LONG[str(kind)]}, head {row['reader_layer']}.{row['reader_head']} reads head "

@@ -50,7 +50,7 @@ from headwater.patching.prompts import Prompts, read_prompts
 from headwater.patching.summaries import strongest_first, summarize
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary, with_interval
+from headwater.runs.result import Result, interval_text, whole_summary
 
 BY = {
     "head": ["component", "layer", "head"],
@@ -118,7 +118,7 @@ class DirectAttribution(Result):
             part, layer = PARTS[row["component"]], row["layer"]
             part += f" of layer {layer}" if pd.notna(layer) else ""
             part = f"Head {layer}.{row['head']}" if pd.notna(row["head"]) else part
-            size = with_interval(row["mean"], row["low"], row["high"])
+            size = interval_text(row, "mean")
             sentences.append(f"{part} contributes most to the {what} token: {size} logits.")
         if examples < 2:
             sentences.append("One prompt has no intervals, and other prompts may differ.")

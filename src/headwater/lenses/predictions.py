@@ -48,7 +48,7 @@ from headwater.patching.prompts import Prompts, read_prompts
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary, with_interval
+from headwater.runs.result import Result, interval_text, whole_summary
 from headwater.stats.resample import Bootstrap, interval
 
 
@@ -99,7 +99,7 @@ class LayerPredictions(Result):
             f"or more ({since['agrees']:.0%} at layer {since['layer']:.0f})."
         )
         first = layers.iloc[0]
-        far = with_interval(first["kl"], first["low"], first["high"])
+        far = interval_text(first, "kl")
         sentences.append(f"The KL divergence of layer {first['layer']:.0f} from the last layer is {far} nats.")
         row = layers.iloc[-1]
         if np.isfinite(row["first"]):

@@ -46,7 +46,7 @@ from headwater.options import (
     shown,
 )
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, each_row, whole_summary, with_interval
+from headwater.runs.result import Result, interval_text, whole_summary
 from headwater.stats.discrimination import BELOW, CHANCE, auc, true_positives
 from headwater.stats.resample import Bootstrap, interval
 
@@ -81,25 +81,23 @@ class Membership(Result):
 
     def report(self) -> list[str]:
         """Report the AUC of every score, and whether words alone, without the model, separate the texts as well."""
-        rows = each_row(whole_summary(self))
+        rows = whole_summary(self).to_dict("records")
         baseline = next((row for row in rows if row["score"] == BASELINE and math.isfinite(row["auc"])), None)
         sentences = [
-            f"The words alone, without the model, separate members from non-members with AUC {_auc(baseline)}."
-            if baseline
-            else "There is no baseline without the model: whether the words alone separate members as well is unknown."
+            "There is no baseline without the model: whether the words alone separate members as well is unknown."
         ]
+        if baseline:
+            known = interval_text(baseline, "auc", ".3f")
+            sentences = [f"The words alone, without the model, separate members from non-members with AUC {known}."]
         for row in rows:
             if row["score"] != BASELINE:
                 few = None if self.run.options.get("strata") else (int(row["members"]), int(row["nonmembers"]))
-                sentences.append(f"{column(row['score'], row['k'])}: AUC {_auc(row)}{_verdict(row, baseline, few)}.")
+                name, measured = column(row["score"], row["k"]), interval_text(row, "auc", ".3f")
+                sentences.append(f"{name}: AUC {measured}{_verdict(row, baseline, few)}.")
         return sentences
 
 
-def _auc(row: Mapping[str, Any]) -> str:
-    return with_interval(row["auc"], row["auc_low"], row["auc_high"], ".3f")
-
-
-def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None, few: tuple[int, int] | None) -> str:
+def _verdict(row: Mapping[Any, Any], baseline: Mapping[Any, Any] | None, few: tuple[int, int] | None) -> str:
     """Return the reason why an AUC is no evidence of memorization, or an empty text; `few` are the sizes of classes."""
     if not math.isfinite(row["auc"]):
         return ": no member and non-member with a score can be compared"

@@ -16,7 +16,7 @@ import pandas as pd
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from headwater.runs.result import each_row, with_interval
+from headwater.runs.result import interval_text, with_interval
 from headwater.stats.discrimination import spearman
 from headwater.stats.resample import Bootstrap, Interval, interval
 
@@ -120,7 +120,7 @@ def _answers(profile: Profiled) -> str:
             "There are no judge scores: accuracy, discrepancies and the score gap are not measured. Pass judge=, or "
             "data with scores."
         )
-    rows = each_row(profile.judged)
+    rows = profile.judged.to_dict("records")
     accuracy = ", ".join(f"{row['value']:.2f} at depth {row['depths']}" for row in rows if row["measure"] == "accuracy")
     whose = " They judge the answers in the data, whichever model wrote them." if scores == "data" else ""
     named = {
@@ -129,7 +129,7 @@ def _answers(profile: Profiled) -> str:
         "backward_first": "backward by the first successor alone, as in the released code",
     }
     overall = {row["measure"]: row for row in rows if row["depths"] == "all"}
-    listed = [f"{named[name]}: {_interval(row)} over {row['nodes']:,} questions" for name, row in overall.items()]
+    listed = [f"{named[name]}: {interval_text(row)} over {row['nodes']:,} questions" for name, row in overall.items()]
     return f"{cut}Scores (1 to 5) are {SCORED_BY[scores]}. Accuracy: {accuracy}.{whose} {'; '.join(listed)}."
 
 
@@ -140,16 +140,16 @@ def _gaps(profile: Profiled) -> str:
     difference = rows["quartile 75 - 25"]
     rank = _rows(profile, "spearman with gap", profile.main)[0]
     return (
-        f"The mean score gap of the deepest questions is {_interval(rows['quartile 25'])} in the lowest quartile of "
-        f"Min-K% and {_interval(rows['quartile 75'])} in the highest; the difference is "
-        f"{_interval(difference)}{_verdict(difference)}. Over all deepest questions, the rank correlation between "
-        f"likelihood and gap is {_interval(rank)}."
+        f"The mean score gap of the deepest questions is {interval_text(rows['quartile 25'])} in the lowest quartile "
+        f"of Min-K% and {interval_text(rows['quartile 75'])} in the highest; the difference is "
+        f"{interval_text(difference)}{_verdict(difference)}. Over all deepest questions, the rank correlation between "
+        f"likelihood and gap is {interval_text(rank)}."
     )
 
 
 def _popularity(profile: Profiled) -> str:
     rows = _rows(profile, f"spearman with {POPULARITY}", profile.main)
-    listed = ", ".join(f"{_interval(row)} at depth {row['depths']}" for row in rows if not math.isnan(row["value"]))
+    listed = ", ".join(f"{interval_text(row)} at depth {row['depths']}" for row in rows if not math.isnan(row["value"]))
     return (
         f"The frequency of each fact in the training data is known; its rank correlation with minus Min-K% (higher = "
         f"more likely seen) is {listed}."
@@ -158,30 +158,26 @@ def _popularity(profile: Profiled) -> str:
     )
 
 
-def _rows(profile: Profiled, measure: str, score: str, control: str | None = None) -> list[dict[str, Any]]:
+def _rows(profile: Profiled, measure: str, score: str, control: str | None = None) -> list[dict[Any, Any]]:
     table: pd.DataFrame = profile.comparisons
     found = table[(table["measure"] == measure) & (table["score"] == score)]
     found = found if control is None else found[found["control"] == control]
-    return each_row(found)
+    return found.to_dict("records")
 
 
-def _moves(row: dict[str, Any]) -> str:
+def _moves(row: dict[Any, Any]) -> str:
     """Return words for how the figure's Min-K%, which is minus the score, changes with depth."""
     if row["low"] > 0:
-        return f"falls by {_interval(row)}"
+        return f"falls by {interval_text(row)}"
     return f"{'rises by' if row['high'] < 0 else 'shows no clear change:'} {_number(row)}"
 
 
-def _number(row: dict[str, Any]) -> str:
+def _number(row: dict[Any, Any]) -> str:
     """Format a difference with the sign of the figure."""
     return with_interval(-row["value"], -row["high"], -row["low"])
 
 
-def _interval(row: dict[str, Any]) -> str:
-    return with_interval(row["value"], row["low"], row["high"])
-
-
-def _verdict(row: dict[str, Any]) -> str:
+def _verdict(row: dict[Any, Any]) -> str:
     return "" if row["low"] > 0 or row["high"] < 0 or math.isnan(row["low"]) else ", not clearly different from zero"
 
 

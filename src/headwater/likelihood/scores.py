@@ -23,7 +23,7 @@ from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.options import checked_number, checked_several, one_or_several, shown
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, each_row, whole_summary
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -96,7 +96,7 @@ def score_sentences(summary: pd.DataFrame) -> list[str]:
     sentences = [
         f"{column(row['score'], row.get('k', math.nan))}: median {row['median']:.4g}, half of the texts between "
         f"{row['lower_quartile']:.4g} and {row['upper_quartile']:.4g}."
-        for row in each_row(summary)
+        for row in summary.to_dict("records")
         if row["texts"]
     ]
     return [

@@ -26,7 +26,7 @@ from headwater.errors import InputError, did_you_mean
 from headwater.foreign_names import hint_for
 from headwater.options import checked_name, shown
 from headwater.runs.record import RunRecord
-from headwater.runs.result import with_interval
+from headwater.runs.result import interval_text
 from headwater.stats.resample import NOTHING_LEFT, Bootstrap, interval
 from headwater.stats.significance import q_values, sign_flip_p
 
@@ -77,10 +77,10 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str) -> pd.D
         present = ~np.isnan(effects)
         gaps = by_prompt["gap"].to_numpy()[present] if of_means else np.ones(int(present.sum()))
         effects = effects[present]
-        with_interval = interval(draws_of(len(effects)).ratio(effects, gaps))
+        estimate = interval(draws_of(len(effects)).ratio(effects, gaps))
         # With draws of one prompt the interval is over draws, but the count is still of prompts.
         counted = part.dropna(subset=["effect"])["example"].nunique() if "sample" in part else len(effects)
-        rows.append([*cell, counted, *with_interval, sign_flip_p(effects)])
+        rows.append([*cell, counted, *estimate, sign_flip_p(effects)])
     summary = pd.DataFrame(rows, columns=[*coordinates, "examples", "mean", "low", "high", "p_value"])
     # False discoveries are counted by metric: another metric of the same cells is not a further hypothesis.
     family = summary["metric"] if "metric" in summary else np.zeros(len(summary))
@@ -199,7 +199,7 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     examples, n_cells = int(best["examples"]), len(cells)
     of_pairs = value == "normalized_effect"
     unit = ("pair" if of_pairs else "prompt") + "s" * (examples != 1) + " of prompts" * of_pairs
-    size = with_interval(best["mean"], best["low"], best["high"])
+    size = interval_text(best, "mean")
     if site in ("ablation", "complement", "edges"):
         what = f"cutting edges{f' at {where}' * bool(where)}" if site == "edges" else f"ablating {best['set']}"
         changes = f"changes the {metric}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
@@ -253,14 +253,10 @@ class Sweep(Result):
     together, `from_layer` the layer that the values come from, `values` says over what a mean was taken, `sample` is
     the number of the draw."""
     run: RunRecord
-    tokens: Sequence[Sequence[str]] = ()
+    tokens: tuple[tuple[str, ...], ...] = ()
     """The tokens of each example's edited prompt."""
     engine: str = "wavefront"
     """The engine that ran it: `wavefront` (the walk down the layers), `whole runs` or `gradients`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "tokens", tuple(tuple(strings) for strings in self.tokens))
 
     def summary(self, *, value: MeasureName = "effect", normalize: NormalizeName | None = None) -> pd.DataFrame:
         """Summarize each cell over examples: mean, bootstrap interval, and sign-flip permutation p of a zero mean.

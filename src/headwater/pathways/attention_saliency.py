@@ -55,7 +55,7 @@ from headwater.questions.sources import HasDatasets
 from headwater.questions.states import PROBE_SITES, PROBE_TOKENS, probe_positions
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, frame_of, rounded, whole_summary
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.discrimination import CHANCE
 from headwater.stats.resample import DRAWS
 from headwater.stats.significance import critical_dip, dip, wilson_interval
@@ -92,11 +92,10 @@ class Saliency(HasDatasets, Result):
             row = {"dataset": dataset, "edges": edges, "target": target}
             row["examples"] = self.table.loc[self.table["dataset"] == dataset, "example"].nunique()
             row |= {f"median_{name}": values[measured["z"] == z].median() for z, name in enumerate(("right", "wrong"))}
-            row |= {"near_zero": rounded(near_zero(values).mean()), "several_peaks": None}
-            if len(values):
-                row["several_peaks"] = len(values) > 1 and dip(values.to_numpy()) > critical_dip(len(values))
+            several = len(values) > 1 and dip(values.to_numpy()) > critical_dip(len(values))
+            row |= {"near_zero": near_zero(values).mean(), "several_peaks": several if len(values) else np.nan}
             rows.append(row)
-        return frame_of(rows)
+        return pd.DataFrame(rows)
 
     def values_of(self, dataset: str, edges: str, target: str) -> tuple[pd.DataFrame, pd.Series]:
         """Return the rows of a set with a value for these edges and target, by example, and these values."""

@@ -17,7 +17,6 @@ examples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -37,7 +36,7 @@ from headwater.questions.labels import is_refusal
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, each_row, whole_summary, with_interval
+from headwater.runs.result import Result, interval_text, whole_summary
 from headwater.stats.resample import NOTHING, Bootstrap, interval
 
 ALLOWED = 'If you do not know the answer, say "I don\'t know".'
@@ -66,19 +65,19 @@ class Refusals(Result):
     def report(self) -> list[str]:
         """Return how often each mode is declined, and whether margin and accuracy explain the difference."""
         lines = [] if len(self.table) else ["No reply ended within max_new_tokens, so nothing can be compared."]
-        for row in each_row(whole_summary(self)):
+        for row in whole_summary(self).to_dict("records"):
             where = f"{row['dataset']}, modes by {row['split_by']}"
             if not math.isfinite(row["difference"]):
                 lines.append(f"{where}: one mode has no answers, so nothing can be compared.")
                 continue
-            q, a = (_interval_text(row, name) for name in ("q_refused", "a_refused"))
+            q, a = (interval_text(row, name, ".3f") for name in ("q_refused", "a_refused"))
             lines.append(
                 f"{where}: on {int(row['answers']):,} questions asked again, the refusal rate is {q} for Q-anchored "
                 f"and {a} for A-anchored answers."
             )
             here = self.table[(self.table[["dataset", "split_by"]] == [row["dataset"], row["split_by"]]).all(axis=1)]
-            measured = each_row(here[here["difference"].notna()])
-            controlled = [f"{one['control']} {_interval_text(one, 'difference')}" for one in measured]
+            measured = here[here["difference"].notna()].to_dict("records")
+            controlled = [f"{one['control']} {interval_text(one, 'difference', '.3f')}" for one in measured]
             lines.append(f"{where}: refusal rate, A-anchored minus Q-anchored: {'; '.join(controlled)}.")
         return lines
 
@@ -151,10 +150,6 @@ def rates(modes: pd.DataFrame, replies: pd.DataFrame) -> pd.DataFrame:
             rows += [named | {"control": control} | _row(subset, column, control) for control in CONTROLS]
     numbers = [f"{name}{end}" for name in RATES for end in ("", "_low", "_high")]
     return pd.DataFrame(rows, columns=["dataset", "split_by", "control", "answers", *numbers])
-
-
-def _interval_text(row: Mapping[str, Any], name: str) -> str:
-    return with_interval(row[name], row[f"{name}_low"], row[f"{name}_high"], ".3f")
 
 
 def _row(subset: pd.DataFrame, column: str, control: str) -> dict[str, int | float]:

@@ -18,7 +18,7 @@ from headwater.pathways.interventions import ANSWER_ONLY, EXACT, EXACT_ON_RANDOM
 from headwater.pathways.modes import ALL, BEST_LAYER, FEWEST_FOR_COMPONENTS, MODES, WITHIN
 from headwater.pathways.tables import ANY_MODE, PROBE, WRONG_ANSWER
 from headwater.questions.states import BEFORE
-from headwater.runs.result import frame_of, rounded, with_interval
+from headwater.runs.result import with_interval
 from headwater.stats.discrimination import against_chance
 from headwater.stats.resample import NOTHING, Bootstrap, Interval, interval
 
@@ -328,10 +328,10 @@ def summary_of(pathways: Traced) -> pd.DataFrame:
         flips = {"flip_rate": EXACT, "flip_rate_same_rows": EXACT_ON_RANDOM_ROWS, "flip_rate_random": RANDOM}
         rows.append(
             {"dataset": dataset, "examples": view.n_examples, "layer": view.layer}
-            | {name: rounded(view.baseline(*score).value) for name, score in aucs.items()}
-            | {name: rounded(view.control(knockout).value) for name, knockout in flips.items()}
+            | {name: view.baseline(*score).value for name, score in aucs.items()}
+            | {name: view.control(knockout).value for name, knockout in flips.items()}
             | {"random_control_examples": view.controlled, "components": view.component(WITHIN)["verdict"]}
             | {"two_modes_survive": view.survives}
-            | {f"delta_p_{mode[0].lower()}_anchored": rounded(view.curve(BEST_LAYER, mode).value) for mode in MODES}
+            | {f"delta_p_{mode[0].lower()}_anchored": view.curve(BEST_LAYER, mode).value for mode in MODES}
         )
-    return frame_of(rows)
+    return pd.DataFrame(rows)

@@ -37,7 +37,7 @@ from headwater.questions.states import MAP_TOKENS, ProbeSiteName, probe_position
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, with_interval
+from headwater.runs.result import Result, interval_text
 from headwater.stats.resample import Bootstrap, interval
 
 BOUNDS = ("auc", "low", "high")
@@ -72,17 +72,17 @@ class ProbeMap(HasDatasets, Result):
             spans = self.spans[self.spans["dataset"] == name].iloc[0]
             lines.append(
                 f"{name}: the wrong ones among {row['answers']:,} answers are detected best at {row['token']}, layer "
-                f"{row['layer']}: AUC {with_interval(row['auc'], row['low'], row['high'], '.3f')}, an overestimate, "
+                f"{row['layer']}: AUC {interval_text(row, 'auc', '.3f')}, an overestimate, "
                 f"as the best of {len(rows)} pairs of token and layer."
             )
             if np.isfinite(row["control_auc"]):
                 highest = float(rows["control_auc"].max())
                 lines.append(f"{name}: with permuted labels, the highest AUC of any token and layer is {highest:.3f}.")
             if np.isfinite(spans["auc"]):
-                alone = with_interval(spans["auc"], spans["low"], spans["high"], ".3f")
                 more = "exceed this" if row["low"] > spans["high"] else "do not clearly exceed this"
                 lines.append(
-                    f"{name}: the exact answer's length and position alone give AUC {alone}; the states {more}."
+                    f"{name}: the exact answer's length and position alone give AUC "
+                    f"{interval_text(spans, 'auc', '.3f')}; the states {more}."
                 )
         return lines
 

@@ -46,7 +46,7 @@ from headwater.probes.linear import C, Probe, fit_linear, given_states, grouped_
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, each_row, with_interval
+from headwater.runs.result import Result, interval_text
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
 
@@ -152,11 +152,10 @@ class ProbeFit(Result):
 
     def report(self) -> list[str]:
         """Return the performance at the best layer, and how much of it a probe reaches on random labels."""
-        row = max(each_row(self.table), key=lambda one: one["auc"])
+        row = max(self.table.to_dict("records"), key=lambda one: one["auc"])
         layers = len(self.table)
         auc_text, accuracy, selectivity = (
-            with_interval(row[name], row[f"{name}_low"], row[f"{name}_high"], ".3f")
-            for name in ("auc", "accuracy", "selectivity")
+            interval_text(row, name, ".3f") for name in ("auc", "accuracy", "selectivity")
         )
         ties = int((self.table["auc"] == row["auc"]).sum())
         tied = f" (the first of {ties} that tie)" if ties > 1 else ""
@@ -167,7 +166,7 @@ class ProbeFit(Result):
         ]
         if layers > 1:
             sentences.append(f"As the best of {layers} layers, its performance is somewhat overestimated.")
-        below = [f"{layer_row['layer']:.0f}" for layer_row in each_row(self.table) if layer_row["auc_high"] < 0.5]
+        below = [f"{layer:.0f}" for layer in self.table.loc[self.table["auc_high"] < 0.5, "layer"]]
         if below:
             sentences.append(
                 f"The interval of the AUC is wholly below 0.5 (layer{'s' * (len(below) > 1)} {', '.join(below)}). "

@@ -44,7 +44,7 @@ from headwater.questions.words import Span, continuation_offsets, normalised_wor
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, each_row, frame_of, rounded, whole_summary
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.significance import wilson_interval
 
 
@@ -114,16 +114,16 @@ class AnsweredQuestions(HasDatasets, Result):
                     "questions": n + int(causes.sum()),
                     "used": n,
                     "right": n - wrong,
-                    "wrong": rounded(wrong / n) if n else None,
-                    "low": rounded(float(low)),
-                    "high": rounded(float(high)),
+                    "wrong": wrong / n if n else np.nan,
+                    "low": float(low),
+                    "high": float(high),
                     "cut": int(causes.get(CUT, 0)),
                     "dropped": int(causes.sum()),
                     "lacks_match": sum(lacks_match(text, exact, matched) for _, text, exact, matched in words),
                     "repeats_question": sum(repeats_question(*row) for *row, _ in words),
                 }
             )
-        return frame_of(sets)
+        return pd.DataFrame(sets)
 
     def _causes(self, dataset: str) -> pd.Series:
         """Return how many questions of a set were dropped by cause, in alphabetical order."""
@@ -132,7 +132,7 @@ class AnsweredQuestions(HasDatasets, Result):
     def report(self) -> list[str]:
         """Report, per set, how many questions are used, how many answers are wrong, and why others were dropped."""
         sentences = []
-        for row in each_row(whole_summary(self)):
+        for row in whole_summary(self).to_dict("records"):
             name = row["dataset"]
             dropped = ", ".join(f"{count:,} {cause}" for cause, count in self._causes(name).items())
             wrong = "none can be used"

@@ -16,10 +16,10 @@ import html
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -342,8 +342,11 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
                 for name in table.columns:
                     if len(table) and isinstance(table[name].iloc[0], np.ndarray):
                         table[name] = table[name].map(_tuple)
+            elif field.name in tensors:
+                values[field.name] = tensors[field.name]
             else:
-                values[field.name] = tensors[field.name] if field.name in tensors else plain[field.name]
+                is_tuple = get_origin(kinds[field.name]) is tuple  # JSON has lists alone
+                values[field.name] = _tuple(plain[field.name]) if is_tuple else plain[field.name]
     except (OSError, SafetensorError, ArrowException, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"The result in {path} is damaged ({error}). Delete the folder and run again.") from None
     return cls(**values)
@@ -378,22 +381,13 @@ def _damaged(path: Path, what: str) -> RunFolderError:
     return RunFolderError(f"The result in {path} is damaged: {what}. Delete the folder and run again.")
 
 
-def _tuple(cell: object) -> object:
-    """Convert the array that parquet returns for a list-valued cell back to a tuple, recursively."""
-    return tuple(_tuple(item) for item in cell.tolist()) if isinstance(cell, np.ndarray) else cell
+def _tuple(value: object) -> object:
+    """Convert a list, or the array that parquet returns for one, to a tuple, recursively."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
 # The main numbers of a result: as JSON values, as a data frame, as words in a sentence.
-
-
-def rounded(value: float) -> float | None:
-    """Return a number for JSON, rounded to four decimal places; None if it was not measured."""
-    return round(float(value), 4) if math.isfinite(value) else None
-
-
-def each_row(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of a table as dicts by column name."""
-    return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
 
 
 def numbered_from_0(table: pd.DataFrame) -> pd.DataFrame:
@@ -409,13 +403,7 @@ def numbered_from_0(table: pd.DataFrame) -> pd.DataFrame:
 
 def records_of(table: pd.DataFrame) -> list[dict[str, object]]:
     """Return the rows of a table as JSON values; None for missing values."""
-    return each_row(table.astype(object).where(table.notna(), None))
-
-
-def frame_of(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:
-    """Return findings as a data frame, one row each; NaN for missing values."""
-    table = pd.DataFrame(list(rows))
-    return table.where(table.notna(), np.nan).infer_objects()
+    return table.astype(object).where(table.notna(), None).to_dict("records")  # type: ignore[return-value]
 
 
 def with_interval(
@@ -434,6 +422,12 @@ def with_interval(
         places = 1 - math.floor(math.log10(largest))  # two significant digits
     texts = [f"{number:{sign}z.{places}f}" for number in numbers]
     return texts[0] + unit + (f" ({texts[1]} to {texts[2]})" if len(texts) == 3 else "")
+
+
+def interval_text(row: Mapping[Any, Any] | pd.Series, name: str = "value", digits: str = ".2f") -> str:
+    """Format a number of a row with the ends of its interval: `name_low` and `name_high`, or else `low` and `high`."""
+    prefix = f"{name}_" if f"{name}_low" in row else ""
+    return with_interval(row[name], row[f"{prefix}low"], row[f"{prefix}high"], digits)
 
 
 def plain_text(text: str) -> str:
