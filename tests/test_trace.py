@@ -8,12 +8,12 @@ from sklearn.metrics import roc_auc_score
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
+from headwater.patching.edge_knockout import windowed_states
 from headwater.pathways import effects as measuring
 from headwater.pathways import interventions
 from headwater.pathways.interventions import (
     Setup,
     after_states,
-    after_windows,
     block_exact_tokens,
     block_random_tokens,
     other_question_tokens,
@@ -264,8 +264,9 @@ def test_windows_from_one_walk_equal_a_run_per_window(family, edges):
     setup = Setup(site, token, str(rng.choice(["mask", "zero"])), edges, 4)
     intervention, window = block_exact_tokens(answered, setup), int(rng.integers(1, 4))
     read = sorted(rng.choice(3, size=2, replace=False).tolist())
-    found = after_windows(model, intervention, setup, window, read)
     prompts, places = [list(row) for row in intervention.tokens], list(intervention.positions)
+    options = {"site": site, "at": places, "variant": setup.variant, "batch_size": setup.batch_size}
+    found = windowed_states(model, prompts, block=intervention.edges, window=window, read=read, **options)
     for layer in range(3):
         covered = [i for i in range(layer - window // 2, layer - window // 2 + window) if 0 <= i < 3]
         _, expected = hw.knocked_out_states(
@@ -402,15 +403,15 @@ def test_a_run_goes_on_where_it_stopped_and_gives_the_same(tmp_path, monkeypatch
     options = {"seeds": 2, "controls": False, "window": 2, "progress": False}
     monkeypatch.setattr(measuring, "CHUNK", 20)
     whole = hw.trace_pathways(model, answered, **options)
-    run, calls = measuring.after_windows, []
+    run, calls = measuring.windowed_states, []
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return run(*arguments)
+        return run(*arguments, **options)
 
-    monkeypatch.setattr(measuring, "after_windows", interrupted)
+    monkeypatch.setattr(measuring, "windowed_states", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hw.trace_pathways(model, answered, out=tmp_path / "run", **options)
     monkeypatch.setattr(measuring, "fit_probes", None)
@@ -419,7 +420,7 @@ def test_a_run_goes_on_where_it_stopped_and_gives_the_same(tmp_path, monkeypatch
     assert len(calls) == 2 + 2  # three pieces in all, one of them finished before the interrupt
     for name in ("table", "modes", "curves", "controls", "baselines", "components", "auc"):
         pd.testing.assert_frame_equal(getattr(resumed, name), getattr(whole, name))
-    monkeypatch.setattr(measuring, "after_windows", None)
+    monkeypatch.setattr(measuring, "windowed_states", None)
     again = hw.trace_pathways(model, answered, out=tmp_path / "run", **options)
     pd.testing.assert_frame_equal(again.table, whole.table)
     with pytest.raises(RunFolderError, match="another run"):

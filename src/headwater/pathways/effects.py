@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,8 +23,9 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length
+from headwater.patching.edge_knockout import windowed_states
 from headwater.pathways import interventions
-from headwater.pathways.interventions import Intervention, Setup, after_states, after_windows
+from headwater.pathways.interventions import Intervention, Setup, after_states
 from headwater.pathways.modes import Logits
 from headwater.probes.linear import FOLDS, Probes, States, fit_probes, grouped_folds
 from headwater.progress import Bar
@@ -161,7 +163,9 @@ def measure(
     def in_windows(part: Intervention) -> Tensor:
         # Windows are measured at l* alone, which differs between fits.
         layers = np.unique(fits.best).tolist()
-        after = after_windows(model, part, setup, int(window or 0), layers)
+        options: dict[str, Any] = {"site": setup.site, "variant": setup.variant, "batch_size": setup.batch_size}
+        tokens, at = [list(row) for row in part.tokens], list(part.positions)
+        after = windowed_states(model, tokens, block=part.edges, window=window or 0, read=layers, at=at, **options)
         return torch.from_numpy(fits.logits_at_best(after, layers, part.examples))
 
     stages = [(f"run-{number:03d}", intervention, everywhere) for number, intervention in enumerate(listed)]

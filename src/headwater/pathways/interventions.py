@@ -26,9 +26,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from numpy.typing import NDArray
-from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import to_device
@@ -36,7 +34,7 @@ from headwater.models.edits import Hook
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
 from headwater.models.tokens import encode, token_span
-from headwater.patching.edge_knockout import Edges, VariantName, knocked_out_states, windowed_states
+from headwater.patching.edge_knockout import Edges, VariantName, knocked_out_states
 from headwater.patching.runners import severing_hooks
 from headwater.probes.linear import States
 from headwater.questions.answers import AnsweredQuestions
@@ -124,23 +122,6 @@ def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -
     except InterventionError:  # the model discards attention edits, or a query has no key: the walk decides which
         options = {"sites": site, "variant": variant, "batch_size": batch_size, "progress": False}
         return knocked_out_states(model, tokens, block=edges, at=positions, **options)[1][site]  # type: ignore[arg-type]
-
-
-def after_windows(
-    model: HookedModel, intervention: Intervention, setup: Setup, window: int, read: Sequence[int]
-) -> Float[Tensor, "window layer row d_model"]:
-    """Run the rows once per layer, severed in a window of layers around it; return the states of the layers `read`."""
-    return windowed_states(
-        model,
-        [list(row) for row in intervention.tokens],
-        block=intervention.edges,
-        window=window,
-        read=read,
-        site=setup.site,
-        at=list(intervention.positions),
-        variant=setup.variant,
-        batch_size=setup.batch_size,
-    )
 
 
 def untouched(answered: AnsweredQuestions, setup: Setup) -> Intervention:
