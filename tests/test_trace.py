@@ -8,6 +8,7 @@ from sklearn.metrics import roc_auc_score
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
+from headwater.patching import runners
 from headwater.patching.edge_knockout import windowed_states
 from headwater.pathways import effects as measuring
 from headwater.pathways import interventions
@@ -247,8 +248,8 @@ def test_where_an_edit_of_attention_has_no_effect_the_walk_severs(monkeypatch):
     setup = Setup("mlp_out", "exact_answer_last", "mask", "after", 4)
     one = block_exact_tokens(random_answered(model, n=6, datasets=("a",)), setup)
     expected = after_states(model, one, setup)
-    whole = interventions.replace_hook
-    monkeypatch.setattr(interventions, "replace_hook", lambda _: whole(lambda weights, hook: weights.clone()))
+    whole = runners.replace_hook
+    monkeypatch.setattr(runners, "replace_hook", lambda _: whole(lambda weights, hook: weights.clone()))
     torch.testing.assert_close(after_states(model, one, setup), expected, atol=1e-5, rtol=1e-4)
 
 
