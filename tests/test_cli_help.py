@@ -15,8 +15,6 @@ import headwater as hw
 from headwater import cli
 from headwater.cli import reproduce
 from headwater.questions import labels
-from headwater.questions.states import PROBE_TOKENS
-from headwater.reference.membership import BENCHMARKS
 from headwater.reference.plan import reproduction_plan
 from tests.command_options import COMMANDS, OPTIONS
 
@@ -112,10 +110,8 @@ def test_options_are_the_parameters_of_the_functions_with_their_defaults(name):
 
 WORDS = {
     "label": labels.RULES,
-    "benchmark": BENCHMARKS,
     "kind": reproduce.KINDS,
     "over": ["position"],
-    "token": PROBE_TOKENS,
 }
 """The words of options whose functions are not annotated with them."""
 

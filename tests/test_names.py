@@ -13,10 +13,9 @@ from headwater.figures.sweep import plot_sweep
 from headwater.heads import relations
 from headwater.heads.categories import RULES
 from headwater.lenses import direct_attribution
-from headwater.likelihood import framed
 from headwater.models.effective_embedding import KINDS
 from headwater.models.sites import SITES, SiteName
-from headwater.patching import edits, metrics, prompts, replacements, summaries
+from headwater.patching import edits, metrics, replacements, summaries
 from headwater.pathways import attention_saliency, modes
 from headwater.questions import asking, sources, states
 from headwater.views import clicks
@@ -26,7 +25,6 @@ MULTI_TOKEN = [name for name in relations.MULTI_TOKEN if name]
 TAKEN = {
     hw.patch: {
         "sites": SITES,
-        "direction": prompts.DIRECTIONS,
         "values": pairs.VALUE_NAMES,
         "over": edits.AXES,
     },
@@ -35,10 +33,9 @@ TAKEN = {
     hw.ablate: {"values": pairs.VALUE_NAMES},
     hw.edit: {"values": pairs.VALUE_NAMES},
     hw.edges: {
-        "direction": prompts.DIRECTIONS,
         "values": pairs.VALUE_NAMES,
     },
-    hw.path_patch: {"direction": prompts.DIRECTIONS, "values": pairs.VALUE_NAMES},
+    hw.path_patch: {"values": pairs.VALUE_NAMES},
     hw.direct_logit_attribution: {"by": direct_attribution.BY},
     hw.classify_heads: {"rule": RULES, "embedding": ("auto", *KINDS), "multi_token": MULTI_TOKEN},
     hw.compare_heads: {"embedding": ("auto", *KINDS), "multi_token": MULTI_TOKEN},
@@ -54,7 +51,6 @@ TAKEN = {
     },
     hw.memorization: {
         "context": asking.CONTEXTS,
-        "answers": framed.SOURCES,
     },
     hw.board: {"how": clicks.HOWS, "sites": SITES},
     hw.figures.delta_p: {

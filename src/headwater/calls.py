@@ -18,13 +18,22 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from headwater.errors import InputError, Interrupted, did_you_mean
 from headwater.foreign_names import hint_for
-from headwater.options import checked_count, checked_flag, checked_kind, checked_name, checked_number, checked_seed
+from headwater.options import (
+    checked_count,
+    checked_flag,
+    checked_kind,
+    checked_name,
+    checked_number,
+    checked_repeats,
+    checked_seed,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 Check = Callable[[str, Any], Any]
 COMMON_OPTIONS: dict[str, Check] = {
     "seed": lambda _, value: checked_seed(value),
+    "seeds": checked_repeats,
     "batch_size": checked_count,
     "margin": partial(checked_number, above=0.0),
 }

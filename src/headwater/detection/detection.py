@@ -42,7 +42,7 @@ from headwater.detection.methods import (
 )
 from headwater.detection.reweighting import Reweighting
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_layer, checked_name, checked_repeats
+from headwater.options import checked_layer, checked_name
 from headwater.patching.edge_knockout import VariantName
 from headwater.pathways.effects import usable_sets
 from headwater.pathways.tables import span_logits
@@ -177,7 +177,6 @@ def detect(
     reweighting = Reweighting() if reweighting is None else reweighting
     reweighting.check()
     recipe = DetectorSetup(site, token, variant, "after", batch_size, methods, layer, cross_fit, reweighting)
-    checked_repeats("seeds", seeds)
     gate = "cross-fitted" if recipe.cross_fit else "fitted on the same"
     options = {"answered": answered, **asdict(recipe), "seeds": seeds, "gate": gate}
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -38,7 +38,6 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, whole_summary
 
-METHODS = ("zero", "mean")
 MAX_CONTROLS = 5
 MAX_OVERLAP = 0.15
 MAX_ACCURACY_GAP = 0.2
@@ -99,7 +98,7 @@ def ablate_heads(
     *,
     relations: Relations = None,
     top: int | None = None,
-    method: str = "zero",
+    method: Literal["zero", "mean"] = "zero",
     template: str = TEMPLATE,
     shots: int = 3,
     draws: int = 5,
@@ -134,7 +133,6 @@ def ablate_heads(
     Warns:
         UserWarning: the model without ablation answers no item correctly.
     """
-    checked_name("method", method, METHODS)
     shots, draws = checked_count("shots", shots, least=0), checked_repeats("draws", draws)
     top = None if top is None else checked_count("top", top)
     tokenized = relations_of(model, head_map, relations)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -280,7 +280,7 @@ def singular_vectors(
     layer: int | HeadName,
     head: int | None = None,
     *,
-    circuit: str = "ov",
+    circuit: Literal["ov", "qk"] = "ov",
     embedding: EmbeddingName = "raw",
     norm_gain: bool = False,
     vectors: int = 5,
@@ -305,7 +305,6 @@ def singular_vectors(
     Raises:
         ModelError: the model cannot be read, or has no factors of single heads.
     """
-    checked_name("circuit", circuit, tuple(CIRCUITS))
     tokens = checked_count("tokens", tokens)
     weights = weights_of(model, device)
     shape = weights.shape

@@ -22,7 +22,7 @@ from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.scores import memorization_scores, score_of
 from headwater.likelihood.statistics import token_statistics
 from headwater.models.tokens import ChatText
-from headwater.options import checked_name, shown
+from headwater.options import shown
 from headwater.questions.asking import CHAT, PROMPT, SLOT, AnswerText, Frame, Messages, answer_texts, question_frame
 from headwater.questions.labels import LABEL, Judge, label_score, scores_of
 from headwater.runs.analysis import Run
@@ -258,7 +258,7 @@ def frames_of(nodes: pd.DataFrame, wording: ContextWording, answers_to: OwnAnswe
 # 3. A generated answer that is unfinished at the token limit is not judged: it has no score, and is counted.
 
 
-DATA, MODEL = SOURCES = ("data", "model")
+DATA, MODEL = "data", "model"
 SHORT = 10
 """Largest median number of words of accepted answers for label match."""
 
@@ -273,8 +273,6 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
     `answers=None` prefers the data, if it has answers. These are assumed to answer questions asked `alone`; for
     questions after others they are used only if "data" is requested.
     """
-    if answers is not None:
-        checked_name("answers", answers, SOURCES)
     if not (judge is None or callable(judge) or (isinstance(judge, str) and judge == LABEL)):
         raise InputError(
             f"judge={shown(judge)} must be 'label', or a function of question, accepted answers and answer."

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
@@ -212,7 +212,6 @@ def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, object]:
 # which is edited, and `other`, which values may come from.
 
 DirectionName: TypeAlias = Literal["denoise", "noise"]
-DIRECTIONS = get_args(DirectionName)
 Side: TypeAlias = Literal["base", "other"]
 
 

@@ -33,7 +33,7 @@ from headwater.options import checked_count
 from headwater.patching import summaries
 from headwater.patching.edits import AXES
 from headwater.patching.plan import Measured, Plan, wave_tokens, waves
-from headwater.patching.prompts import DIRECTIONS, places_among, prompt_options
+from headwater.patching.prompts import places_among, prompt_options
 from headwater.patching.replacements import CHANGED, LEFT, NOT_WRITTEN
 from headwater.patching.runners import AttributionRunner, CannotStepError, Runner, WalkRunner, WholeRuns
 from headwater.patching.summaries import CellEffects, MeasureName, NormalizeName
@@ -391,7 +391,7 @@ class Sweep(Result):
     def report(self) -> list[str]:
         """Return sentences on the strongest cell of each site and metric, and cautions about the means."""
         value = "normalized_effect" if "normalized_effect" in self.table else "effect"
-        direction = str(self.run.options.get("direction", DIRECTIONS[0]))
+        direction = str(self.run.options.get("direction", "denoise"))
         cells = summaries.summarize(self.table, self.coordinates, value)
         by_site = cells.groupby(["site", "metric"], sort=False)
         sentences = [sentence for _, part in by_site for sentence in summaries.strongest(part, value, direction)]

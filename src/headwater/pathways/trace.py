@@ -29,7 +29,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_name, checked_repeats
+from headwater.options import checked_count, checked_name
 from headwater.patching.edge_knockout import VariantName
 from headwater.pathways.effects import Effects, measure, probes_as_tensors, probes_from_tensors, usable_sets
 from headwater.pathways.interventions import Setup
@@ -233,7 +233,6 @@ def trace_pathways(
             f"edges='answer' severs the attention of the exact answer, but token={token!r} is read before it: nothing "
             "could change. Use another token=, or edges='after'."
         )
-    checked_repeats("seeds", seeds)
     if window is not None:
         checked_count("window", window)
     options = {"answered": answered, **vars(setup), "window": window, "seeds": seeds, "controls": controls}

@@ -28,7 +28,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -44,7 +44,7 @@ from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import hooked_of
 from headwater.models.tokens import encode, token_span
-from headwater.options import checked_name, checked_path, is_label
+from headwater.options import checked_path, is_label
 from headwater.reference.published import Reproduction, published_numbers
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest_of_file
@@ -113,7 +113,6 @@ def of_stretches(model: HookedModel, stats: TextStatistics, joined: pd.DataFrame
 
 
 JOINED = "wikimia_concat"
-BENCHMARKS = ("wikimia_32", "wikimia_32_paraphrased", "mimir", "wikimia_concat")
 QUANTITIES = {
     "auc": "AUC of members",
     "tpr_at_5": "true positives at 5 % false positives",
@@ -140,7 +139,7 @@ def reproduce_membership(
     model: HookedModel | str | Path,
     texts: str | Path | Sequence[str | Path],
     *,
-    benchmark: str = "wikimia_32",
+    benchmark: Literal["wikimia_32", "wikimia_32_paraphrased", "mimir", "wikimia_concat"] = "wikimia_32",
     reference: HookedModel | None = None,
     published: str | None = None,
     batch_size: int = 16,
@@ -161,7 +160,6 @@ def reproduce_membership(
         progress: show progress bars.
         out: a folder for the result. Repeating an interrupted call resumes from it.
     """
-    checked_name("benchmark", benchmark, BENCHMARKS)
     files = [texts] if isinstance(texts, str | Path) else list(texts)
     tables = [load_joined_texts(file) if benchmark == JOINED else load_member_texts(file) for file in files]
     model = hooked_of(model)

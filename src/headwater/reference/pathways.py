@@ -34,6 +34,7 @@ from headwater.questions.asking import Example
 from headwater.questions.extract import Extractor
 from headwater.questions.labels import CONTAINS, Label
 from headwater.questions.sources import Source, load_questions
+from headwater.questions.states import TokenName
 from headwater.reference.published import Reproduction, published_numbers, step
 from headwater.runs.analysis import Run, run_or_resume
 
@@ -71,7 +72,7 @@ def reproduce_pathways(
     published: str | None = None,
     sample: int | None = QUESTIONS,
     methods: Sequence[str] = tuple(METHODS),
-    token: str = "exact_answer_last",
+    token: TokenName = "exact_answer_last",
     seeds: int = 3,
     controls: bool = True,
     extractor: str | Extractor | None = None,
