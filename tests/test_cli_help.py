@@ -79,11 +79,16 @@ NOT_OFFERED = {
         "batch_size", "engine", "spans", "keys", "dataset", "seed", "from_layer", "together",
     },
     "knockout": {"layers", "batch_size", "engine"},
-    "edges": {"batch_size", "positions", *PAIRED},
+    "edges": {"batch_size", "positions", "steps", "quadrature", *PAIRED},
+    "evidence": {"draws"},
+    "load_depth_graph": {"predictions"},
+    "score_file": {
+        "prefix", "token_counts", "maximum_entropy", "gradient_norm", "long", "stride", "precision",
+    },
     "circuit edges": {"senders", "receivers", "direction", "through", "over"},  # chosen of all direct edges
     "pathways detect": {"methods"},
     "find_circuit": {"batch_size", "start", *PAIRED},
-    "memorization": {"lens", "prompt", "predecessor_prompt", "quartiles"},
+    "memorization": {"lens", "prompt", "predecessor_prompt", "quartiles", "span", "aggregate"},
     "head_maps": {"columns", "ax", "title", "figsize"},
 }  # fmt: skip
 """Parameters that a command fills, or leaves to Python: what takes functions, results or objects, and readings that are

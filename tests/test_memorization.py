@@ -372,7 +372,7 @@ def test_answers_of_the_data_are_refused_where_there_are_none(model, rng, tmp_pa
 def test_the_command_writes_tables_figures_and_a_report_and_reads_folders(run, checkpoint, rng, tmp_path):
     rows = as_rows(random_nodes(rng))
     data, out = write_folder(tmp_path / "data", rows), tmp_path / "out"
-    arguments = ["memorization", checkpoint("llama"), "--data", data, "--span", "both", "--layers", "0,2", "--out", out]
+    arguments = ["memorization", checkpoint("llama"), "--data", data, "--layers", "0,2", "--out", out]
     code, printed, _ = run(*arguments, "--json", "-q")
     assert code == 0
     summary = json.loads(printed)
@@ -387,7 +387,7 @@ def test_the_command_writes_tables_figures_and_a_report_and_reads_folders(run, c
         "report.md",
     ):
         assert (out / name).stat().st_size > 0, name
-    assert DepthProfile.load(out).run.options["span"] == "both"
+    assert DepthProfile.load(out).run.options["layers"] == [0, 2]
     code, printed, _ = run("memorization", checkpoint("llama"), "--data", data, "--no-controls", "-q")
     assert (code, f" on data: {len(rows['nodes']):,} questions" in printed) == (0, True)
     code, _, said = run("memorization", checkpoint("llama"), "--data", tmp_path / "none")

@@ -87,26 +87,8 @@ def test_every_reading_of_a_text_multiplies_in_the_precision_asked_for(model, tm
     assert asked == ["highest"] * 4 + ["high"] * 4
     pd.testing.assert_frame_equal(plain.table, high.table)
     assert high.run.options["precision"] == "high"
-    asked.clear()
-    run("score", checkpoint("llama"), file, "--quiet", "--precision", "high")
-    assert asked == ["high"]
     with pytest.raises(InputError, match=r"precision='full' is not one of highest, high\."):
         score_file(model, file, precision="full", progress=False)
-
-
-def test_the_command_takes_a_prefix_and_counts_from_files(run, checkpoint, model, tmp_path):
-    texts = written(tmp_path, "a.txt", " one two three\n")
-    whole = {"prefix": " one dog", "token_counts": [1] * model.shape.d_vocab, "maximum_entropy": 9.0}
-    prefix = written(tmp_path, "prefix.txt", whole["prefix"])
-    counts = written(tmp_path, "counts.json", json.dumps(whole["token_counts"]))
-    asked = ["score", checkpoint("llama"), texts, "--quiet", "--prefix", prefix]
-    code, printed, _ = run(*asked, "--token-counts", counts, "--maximum-entropy", 9)
-    table, expected = pd.read_csv(io.StringIO(printed)), score_file(model, texts, **whole, progress=False).table
-    assert code == 0
-    for name in ("surp_0.2", "dc_pdd", "recall"):
-        assert table[name].tolist() == pytest.approx(expected[name].tolist())
-    code, _, said = run(*asked, "--token-counts", prefix)
-    assert (code, "is not a JSON list of numbers" in " ".join(said.split())) == (2, True)
 
 
 def test_rows_that_cannot_be_scored_keep_their_place_and_say_why(model, tmp_path):

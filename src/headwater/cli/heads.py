@@ -167,7 +167,6 @@ def evidence(
     template: Annotated[str, ANY_TEXT] = "auto",
     embedding: Embedding = "auto",
     pairs: int = 12,
-    draws: int = 200,
     seed: int = 0,
     load: Load = Load(),
     run: RunOptions = RunOptions(),
@@ -191,7 +190,7 @@ def evidence(
     """
     chosen = None if relation is None else relation[0] if len(relation) == 1 else relation
     result = hw.evidence(
-        load.model(model), chosen, template=template, embedding=embedding, pairs=pairs, draws=draws, seed=seed,
+        load.model(model), chosen, template=template, embedding=embedding, pairs=pairs, seed=seed,
         **run.kept(),
     )  # fmt: skip
     run.finish(result, run.write(result, "evidence"))

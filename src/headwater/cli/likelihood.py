@@ -19,7 +19,6 @@ from headwater.cli.options import (
     documented_by,
     endpoint_named,
     is_main,
-    read_text,
     screen,
     show,
 )
@@ -47,10 +46,7 @@ def memorization(
     model: Model = None,
     *,
     data: Data = None,
-    predictions: str | None = None,
-    span: Literal["question", "answer", "model_answer", "both"] = "answer",
     context: Literal["raw", "chat"] = "raw",
-    aggregate: Literal["group", "node"] = "group",
     layers: Annotated[str, ANY_TEXT] = "final",
     k: float = 0.2,
     answers: Literal["data", "model"] | None = None,
@@ -78,11 +74,11 @@ def memorization(
         layers: final, all, or layers such as 0,4,8.
         k: Share of the lowest tokens, for Min-K% and its variants.
     """
-    graph, scorer = hw.load_depth_graph(data, predictions=predictions), read_judge(judge)
+    graph, scorer = hw.load_depth_graph(data), read_judge(judge)
     profile = hw.memorization(
-        load.model(model), graph, span=span, context=context, aggregate=aggregate, layers=_layers(layers), k=k,
-        answers=answers, judge=scorer, predecessors=predecessors, max_new_tokens=max_new_tokens, controls=controls,
-        seed=seed, batch_size=batch_size, **run.kept(),
+        load.model(model), graph, context=context, layers=_layers(layers), k=k, answers=answers, judge=scorer,
+        predecessors=predecessors, max_new_tokens=max_new_tokens, controls=controls, seed=seed, batch_size=batch_size,
+        **run.kept(),
     )  # fmt: skip
     files = run.write(profile, "depth_profile")
     if run.out is not None and is_main():
@@ -131,13 +127,6 @@ def score(
     k: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0),
     reference: str | None = None,
     lowercase: Flag = False,
-    prefix: Path | None = None,
-    token_counts: Path | None = None,
-    maximum_entropy: float | None = None,
-    gradient_norm: Flag = False,
-    long: Literal["error", "window"] = "window",
-    stride: int | None = None,
-    precision: Literal["highest", "high"] = "highest",
     batch_size: int = 16,
     load: Load = Load(),
     run: RunOptions = RunOptions(),
@@ -152,34 +141,22 @@ def score(
     - `headwater score texts.txt`
     - `headwater score gpt2 texts.txt > scores.csv`
     - `headwater score gpt2 texts.jsonl --field passage --k 0.2 --out runs/scores --json`
-    - `headwater score EleutherAI/pythia-2.8b texts.jsonl --reference EleutherAI/pythia-70m --prefix unseen.txt
-      --token-counts counts.json --maximum-entropy 2`
+    - `headwater score EleutherAI/pythia-2.8b texts.jsonl --reference EleutherAI/pythia-70m`
 
     Args:
         model: The model by name, as in --model gpt2. Default: the embedded model.
-        prefix: File of texts known to be unseen, for the score recall. Default: none.
-        token_counts: How often each token id occurs in a corpus, for the score dc_pdd: a JSON list of numbers. Default:
-            none.
     """
     if len(arguments) + (model is not None) > 2:
         raise InputError(f"Pass [MODEL] FILE, a model and one file of texts; found {' '.join(arguments)}.")
     name, file = (arguments[0] if len(arguments) == 2 else model), Path(arguments[-1])
     from headwater.data.rows import check_readable
-    from headwater.data.strict_json import parse_json
     from headwater.likelihood.scores import checked_shares
 
     check_readable(file, "texts")
     checked_shares(k)
-    unseen = read_text(prefix) if prefix is not None else None
-    try:
-        counts: Any = parse_json(read_text(token_counts)) if token_counts is not None else None
-    except ValueError as error:
-        raise InputError(f"{token_counts} is not a JSON list of numbers ({error}).") from None
     scored = hw.score_file(
         load.model(name), file, field=field, k=k, reference=load.model(reference) if reference is not None else None,
-        lowercase=lowercase, prefix=unseen, token_counts=counts, maximum_entropy=maximum_entropy,
-        gradient_norm=gradient_norm, long=long, stride=stride, precision=precision, batch_size=batch_size,
-        **run.kept(),
+        lowercase=lowercase, batch_size=batch_size, **run.kept(),
     )  # fmt: skip
     if not is_main():
         return

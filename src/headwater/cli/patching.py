@@ -41,8 +41,6 @@ class Measuring:
 
     method: Literal["exact", "screened", "sublayer", "eap", "eap-ig"] | None = None
     verify: int = 500
-    steps: int = 5
-    quadrature: Literal["midpoints", "published"] = "midpoints"
 
 
 @documented_by("circuits/search:find_circuit")

@@ -160,9 +160,6 @@ def saliency(
     probe: ProbeAt = ProbeAt(),
     target: Literal["cross_entropy", "logit"] = "cross_entropy",
     layer: int | None = None,
-    heads: Literal["mean_abs", "abs_mean"] = "mean_abs",
-    pairs: Literal["sum", "mean"] = "sum",
-    layers: list[int] | None = None,
     load: Load = Load(),
     run: RunOptions = RunOptions(),
 ) -> None:
@@ -192,9 +189,7 @@ def saliency(
         return probes[probes.best if layer is None else layer]
 
     fitted = processes().on_main("the probe", fit)  # one for all, since the last digits differ between machines
-    measured = hw.saliency(
-        loaded, answered, fitted, target=target, heads=heads, pairs=pairs, layers=layers, **run.kept("saliency"),
-    )  # fmt: skip
+    measured = hw.saliency(loaded, answered, fitted, target=target, **run.kept("saliency"))
     _finish({"answers": answered, "saliency": measured}, run)
 
 

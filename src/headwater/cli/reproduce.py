@@ -157,7 +157,6 @@ def memorization(
     model: Model,
     *,
     data: Data = None,
-    predictions: str | None = None,
     published: str | None = None,
     judge: Judge = None,
     predecessors: Predecessors = "none",
@@ -175,7 +174,7 @@ def memorization(
         predecessors: "none", the question alone; "gold", after the questions it builds on with their accepted answers;
             "predicted", with the model's own answers to them; "multi-turn", in a conversation (`likelihood.framed`).
     """
-    graph, scorer = hw.load_depth_graph(data, predictions=predictions), read_judge(judge)
+    graph, scorer = hw.load_depth_graph(data), read_judge(judge)
     reproduction = hw.reference.reproduce_memorization(
         load.model(model), graph, published=published, judge=scorer, predecessors=predecessors, batch_size=batch_size,
         **run.kept(),
