@@ -100,6 +100,6 @@ def test_a_kind_of_values_that_can_be_asked_for_by_name_alone_is_one_of_the_type
 @pytest.mark.parametrize("function", [hw.patch, commands.patch], ids=["function", "command"])
 def test_the_help_of_a_sweep_names_every_site(function):
     (listed,) = re.findall(
-        r"sites: one or more of (.*?)\.?(?:,\s+or\s+features|\n +over)", function.__doc__, re.S | re.I
+        r"sites: one or more of (.*?)\.?(?:,\s+or\s+features|\n +\w+:)", function.__doc__, re.S | re.I
     )
     assert set(re.findall(r"\w+", listed)) == set(SITES) == set(get_args(SiteName))
