@@ -276,6 +276,7 @@ def figure(
     if datasets and kind != "saliency":
         raise InputError(f"--set is only for the figure saliency; {kind} has a panel or a curve for every set.")
     from headwater import figures
+    from headwater.figures.files import write_figure
 
     result_class, draw, part, note = KINDS[kind]
     results: list[Any] = []
@@ -288,12 +289,7 @@ def figure(
     options: dict[str, Any] = {"datasets": datasets} if datasets else {}
     drawn = getattr(figures, draw)(results, style=style, title=title, **options)
     note_text = attrgetter(note)(figures)(results) if kind != "heads" or style == "published" else ""
-    files = []
-    if is_main():
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        files = [str(file) for file in figures.save_figure(drawn, out or Path(kind), ("png", "svg", "pdf"))]
+    files = write_figure(drawn, out or Path(kind))
     models = [one.run.model for one in results]
     summary = {"figure": kind, "models": models, "files": files, "note": note_text}
     report(summary, {f"{kind}: {', '.join(models)}": [note_text]}, as_json)

@@ -40,7 +40,7 @@ from headwater.patching.prompts import PromptPair, Prompts, read_prompt_pair
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import View
 from headwater.views.clicks import EDGES, HEADS, HOWS, TOP, HowName, Patched, RecordedPair, share
-from headwater.views.page import asset, interactive, packed
+from headwater.views.page import array_of, asset, interactive, packed
 
 CELLS = ("resid_pre", "attn_out", "mlp_out")
 """The sites whose cells a board shows, if the model has them."""
@@ -398,10 +398,7 @@ def stored(board: Board, sweeps: dict[str, Sweep]) -> dict[str, object]:
     for kind, sweep in sweeps.items():
         index = ["site", "layer", "position"] if kind == "cells" else list(KINDS[kind][1:4])
         levels = [whole.get(name) or sorted(sweep.table[name].unique()) for name in index]
-        grid = np.full([len(axis) for axis in levels], np.nan)
-        places = [sweep.table[name].map(axis.index).to_numpy() for name, axis in zip(index, levels, strict=True)]
-        grid[tuple(places)] = sweep.table["effect"].to_numpy(dtype=float)
-        arrays[kind] = packed(grid, "f4")
+        arrays[kind] = packed(array_of(sweep.table.set_index(index)["effect"], *levels), "f4")
     return arrays
 
 

@@ -45,7 +45,18 @@ from headwater.patching.summaries import MEASURES, ROLES
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import VIEWS, View, whole_summary
 from headwater.stats.resample import Bootstrap, percentile_interval
-from headwater.views.page import drawn, interactive, line_of, packed, page_around, picture, rounded, short_of, table_of
+from headwater.views.page import (
+    array_of,
+    drawn,
+    interactive,
+    line_of,
+    packed,
+    page_around,
+    picture,
+    rounded,
+    short_of,
+    table_of,
+)
 
 CARDS = 64
 """Largest number of heads whose cards list what they write: the classified ones first, by their best excess."""
@@ -97,22 +108,18 @@ def _map(name: str, head_map: HeadMap, relations: Sequence[str], legend: Sequenc
     """Return one map: arrays are `layer head relation`, with the relations of all maps."""
     table, categories = head_map.table, head_map.categories
     layers, heads = extent(categories)
-    place = tuple(table[axis].to_numpy() for axis in ("layer", "head"))
-    at = (*place, table["relation"].map({name: i for i, name in enumerate(relations)}).to_numpy())
-    label = np.zeros((layers, heads))
-    label[categories["layer"], categories["head"]] = categories["label"].map(list(legend).index)
-    counts = label_counts(categories)
+    numbers_of = categories.set_index(["layer", "head"])["label"].map(list(legend).index)
+    label = np.nan_to_num(array_of(numbers_of, range(layers), range(heads)))
+    counts, places = label_counts(categories), pd.MultiIndex.from_frame(table[["layer", "head", "relation"]])
 
-    def laid(values: pd.Series, empty: float = np.nan) -> np.ndarray:
-        whole = np.full((layers, heads, len(relations)), empty)
-        whole[at] = values.to_numpy(dtype=float)
-        return whole
+    def laid(values: pd.Series) -> np.ndarray:
+        return array_of(values.set_axis(places), range(layers), range(heads), relations)
 
     # Suppression, or copying found by it: layer, head, relation, and the numbers of the suppressing side.
     rows = table[table["suppressed"] | (table["copying"] & (table["suppression"] > table["score"]))]
     numbers = [rounded(rows[f"suppression{'' if name == 'score' else f'_{name}'}"]) for name in NUMBERS]
-    places = rows["layer"], rows["head"], rows["relation"].map(list(relations).index)
-    suppressed = zip(*places, *numbers, strict=True)
+    suppressing = rows["layer"], rows["head"], rows["relation"].map(list(relations).index)
+    suppressed = zip(*suppressing, *numbers, strict=True)
     flags = sum((table[flag].astype(bool) * bit for flag, bit in FLAGS.items()), start=table["layer"] * 0)
     return {
         "name": name,
@@ -123,10 +130,10 @@ def _map(name: str, head_map: HeadMap, relations: Sequence[str], legend: Sequenc
         "score": packed(laid(table["score"]), "f4"),
         "expected": packed(laid(table["expected"]), "f4"),
         "q": packed(laid(table["q_value"]), "f2"),
-        "flags": packed(laid(flags, 0.0), "u1"),
+        "flags": packed(np.nan_to_num(laid(flags)), "u1"),
         "suppressed": [[*map(int, row[:3]), *row[3:]] for row in suppressed],
         # 0 not measured, 1 no, 2 yes, because 8-bit integers have no NaN.
-        "use": packed(laid(table["used"].astype("Int64").fillna(-1) + 1, 0.0), "u1") if head_map.is_validated else None,
+        "use": packed(np.nan_to_num(laid(table["used"].astype(float) + 1)), "u1") if head_map.is_validated else None,
         "loss": packed(laid(table["loss"]), "f2") if head_map.is_validated else None,
         "writes": None,
     }
@@ -228,9 +235,8 @@ def _panel(name: Sequence[object], part: pd.DataFrame, examples: Sequence[int] |
     numbers = {}
     for column in [name for name in MEASURES if name in part]:  # a single run has no normalized effects
         means = part.groupby(["example", *axes] if examples else axes, sort=False, dropna=False)[column].mean()
-        index = [pd.Index(one) for one in ([examples, *places] if examples else places)]
-        whole = means.reindex(pd.MultiIndex.from_product(index, names=means.index.names))
-        numbers[column] = whole.to_numpy(dtype=float).reshape(len(examples or [0]), *map(len, places))
+        whole = array_of(means, *([examples] if examples else []), *places)
+        numbers[column] = whole.reshape(len(examples or [0]), *map(len, places))
     return {
         "site": str(name[0]),
         "metric": str(name[1]),

@@ -26,31 +26,11 @@ from headwater.figures.style import figure_of, image_of
 from headwater.runs.record import RunRecord
 from headwater.runs.result import VIEWS, Result, View
 
-STYLE = """
-:root{color-scheme:light dark;--ink:#262626;--paper:#fff;--faint:#5a5a5a;--line:#e4e4e4;--accent:#2b6cb8}
-@media (prefers-color-scheme:dark){:root{--ink:#e8e8e8;--paper:#1b1b1d;--faint:#a8a8a8;--line:#444448;--accent:#7db4f0}}
-body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:62rem;margin:2rem auto 1rem;
-padding:0 1rem}
-h1{font-size:1.6rem;line-height:1.25;overflow-wrap:anywhere}h2{font-size:1.2rem;margin:2.5rem 0 .3rem}
-nav ol{padding-left:1.4rem}
-.asks{color:var(--faint);margin-top:0}nav li p{margin:0 0 .5rem}a{color:var(--accent)}
-.failed{border-left:4px solid #c0392b;padding-left:.8rem}
-figure{margin:1rem 0}figure img{max-width:100%;height:auto;background:#fff}
-figcaption{font-size:.85rem;color:var(--faint)}
-.beside{display:flex;flex-wrap:wrap;gap:1rem}.beside figure{flex:1 1 22rem;margin:0}
-iframe{outline:1px solid var(--line)}details{margin:.4rem 0}
-a:focus-visible,summary:focus-visible,iframe:focus-visible{outline:2px solid var(--accent);outline-offset:2px}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;margin:1rem 0}
-th,td{padding:.15rem .6rem .15rem 0;text-align:left;white-space:nowrap;border-bottom:1px solid var(--line)}
-th{white-space:normal;max-width:7rem;vertical-align:bottom}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}summary{cursor:pointer;color:var(--accent)}
-code{font-size:.9em}footer{margin-top:3rem;font-size:.8rem;color:var(--faint)}
-""".replace("\n", "")
-
 
 def page_of(title: str, body: str, run: RunRecord | None = None, policy: str = "") -> str:
     """Return an HTML page with a heading and, if a run is given, a footer that describes the run."""
     foot = f"<footer>{escape(made_by(run))}</footer>" if run is not None else ""
-    return _document(escape(title), STYLE, f"<h1>{escape(title)}</h1>{body}{foot}", policy)
+    return _document(escape(title), asset("page.css"), f"<h1>{escape(title)}</h1>{body}{foot}", policy)
 
 
 def _document(title: str, style: str, body: str, policy: str) -> str:
@@ -235,6 +215,12 @@ def page_around(
 def asset(name: str) -> str:
     """Return the content of a file of `assets/` (a script or a style), which is inserted into the page."""
     return files("headwater.views").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def array_of(values: pd.Series, *axes: Sequence[Any]) -> np.ndarray:
+    """Return values with an index level per axis as an array over these axes; NaN where there is no value."""
+    whole = values.reindex(axes[0] if len(axes) == 1 else pd.MultiIndex.from_product(axes))
+    return whole.to_numpy(dtype=float).reshape([len(axis) for axis in axes])
 
 
 def line_of(

@@ -67,7 +67,6 @@ hw.start(async (spec, root) => {
     }
     into.putImageData(held, 0, 0);
   };
-  const turned = (pen, said, x, y) => { pen.save(); pen.translate(x, y); pen.rotate(-Math.PI / 2); pen.fillText(said, 0, 0); pen.restore(); };
   const corner = (l, h) => [room + h * (side + gap), over + l * (side + gap)];
   const thumbs = hw.canvas(...corner(layers.length, heads.length), (pen) => {
     ramp = null;
@@ -79,7 +78,7 @@ hw.start(async (spec, root) => {
     pen.fillStyle = hw.ink("--faint");
     heads.forEach((head, h) => { if (side >= 16 || h % 2 === 0) pen.fillText(head, corner(0, h)[0] + side / 2, over - 5); });
     pen.fillText("head", room + (heads.length * (side + gap)) / 2, 11);
-    turned(pen, "layer", 11, over + (layers.length * (side + gap)) / 2);
+    hw.upward(pen, "layer", 11, over + (layers.length * (side + gap)) / 2);
     layers.forEach((layer, l) => pen.fillText(layer, 28, corner(l, 0)[1] + side / 2 + 4));
     const n = Math.min(side, T);
     stamp(heads.length, layers.length, n, (head) => image(head).most);
@@ -113,9 +112,9 @@ hw.start(async (spec, root) => {
       pen.textAlign = "right";
       pen.fillText(hw.token(token), edge - 4, edge + (i + 0.5) * cell + 4);
       pen.textAlign = "left";
-      turned(pen, hw.token(token), edge + (i + 0.5) * cell + 4, edge - 4);
+      hw.upward(pen, hw.token(token), edge + (i + 0.5) * cell + 4, edge - 4);
     });
-    else { pen.textAlign = "center"; pen.fillText("key", edge + (T * cell) / 2, 14); turned(pen, "query", 12, edge + (T * cell) / 2); }
+    else { pen.textAlign = "center"; pen.fillText("key", edge + (T * cell) / 2, 14); hw.upward(pen, "query", 12, edge + (T * cell) / 2); }
     if (hovered) {
       pen.strokeStyle = hw.ink("--accent");
       pen.lineWidth = 1;

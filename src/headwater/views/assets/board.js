@@ -76,7 +76,6 @@ hw.start(async (spec, root) => {
     let [over, focus] = [null, [0, 0]];
     const place = (r, c) => [left + c * size, top + (down ? r : rows - 1 - r) * size];
     const [width, height] = [left + columns * size + 4, top + rows * size + bottom];
-    const turned = (pen, text, x, y, align) => { pen.save(); pen.translate(x, y); pen.rotate(-Math.PI / 2); pen.textAlign = align; pen.fillText(text, 0, 0); pen.restore(); };
     const canvas = hw.canvas(width, height, (pen) => {
       pen.clearRect(0, 0, width, height);
       for (let r = 0; r < rows; r++) for (let c = 0; c < columns; c++) {
@@ -92,9 +91,10 @@ hw.start(async (spec, root) => {
       for (let r = 0; r < rows; r += step) pen.fillText(row(r), left - 5, place(r, 0)[1] + size / 2 + 4);
       for (let c = 0; c < columns; c += step) {
         const x = left + (c + 0.5) * size;
-        if (down) turned(pen, column(c), x + 4, top - 4, "left");
-        else if (name === "cells") turned(pen, column(c), x + 4, top + rows * size + 4, "right");
-        else { pen.textAlign = "center"; pen.fillText(column(c), x, top + rows * size + 14); }
+        pen.textAlign = down ? "left" : name === "cells" ? "right" : "center";
+        if (down) hw.upward(pen, column(c), x + 4, top - 4);
+        else if (name === "cells") hw.upward(pen, column(c), x + 4, top + rows * size + 4);
+        else pen.fillText(column(c), x, top + rows * size + 14);
       }
       if (over) { const [x, y] = place(...over); pen.strokeStyle = hw.ink("--accent"); pen.lineWidth = 2; pen.strokeRect(x, y, size - 1, size - 1); }
     }, { role: "application", [`data-${name}`]: "", ariaLabel: `${label} Arrow keys move, Enter changes, Shift and Enter adds.` });
@@ -206,10 +206,7 @@ hw.start(async (spec, root) => {
     rows: [...sites.flatMap((name, s) => Array.from({ length: layers * T }, (_, i) => [name, Math.floor(i / T), i % T, "–", hw.exact(known[how] ? known[how].cells[s * layers * T + i] : NaN)])),
       ...Array.from({ length: layers * heads }, (_, i) => ["z", Math.floor(i / heads), "–", i % heads, hw.exact(known[how] ? known[how].heads[i] : NaN)])] });
   const part = (title, canvas, colour) => hw.element("div", {}, typeof title === "string" ? hw.element("h2", {}, title) : title, colour, hw.element("div", { className: "scroll" }, canvas));
-  root.append(hw.element("header", {}, hw.element("h1", {}, spec.title), hw.tools(root, numbers)),
-    hw.element("div", { className: "controls" }, chooseHow, chooseSite, add, undoing, status), run,
-    hw.element("div", { className: "sides" }, hw.element("div", { style: "flex:0 1 auto;max-width:100%" }, part("cells: layer (up) by token", cells, colours[0]), part("heads: layer (up) by head, at all tokens", byHead, colours[1]), part(readsName, reads, colours[2])), result));
-  root.append(root.firstChild);
   show();
-  hw.repaint();
+  hw.lay(root, spec.title, numbers, [chooseHow, chooseSite, add, undoing, status], run,
+    hw.element("div", { className: "sides" }, hw.element("div", { style: "flex:0 1 auto;max-width:100%" }, part("cells: layer (up) by token", cells, colours[0]), part("heads: layer (up) by head, at all tokens", byHead, colours[1]), part(readsName, reads, colours[2])), result));
 });

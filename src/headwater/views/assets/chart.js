@@ -25,11 +25,7 @@ hw.chart = ({ width, height, x, y, left = 58, right = 14, top = 10, bottom = 40 
       lines.forEach((line, i) => pen.fillText(line, plane.x(value), plane.bottom + 16 + 13 * i));
     }
     pen.fillText(x.label, (plane.left + plane.right) / 2, height - 5);
-    pen.save();
-    pen.translate(12, (plane.top + plane.bottom) / 2);
-    pen.rotate(-Math.PI / 2);
-    pen.fillText(y.label, 0, 0);
-    pen.restore();
+    hw.upward(pen, y.label, 12, (plane.top + plane.bottom) / 2);
     if (up[0] < 0 && up[1] > 0) rule(pen, plane.left, plane.y(0), plane.right, plane.y(0), "--faint");
   };
   const rule = (pen, x0, y0, x1, y1, ink = "--line") => {

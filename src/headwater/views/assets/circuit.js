@@ -48,12 +48,8 @@ hw.start(async (spec, root) => {
       pen.fillStyle = hw.ink("--ink");
       pen.fillText(said, x, y + 4);
     }
-    pen.save();
     pen.fillStyle = hw.ink("--faint");
-    pen.translate(10, height / 2);
-    pen.rotate(-Math.PI / 2);
-    pen.fillText("layers →", 0, 0);
-    pen.restore();
+    hw.upward(pen, "layers →", 10, height / 2);
   };
   const about = (edge) => [`${edges.name[edge]}: ${edges.effect[edge] === null ? "no effect is known" : signed(edges.effect[edge])}`,
     spec.examples === null ? "its interval and placebo: view(edges=...)" : edges.low[edge] === null ? "one example: no interval" : `95 % interval ${signed(edges.low[edge])} to ${signed(edges.high[edge])}, n = ${spec.examples}`,

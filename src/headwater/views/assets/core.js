@@ -130,6 +130,22 @@ hw.mark = (pen, shape, x, y, radius) => {
   pen.fill();
 };
 
+// A circle around a place, and a text that is read upward.
+hw.ring = (pen, x, y, radius, ink = "--ink", line = 1.1) => {
+  pen.strokeStyle = hw.ink(ink);
+  pen.lineWidth = line;
+  pen.beginPath();
+  pen.arc(x, y, radius, 0, 2 * Math.PI);
+  pen.stroke();
+};
+hw.upward = (pen, text, x, y) => {
+  pen.save();
+  pen.translate(x, y);
+  pen.rotate(-Math.PI / 2);
+  pen.fillText(text, 0, 0);
+  pen.restore();
+};
+
 // A canvas that is drawn again when light turns to dark; `paint(pen)` draws in CSS pixels. One without a label is an
 // ornament, which neither the keyboard nor a screen reader meets.
 const painted = [];

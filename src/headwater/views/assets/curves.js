@@ -36,11 +36,7 @@ hw.curves = ({ charts, choices, x, said }) => {
     const line = pointed && lines().find((one) => one.name === pointed[0]);
     if (!line) return;
     const [at, up] = points(line, "value")[pointed[1]];
-    pen.strokeStyle = hw.ink("--ink");
-    pen.lineWidth = 1.5;
-    pen.beginPath();
-    pen.arc(at, up, 7, 0, 2 * Math.PI);
-    pen.stroke();
+    hw.ring(pen, at, up, 7, "--ink", 1.5);
   };
   const about = ([name, i]) => {
     const line = chart().lines.find((one) => one.name === name);

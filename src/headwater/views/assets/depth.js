@@ -45,11 +45,7 @@ hw.start(async (spec, root) => {
     });
     for (const row of [kept, pointed && pointed[0] === "row" ? pointed[1] : null]) if (row !== null && Number.isFinite(drawn(row))) {
       const i = depths.findIndex(({ depth }) => depth === rows.depth[row]);
-      pen.strokeStyle = hw.ink("--accent");
-      pen.lineWidth = 2;
-      pen.beginPath();
-      pen.arc(...dot(row, i), 6, 0, 2 * Math.PI);
-      pen.stroke();
+      hw.ring(pen, ...dot(row, i), 6, "--accent", 2);
     }
   };
   const named = (row) => `${spec.unit} ${hw.token(String(rows.name[row]))}, depth ${rows.depth[row]}`;

@@ -82,11 +82,3 @@ hw.headGrid = async (map, { relations, labels, quiet }, state, { point, keep }) 
 
 // Heads that are called nothing stay in the background, on dark paper too.
 hw.labelColor = (isQuiet, color) => (isQuiet && hw.isDark() ? "#65656a" : hw.onPaper(color));
-
-hw.ring = (pen, x, y, radius) => {
-  pen.strokeStyle = hw.ink("--ink");
-  pen.lineWidth = 1.1;
-  pen.beginPath();
-  pen.arc(x, y, radius, 0, 2 * Math.PI);
-  pen.stroke();
-};

@@ -30,11 +30,7 @@ hw.headPlane = ({ layers, heads, label, width: wide = 620 }, state, { paint, isS
     for (let head = 0; head < heads; head += step(heads)) pen.fillText(head, left - 6, middle(0, head)[1] + 4);
     pen.textAlign = "center";
     pen.fillText("Layer", left + (layers * cell) / 2, height - 4);
-    pen.save();
-    pen.translate(11, top + (heads * cell) / 2);
-    pen.rotate(-Math.PI / 2);
-    pen.fillText("Head", 0, 0);
-    pen.restore();
+    hw.upward(pen, "Head", 11, top + (heads * cell) / 2);
   };
 
   const canvas = hw.canvas(width, height, draw, { "data-map": "", ariaLabel: `${label}, layer by head. Arrow keys move, Enter keeps a head, Escape frees it.`, role: "application" });

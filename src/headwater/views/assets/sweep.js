@@ -90,11 +90,7 @@ hw.start(async (spec, root) => {
     for (let r = 0; r < g.rows; r += step(g.rows, g.cell[1], 12)) pen.fillText(down[r], g.left - 6, corner(r, 0)[1] + g.cell[1] / 2 + 4);
     pen.textAlign = "center";
     pen.fillText(panel().said[1], middle, g.height - 4);
-    pen.save();
-    pen.translate(11, g.top + (g.rows * g.cell[1]) / 2);
-    pen.rotate(-Math.PI / 2);
-    pen.fillText(panel().said[0], 0, 0);
-    pen.restore();
+    hw.upward(pen, panel().said[0], 11, g.top + (g.rows * g.cell[1]) / 2);
   };
   const scaleBar = (pen) => {
     const x = g.left + g.columns * g.cell[0] + 12, high = g.rows * g.cell[1];
@@ -211,11 +207,7 @@ hw.start(async (spec, root) => {
   if (scales.length > 1) choices.push(hw.choice("value", scales.map((name) => name.replace("_", " ")), (i) => { scale = scales[i]; reset(); }));
   const numbers = () => ({ columns: [...panel().axes, scale],
     rows: held.flatMap((row, r) => row.map((one, c) => [panel().rows[r], panel().columns[c], hw.exact(one)])) });
-  root.append(hw.element("header", {}, hw.element("h1", {}, spec.title), hw.tools(root, numbers)),
-    hw.element("div", { className: "controls" }, ...choices),
-    hw.element("div", { className: "sides" }, hw.element("div", { className: "scroll" }, canvas), card));
-  root.append(root.firstChild);
   reset();
   window.addEventListener("resize", redraw);
-  hw.repaint();
+  hw.lay(root, spec.title, numbers, choices, hw.element("div", { className: "sides" }, hw.element("div", { className: "scroll" }, canvas), card));
 });
