@@ -186,9 +186,8 @@ def test_the_command_draws_finished_runs_side_by_side(style, capsys, monkeypatch
     assert {file.name for file in (tmp_path / "drawn").iterdir()} == {"saliency.png", "saliency.svg", "saliency.pdf"}
 
 
-def test_the_terminal_says_whose_answers_are_judged_and_which_probe_is_not_above_chance(capsys, monkeypatch, tmp_path):
-    profile, result = made_up_profile(chance.rng()), made_up_saliency()
-    profile.save(tmp_path / "depth" / "profile")
+def test_the_terminal_says_which_probe_is_not_above_chance(capsys, monkeypatch, tmp_path):
+    result = made_up_saliency()
     rows = result.table.assign(z=np.arange(len(result.table)) % 2, logit=np.arange(len(result.table)) // 2)
     for name, table in (("chance", rows), ("tells", rows.assign(logit=rows["z"]))):
         replace(result, table=table).save(tmp_path / name / "saliency")
@@ -198,7 +197,6 @@ def test_the_terminal_says_whose_answers_are_judged_and_which_probe_is_not_above
         assert (code, err) == (0, "")
         return json.loads(out)["note"]
 
-    assert "is of the answers in the data, whichever model wrote them" in noted("memorization", "depth")
     assert "The probe is not above chance" in noted("saliency", "chance")
     assert noted("saliency", "tells") == ""
 

@@ -27,7 +27,12 @@ LARGEST_SIDE = 100.0
 
 
 def checked_size(figsize: object, ax: Axes | None) -> Size | None:
-    """Return the validated size of a new figure; None if none was passed."""
+    """Return the validated size of a new figure, None if none was passed; raise if `ax` is not a matplotlib axes."""
+    if ax is not None and not hasattr(ax, "get_subplotspec"):
+        raise InputError(
+            f"ax={shown(ax)} is not a matplotlib axes: give one, such as plt.subplots()[1], or leave it out for a new "
+            "figure. plot().savefig(path) writes it."
+        )
     if figsize is None:
         return None
     if ax is not None:

@@ -238,13 +238,13 @@ def _report(
 
 QUESTIONS = 300
 KINDS = {
-    "heads": ("HeadMap", "head_maps", "heads", "head_map.rule_note"),
+    "heads": ("HeadMap", "head_maps", "heads", None),
     "pathways": ("Pathways", "delta_p", "pathways", "pathways.chance_note"),
     "saliency": ("Saliency", "saliency", "saliency", "saliency_density.chance_note"),
-    "memorization": ("DepthProfile", "depth_profiles", "profile", "likelihood.answers_note"),
+    "memorization": ("DepthProfile", "depth_profiles", "profile", None),
 }
 """By kind: class of the results, function that draws several, part in which a command with several results keeps one,
-and function for a note on what the figure omits (for heads, only in the published style), from `headwater.figures`."""
+and function for a note on what the published style omits, from `headwater.figures`."""
 
 
 def figure(
@@ -288,7 +288,7 @@ def figure(
         results.append(getattr(hw, result_class).load(inside if inside.is_dir() else folder))
     options: dict[str, Any] = {"datasets": datasets} if datasets else {}
     drawn = getattr(figures, draw)(results, style=style, title=title, **options)
-    note_text = attrgetter(note)(figures)(results) if kind != "heads" or style == "published" else ""
+    note_text = attrgetter(note)(figures)(results) if note else ""
     files = write_figure(drawn, out or Path(kind))
     models = [one.run.model for one in results]
     summary = {"figure": kind, "models": models, "files": files, "note": note_text}

@@ -138,14 +138,6 @@ def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str], as_publishe
     return figure
 
 
-def answers_note(profiles: Sequence[DepthProfile]) -> str:
-    """Name the models whose score gap is of answers from the data, not the model's; "" if there is none."""
-    given = [one for one in profiles if any(len(_gaps(one, quartile)) for quartile in ENDS)]
-    named = ", ".join(st.short_name(one.run.model) for one in given if one.run.options["answers"] == DATA)
-    hint = "is of the answers in the data, whichever model wrote them; with answers='model', the model answers itself"
-    return f"The score gap of {named} {hint}." if named else ""
-
-
 def _title_look(titles: Sequence[str]) -> dict[str, Any]:
     """Return the font size at which every title ends before the next panel; empty if all titles are short."""
     longest = max(map(len, titles))

@@ -437,10 +437,9 @@ def figure_of(plot: Axes | Figure) -> Figure:
 
 def checked_place(ax: Axes | None, panels: int, figsize: object) -> Size | None:
     """Return the size of a new figure (if any); raise if a figure of this many panels cannot be drawn on `ax`."""
-    if not isinstance(ax, Axes | None):
-        raise InputError(f"ax=, a {type(ax).__name__}, is not a matplotlib axes: leave it out for a new figure.")
+    size = checked_size(figsize, ax)
     refuse_panels(ax, panels)
-    return checked_size(figsize, ax)
+    return size
 
 
 def refuse_panels(ax: Axes | None, panels: int, instead: str = "") -> None:

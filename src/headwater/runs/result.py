@@ -95,11 +95,6 @@ class Shown:
                 paths and circuits; `heads` and `example` for a cache; `example` for a lens; `on` for attention
                 behaviour; `kind` for composition; `split_by` and `value` for pathways.
         """
-        if ax is not None and not hasattr(ax, "get_subplotspec"):
-            raise InputError(
-                f"ax={shown(ax)} is not a matplotlib axes: give one, such as plt.subplots()[1], or leave it out for a "
-                "new figure. result.plot().savefig(path) writes it."
-            )
         size, draw = checked_size(figsize, ax), DRAWINGS.of_class(type(self))
         self._check_options("plot", draw, what, ("ax", "title", "figsize"))
         with size_requested(size):
