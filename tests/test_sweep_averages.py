@@ -106,7 +106,7 @@ def test_the_figure_draws_the_ratio_of_means_that_the_summary_has(model):
         )
     )
     assert "Mean effect / mean gap" in ax.figure.axes[-1].get_ylabel()
-    with pytest.raises(InputError, match="'ratio' is not one of 'mean of ratios', 'ratio of means'"):
+    with pytest.raises(InputError, match="'ratio' is not one of mean of ratios, ratio of means"):
         sweep.summary(normalize="ratio")
     alone = hw.patch(model, clean, sites="resid_pre", metric=METRIC, values="zero", progress=False)
     with pytest.raises(InputError, match="needs pairs of prompts"):

@@ -146,11 +146,12 @@ class RunOptions:
         write_atomically(self.out / "report.md", lambda file: file.write_text(text, encoding="utf-8"))
         return [str(self.out / "report.md")]
 
-    def finish(self, result: Result, files: Sequence[str], **tables: DataFrame) -> None:
-        """Print a result's report and these tables by title, or all its findings as JSON."""
+    def finish(self, result: Result, files: Sequence[str], *more: str, **tables: DataFrame) -> None:
+        """Print a result's report, more sentences, and tables by title; or its findings as JSON."""
         from headwater.runs.result import records_of
 
         findings = result.findings()
+        findings["report"] += more
         sections = {result.run.model: findings["report"]} | {name: records_of(one) for name, one in tables.items()}
         report(findings | {"files": list(files)}, sections, self.as_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -22,12 +23,11 @@ from headwater.cli.options import (
     documented_by,
     is_main,
     position,
-    report,
 )
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 Axis = Literal["layer", "position", "head", "key", "feature"]
 SHOWN, SIZE = 10, 20
@@ -194,7 +194,7 @@ def edges(
         files.append(str(run.out / "summary.csv"))
     strongest = result.top(SHOWN)
     strongest["effect"] = strongest["effect"].fillna(strongest["estimate"])
-    _finish(run, _about(result), strongest, result.report(), files)
+    run.finish(result, files, strongest=strongest[["edge", "effect"]])
 
 
 @documented_by("circuits/search:find_circuit")
@@ -240,15 +240,13 @@ def circuit(
             load.model(model), prompts, pairs.corrupted, metric=metric, by=by, seed=seed, **run.kept(),
             **vars(search),
         )  # fmt: skip
-        files, chosen, sentences = run.write(result, "search"), result.circuit, result.report()
-        sizes = {"pairs": int(result.alone["example"].nunique()), "edges": len(result.table), "method": "greedy search"}
-        about = {"model": result.run.model, **sizes, "metric": result.alone["metric"].iloc[0]}
+        files, chosen, sentences = run.write(result, "search"), result.circuit, list[str]()
     else:
         result = hw.edges(
             load.model(model), prompts, pairs.corrupted, metric=metric, seed=seed, **run.kept(),
             **vars(measuring),
         )  # fmt: skip
-        files, chosen, about = [], result.circuit(SIZE if size is None else size, by=by), _about(result)
+        files, chosen = [], result.circuit(SIZE if size is None else size, by=by)
         sentences = [
             f"Circuit of {len(chosen):,} of {result.graph.n_edges:,} edges, {len(chosen.on_a_path):,} on a path from "
             "the embedding to the logits.",
@@ -259,7 +257,7 @@ def circuit(
 
         files += [str(chosen.save(run.out / "circuit.parquet")), *write_figure(chosen.plot(), run.out / "circuit")]
     strongest = chosen.table.dropna(subset=["effect"]).sort_values("effect", key=abs, ascending=False)
-    _finish(run, about, strongest.head(SHOWN), sentences, files)
+    run.finish(result, files, *sentences, strongest=strongest[["edge", "effect"]].head(SHOWN))
 
 
 def _numbers(option: str, texts: list[str] | None) -> list[int] | None:
@@ -291,28 +289,12 @@ def _window(text: str | None) -> Any:
     return window
 
 
-def _about(result: hw.EdgeEffects) -> dict[str, object]:
-    counts = {"pairs": len(result.baselines), "edges": len(result.chosen), "method": result.method}
-    return {"model": result.run.model, **counts, "metric": result.metrics[0]}
-
-
-def _finish(run: RunOptions, about: dict[str, Any], strongest: pd.DataFrame, text: list[str], files: list[str]) -> None:
-    """Print the report on a result's edges, and the strongest of them."""
-    from headwater.runs.result import records_of
-
-    summary = about | {"strongest": records_of(strongest[["edge", "effect"]]), "said": text, "files": files}
-    title = f"{summary['model']}: {summary['edges']:,} edges, {summary['method']}"
-    report(summary, {title: text, "strongest": summary["strongest"]}, run.as_json)
-
-
 def _report(sweep: hw.Sweep, run: RunOptions) -> None:
     """Write a sweep, and print its report and its strongest cells."""
-    from headwater.runs.result import records_of, whole_summary
+    from headwater.runs.result import whole_summary
 
-    summary = whole_summary(sweep)
+    with warnings.catch_warnings(action="ignore"):  # the findings are printed with the same warnings
+        summary = whole_summary(sweep)
     sizes = summary["mean"].abs().sort_values(ascending=False)
-    rows = records_of(summary.loc[sizes[sizes > 0].index].head(SHOWN))
-    output = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows}
-    output["files"] = run.write(sweep, "sweep")
-    text = [] if run.as_json else sweep.report()
-    report(output, {sweep.run.model: text, "strongest by mean effect": rows}, run.as_json)
+    strongest = summary.loc[sizes[sizes > 0].index].head(SHOWN)
+    run.finish(sweep, run.write(sweep, "sweep"), **{"strongest by mean effect": strongest})
