@@ -127,7 +127,7 @@ class _Weights:
         return HeadWeights(layer, **self._factors_of(layer, FACTORS))
 
     def ov(self, layer: int) -> OVWeights:
-        """Return W_V and W_O of one layer's heads; files with separate queries and keys are not read for these."""
+        """Return W_V and W_O of one layer's heads; does not read queries and keys that files store separately."""
         return OVWeights(layer, **self._factors_of(layer, ("W_V", "W_O")))
 
     @torch.inference_mode()
