@@ -154,6 +154,16 @@ def test_examples_in_docstrings_print_what_they_say(name):
     assert not result.failed
 
 
+def test_every_argument_is_explained_and_those_of_all_functions_in_one_way():
+    kinds = [getattr(hw, name) for name in PUBLIC]
+    methods = [one for kind in kinds if isinstance(kind, type) for one in vars(kind).values()]
+    for function in (one for one in [*kinds, *methods] if hasattr(one, "is_checked")):
+        texts = inspect.getdoc(function).partition("Args:\n")[2]
+        named = [one.name for one in inspect.signature(function).parameters.values() if one.kind != one.VAR_KEYWORD]
+        missing = {name for name in named if f"\n    {name}: " not in f"\n{texts}"}
+        assert not texts or missing <= {"self"}, (function.__qualname__, missing)
+
+
 def first_calls(function) -> list[ast.Call]:
     """The calls in the first lines of a docstring."""
     head = inspect.getdoc(function).partition("Args:")[0]

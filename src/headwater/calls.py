@@ -38,6 +38,12 @@ COMMON_OPTIONS: dict[str, Check] = {
     "margin": partial(checked_number, above=0.0),
 }
 
+COMMON_TEXTS = {
+    "progress": "show progress bars.",
+    "out": "a folder for the result. An interrupted run resumes if it is called again with the same folder.",
+}
+"""What these options are in every function: added to the docstrings that do not say more."""
+
 
 def checked_call(function: F) -> F:
     """Make a public function or method report which option was meant, and which of its arguments is missing."""
@@ -76,6 +82,13 @@ def checked_call(function: F) -> F:
             raise
 
     call.is_checked = True  # type: ignore[attr-defined]
+    head, title, rest = (function.__doc__ or "").partition("Args:\n")
+    texts, gap, tail = rest.partition("\n\n")
+    for name in [name for name in COMMON_TEXTS if title and name in known]:
+        indent = texts[: len(texts) - len(texts.lstrip())]
+        if f"{indent}{name}: " not in texts:
+            texts = f"{texts.rstrip()}\n{indent}{name}: {COMMON_TEXTS[name]}"
+            call.__doc__ = f"{head}{title}{texts}{gap}{tail}"
     return cast(F, call)
 
 

@@ -97,8 +97,6 @@ def evidence(
         pairs: largest number of prompt pairs in the second half of a relation; the first half has at most eight.
         draws: number of times targets are shuffled, and number of random sets of heads that are ablated.
         seed: seed of the halves, pairs, examples, draws and intervals.
-        progress: show progress bars.
-        out: a folder for the result. It stores finished relations, so that an interrupted call can be resumed.
 
     Raises:
         ModelError: the model's weights cannot be read.

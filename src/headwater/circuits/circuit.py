@@ -187,7 +187,6 @@ class Circuit(Shown):
                 random circuits' effects.
             seed: seed of the random circuits, the bootstrap and the halves.
             batch_size: number of circuits per batch.
-            progress: show progress bars.
 
         Returns:
             A `Claim`, as `Sweep.claim` returns it. The effect is the metric of the circuit alone minus the metric of

@@ -194,8 +194,6 @@ def run_circuits(
         placebos: number of random circuits of the same shape to run for each circuit.
         seed: seed of the random circuits and of `resample`.
         batch_size: number of circuits per batch; default: chosen for the device. Halved when memory runs out.
-        progress: show a progress bar.
-        out: a folder: finished pairs are saved as they complete, and an interrupted run resumes where it stopped.
 
     Raises:
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.

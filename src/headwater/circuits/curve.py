@@ -143,8 +143,6 @@ def circuit_curve(
         dataset: the prompts for `mean` and `resample`.
         seed: seed of the random circuits and of `resample`.
         batch_size: number of circuits per batch.
-        progress: show a progress bar.
-        out: a folder; an interrupted run resumes where it stopped.
 
     Warns:
         UserWarning: held-out prompts are among those on which the edges were chosen, or have no gap.

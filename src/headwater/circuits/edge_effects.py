@@ -112,8 +112,6 @@ def edges(
             `published` code of Hanna et al., k/steps of the way from the corrupted to the clean ones, k = 1 ... steps.
         seed: seed of the random edges of `screened`, and of `resample`.
         batch_size: see `hw.patch`.
-        progress: show a progress bar.
-        out: a folder: finished layers are saved as they complete, and an interrupted run resumes where it stopped.
 
     Raises:
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.

@@ -239,8 +239,6 @@ def path_patch(
         positions: where senders are patched; with roles, each role separately, see `hw.edges`.
         seed: seed of `resample`.
         batch_size: see `hw.patch`.
-        progress: show a progress bar.
-        out: a folder: finished layers are saved as they complete, and an interrupted run resumes where it stopped.
 
     Returns:
         The effects: a row for each example, metric, and sender and receiver that a path connects.

@@ -294,8 +294,6 @@ def find_circuit(
         placebos: number of random circuits of the same shape to run beside the result.
         seed: seed of the random circuits and of `resample`.
         batch_size: number of circuits per batch.
-        progress: show a progress bar.
-        out: a folder; an interrupted search resumes where it stopped.
 
     Raises:
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.

@@ -158,8 +158,6 @@ def detect(
         reweighting: how PR is trained.
         seeds: number of splits into halves, at most 1,000.
         batch_size: answers in one run.
-        progress: show a bar.
-        out: a folder to write to; an interrupted run goes on where it stopped.
 
     Example:
         >>> import headwater as hw

@@ -109,7 +109,6 @@ class Detector:
             answered: what `hw.answer` returned.
             methods: some of the fitted methods; default: all except `p_true`, which asks the model another question.
             batch_size: rows in one run.
-            progress: show a bar.
         """
         if model.fingerprint != self.fingerprint:
             raise InputError(

@@ -124,8 +124,6 @@ def ablate_heads(
         controls: names of control relations; by default they are chosen as in step 4 of the module's docstring.
         seed: seed of examples, foils and random heads.
         batch_size: number of prompts in a forward pass.
-        progress: show a progress bar.
-        out: a folder for the result; a repeated call resumes an interrupted run.
 
     Raises:
         ModelError: the map is of another model.

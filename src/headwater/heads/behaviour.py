@@ -159,8 +159,6 @@ def attention_behaviour(
             vocabularies.
         batch_size: sequences in one forward pass; fewer if their patterns would take too much memory.
         seed: seed of the random tokens, the intervals and the random heads.
-        progress: show a progress bar over sequences.
-        out: a folder for the result; a repeated call resumes an interrupted run.
 
     Raises:
         ModelError: with `copying`, the model has no factors of single heads.

@@ -268,7 +268,6 @@ def claim(
             the random sets' effects.
         seed: seed of the random sets, the bootstrap, the halves, and of `resample`.
         batch_size: see `hw.patch`.
-        progress: show progress bars.
 
     Returns:
         A `Claim`, as returned by `Sweep.claim`.

@@ -81,8 +81,6 @@ def classify_heads(
             which picks the one that agrees best with the first block's output (`heads.scoring`). Default: "auto" with
             the controlled rule; with `rule="published"`, as published, "mlp0", or "raw" for the shape of
             Llama-3.1-70B. Heads of layer 0 read the raw embedding.
-        progress: show a progress bar over layers.
-        out: a folder for the result. It keeps finished layers, so that a repeated call resumes an interrupted one.
         multi_token: how to treat words of several tokens; by default they are dropped. "first" represents a word by its
             first token, "distinguishing" a target by its first token that no other target has (`heads.relations`).
         norm_gain: fold the gain of each layer's norm into the input of its heads, and the final norm's gain into W_U;

@@ -113,8 +113,6 @@ def dynamic_scores(
         bos: BOS of each sentence, as in `hw.load`; default: the model's own. The publication followed the tokenizer
             (`bos="tokenizer"`): GPT-2 then gets no BOS, and heads that rest on the first position get other scores.
         batch_size: sentences in a forward pass.
-        progress: show a progress bar.
-        out: a folder for the result; a repeated call resumes an interrupted run.
 
     Raises:
         ModelError: the map is of another model.

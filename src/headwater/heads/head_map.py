@@ -97,7 +97,6 @@ class HeadMap(Result):
             model: the model that was classified; None varies only threshold and rule.
             relations: the relations that were passed to `classify_heads`, if any.
             vary: which of "embedding", "k" and "norm_gain" to vary, one at a time.
-            progress: show a progress bar over layers for each setting.
 
         Raises:
             ModelError: the map is of another model.
@@ -216,7 +215,6 @@ class HeadMap(Result):
             shots: number of examples before each prompt.
             draws: number of other heads to ablate, one at a time, per called head.
             seed: seed of examples, other heads and intervals.
-            progress: show a progress bar over relations.
 
         Returns:
             This head map with more columns in its `table`, among them `used`, which `plot` draws as rings. They are NaN

@@ -132,8 +132,6 @@ def composition_scores(
             The reduced writers of all layers stay in memory: d_model² numbers per layer.
         kinds: the input of the later head: its queries ("q"), keys ("k"), values ("v"), or several of these.
         norm_gain: fold the gain of the norm in front of a head's attention into its input.
-        progress: show a progress bar over layers.
-        out: a folder for the result; a repeated call resumes an interrupted run.
         device: the device to read the weights to.
 
     Raises:
@@ -299,7 +297,6 @@ def singular_vectors(
         norm_gain: fold in the gains of the head's norm and of the final norm.
         vectors: number of directions, the strongest first.
         tokens: number of tokens for each side and sign.
-        out: a folder for the result.
         device: the device to read the weights to.
 
     Raises:

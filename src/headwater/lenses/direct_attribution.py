@@ -154,8 +154,6 @@ def direct_logit_attribution(
         by: what a row of the table is: a `head` (or MLP, embedding, bias of a layer), all heads of a `layer`, a
             `component` over all layers, or a head and a `position` that it attends to.
         batch_size: prompts in one run.
-        progress: show a progress bar.
-        out: a folder for the result. An interrupted run resumes if it is called again with the same folder.
 
     Raises:
         ModelError: the model's logits are computed by more than its final norm, unembedding and soft cap.

@@ -145,8 +145,6 @@ def lens(
             prompt. Default: the next token of the prompt at each position.
         top_k: number of top tokens to store.
         batch_size: prompts in one run.
-        progress: show a progress bar.
-        out: a folder for the result. An interrupted run resumes if it is called again with the same folder.
 
     Raises:
         ModelError: the last layer's logits are not the model's own output.

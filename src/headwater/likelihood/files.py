@@ -135,8 +135,6 @@ def score_file(
         stride: number of new tokens that each further window scores. Default: half the context.
         precision: how a CUDA device multiplies float32 states with W_U, "highest" or "high"; see `token_statistics`.
         batch_size: texts in one forward pass.
-        progress: show a progress bar.
-        out: a folder for the result; a repeated call resumes an interrupted run.
     """
     path = checked_path("file", file)
     check_readable(path, "texts")
@@ -222,7 +220,6 @@ def gradient_norms(
         model: the model. For a HookedTransformer the parameters are its own, not those of a checkpoint.
         texts: the texts.
         order: the order of the norm: 1, 2, or infinity for the largest entry.
-        progress: show a progress bar.
     """
     if isinstance(order, bool) or order not in ORDERS:
         raise InputError(f"order={shown(order)} is not one of 1, 2, inf.")

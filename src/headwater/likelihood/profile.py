@@ -179,8 +179,6 @@ def memorization(
         controls: also score shuffled texts; doubles the work.
         seed: seed of shuffling and of the bootstrap.
         batch_size: texts in one forward pass.
-        progress: show progress bars.
-        out: a folder for the result; a repeated call resumes an interrupted run.
     """
     wording = ContextWording(model, context, prompt, predecessors, predecessor_prompt)
     source, scored_by = plan_of(graph, answers, judge, span, alone=predecessors == NONE)

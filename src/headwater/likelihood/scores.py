@@ -224,7 +224,6 @@ def prefixed_statistics(
             before the scored text.
         precision: how a CUDA device multiplies float32 states with W_U, see `token_statistics`.
         batch_size: texts in one forward pass.
-        progress: show a progress bar.
     """
     prefix = checked_prefix(prefix)
     listed = checked_several("texts", texts, "a list of texts")

@@ -162,8 +162,6 @@ def token_statistics(
         precision: how a CUDA device multiplies float32 states with W_U: "highest" with all bits, "high" in fewer
             tensor-core products. It affects float32 models and lenses; otherwise both are the same.
         batch_size: windows in one forward pass. Results do not depend on it.
-        progress: show a progress bar.
-        out: a folder for the result; a repeated call resumes an interrupted run.
     """
     refuse_what_has_no_order(texts)
     texts = [texts] if isinstance(texts, str) else checked_several("texts", texts, "a text, or a list of texts")

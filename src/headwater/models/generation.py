@@ -128,7 +128,6 @@ def generate(
         stop: one or more stop strings; the generated text ends right before the first, regardless of token boundaries.
         return_tokens: also return the ids of the new tokens, which are `texts.tokens` too.
         batch_size: number of prompts in one run.
-        progress: show a progress bar if there are several batches.
 
     Returns:
         The new text of each prompt, a list also for one prompt. Its `tokens` are the ids of the new tokens, with the

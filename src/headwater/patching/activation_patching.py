@@ -164,8 +164,6 @@ def patch(
         batch_size: rows per call of a sublayer; by default as many as suit the device. Halved when memory runs out.
         engine: `auto` takes all cells through the layers at once; `whole runs` runs whole prompts through the model
             with its ordinary hooks: simpler, and slower. The numbers are the same.
-        progress: show a progress bar.
-        out: a folder: finished cells are saved every few seconds, and an interrupted sweep resumes after these.
 
     Raises:
         InterventionError: an edit did not take effect.

@@ -344,8 +344,6 @@ def ablate(
         seed: of `resample`.
         batch_size: see `hw.patch`.
         engine: see `hw.patch`.
-        progress: show a progress bar.
-        out: a folder for finished cells, see `hw.patch`.
 
     Returns:
         A sweep whose table has a row per example, set and metric; `set` is the set's name, or its members in words.

@@ -131,8 +131,6 @@ def knockout(
         layers: the layers to sever edges in; with a window, the layers that it is around.
         batch_size: see `hw.patch`.
         engine: see `hw.patch`.
-        progress: show a progress bar.
-        out: a folder for finished cells, see `hw.patch`.
 
     Raises:
         InterventionError: a query is left without any key (`mask`), or no layer can see the edges.
@@ -260,7 +258,6 @@ def knocked_out_states(
         variant: `mask` or `zero`.
         layers: sever in these layers only; default all.
         batch_size: see `hw.patch`.
-        progress: show a progress bar.
 
     Returns:
         By site, the states before and after, `layer example d_model` in float32 on the CPU.

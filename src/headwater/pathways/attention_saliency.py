@@ -182,8 +182,6 @@ def saliency(
         pairs: the `sum` over pairs of tokens, or their `mean`, which usually puts S(E_Q→E_A) above S(E_Q→*).
         layers: the layers to average over; default: all up to the probe's.
         batch_size: examples in one run; examples that need about the same positions run together.
-        progress: show a bar.
-        out: a folder to write to; an interrupted run goes on where it stopped.
 
     Returns:
         The saliency of every row of `answered`, in float64. Memory: the residual stream and the keys and values of

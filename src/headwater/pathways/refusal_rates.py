@@ -104,8 +104,6 @@ def refusals(
             don't know".' before the question, in the chat template where the tokenizer has one.
         max_new_tokens: an answer that has not ended after this many tokens is left out.
         batch_size: prompts in one run.
-        progress: show a bar.
-        out: a folder to write to; an interrupted run goes on where it stopped.
     """
     check_answered(model, answered)
     if pathways.run.options["answered"] != describe(answered):

@@ -110,8 +110,6 @@ def probe_map(
         seeds: how many times the questions are split into halves, at most 1,000.
         controls: also fit probes to permuted labels; doubles the fits.
         batch_size: rows in one run of the model.
-        progress: show a bar.
-        out: a folder to write to; an interrupted run goes on where it stopped.
     """
     check_answered(model, answered)
     listed = checked_several("tokens", tokens, "a list of token names")

@@ -215,8 +215,6 @@ def trace_pathways(
             modes of each seed are also compared with those of the next seed's probe.
         controls: run the controls too (about eight more passes) and compare with baselines.
         batch_size: rows in one run.
-        progress: show bars.
-        out: a folder to write to; an interrupted run goes on where it stopped.
 
     Example:
         >>> import headwater as hw

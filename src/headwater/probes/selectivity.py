@@ -226,8 +226,6 @@ def fit_probe(
         strengths: inverse strengths of the L2 penalty; one is chosen for each fold, without using the fold.
         controls: number of control tasks that are drawn and averaged; 0 for none.
         seed: seed of the folds, the control tasks and the bootstrap.
-        progress: show a progress bar over layers.
-        out: a folder for the result. An interrupted run resumes if it is called again with the same folder.
     """
     states = given_states(cache, site, layers)
     entries = checked_several("labels", labels, "a list with a label for each row")

@@ -191,8 +191,6 @@ def answer(
         hooks: read or write hooks that act while the model answers, at every step as in `model.generate`; part of the
             run record. Prompts run shortest first; `headwater.models.forward.now_reading().rows` holds each row's index
             in the table. Later computations on the answers run without these hooks.
-        progress: show a progress bar.
-        out: a folder for the result; a repeated call resumes an interrupted run.
     """
     if model.tokenizer is None or not getattr(model.tokenizer, "is_fast", False):
         raise InputError(

@@ -139,8 +139,6 @@ def reproduce_maps(
         multi_token: also measure the correlations after sources of several tokens, in the published sentence.
         templates: the sentences of the correlations, each with one `{source}`.
         device: device of a model that is loaded here; see `hw.load`.
-        progress: show progress bars.
-        out: a folder for the result. Repeating an interrupted call resumes from it.
     """
     relations = load_relations(datasets)
     runs = correlations or ablations or multi_token

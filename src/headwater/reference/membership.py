@@ -157,8 +157,6 @@ def reproduce_membership(
         published: the published model to compare with, such as "EleutherAI/pythia-160m"; by default the one with the
             model's name.
         batch_size: texts in one run.
-        progress: show progress bars.
-        out: a folder for the result. Repeating an interrupted call resumes from it.
     """
     files = [texts] if isinstance(texts, str | Path) else list(texts)
     tables = [load_joined_texts(file) if benchmark == JOINED else load_member_texts(file) for file in files]

@@ -68,8 +68,6 @@ def reproduce_memorization(
         judge: see `hw.memorization`.
         predecessors: what precedes a question in the prompt; see `hw.memorization`.
         batch_size: texts in one run.
-        progress: show progress bars.
-        out: a folder for the result. Repeating an interrupted call resumes from it.
     """
     model = hooked_of(model)
     reference = published_numbers("memorization")

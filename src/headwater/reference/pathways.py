@@ -102,7 +102,6 @@ def reproduce_pathways(
         label: see `hw.answer`.
         max_new_tokens: see `hw.answer`.
         batch_size: rows in one run.
-        progress: show progress bars, and report each part when it is done.
         out: a folder for the result, with a folder for each part (`PARTS`). Repeating an interrupted call resumes from
             it.
     """
