@@ -18,6 +18,7 @@ from headwater.errors import InputError
 from headwater.heads import classify, scores
 from headwater.heads.categories import label_counts
 from headwater.heads.head_map import HeadMap
+from headwater.runs.result import records_of
 from tests import chance
 from tests.tiny import WORDS
 
@@ -61,7 +62,8 @@ def test_json_is_one_line_on_stdout_that_says_what_the_result_holds(run, checkpo
     assert printed.count("\n") == 1
     summary = json.loads(printed)
     head_map = classify.classify_heads(checkpoint("gpt2"), relations=suite, rule="published", progress=False)
-    assert summary == json.loads(json.dumps(head_map.findings())) | {"files": []}
+    shown = {"files": [], "relations": records_of(head_map.summary())}
+    assert summary == json.loads(json.dumps(head_map.findings() | shown))
     for row in summary["summary"]:
         of_relation = head_map.table[head_map.table["relation"] == row["relation"]]
         assert row["score"] == of_relation[["score", "suppression"]].max(axis=None)

@@ -76,7 +76,8 @@ def test_three_folders_give_the_numbers_of_the_function_as_json(run, folders, su
     assert code == 0
     given = json.loads(printed)
     result = hw.compare_heads(folders, relations=suite, embedding="raw", progress=False)
-    assert given == json.loads(json.dumps(result.findings())) | {"files": []}
+    assert {"summary", "largest"} < set(given)
+    assert given.items() >= json.loads(json.dumps(result.findings())).items()
     heads = {(row["model"], row["category"]): row["heads"] for row in given["summary"]}
     assert [heads[model, "any"] for model in ("base", "tuned", "later")] == [1, 1, 2]
 

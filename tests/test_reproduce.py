@@ -228,7 +228,7 @@ def test_the_command_prints_published_measured_and_difference(run, checkpoint, d
     arguments = ["reproduce", "maps", checkpoint("gpt2"), "--datasets", datasets, "--no-correlations", "--quiet"]
     code, printed, _ = run(*arguments, "--published", "house/tiny-gpt", "--out", tmp_path / "out")
     assert code == 0
-    assert "compared with house/tiny-gpt" in printed
+    assert "the published house/tiny-gpt" in " ".join(printed.split())
     best = printed.split("best score\n")[1].split("\n\n")[0]
     lines = {line.split()[0]: line.split()[1:] for line in best.splitlines()[1:]}
     table = Reproduction.load(tmp_path / "out").table
@@ -239,9 +239,10 @@ def test_the_command_prints_published_measured_and_difference(run, checkpoint, d
     assert (tmp_path / "out" / "reproduction.png").exists()
     code, printed, _ = run(*arguments, "--json")
     summary = json.loads(printed)
-    assert summary["published_model"] is None
     assert not any(row["compared"] for row in summary["summary"])
-    assert "No published numbers exist" in summary["notes"][0]
+    assert len(summary["best score"]) == len(NAMES)
+    assert "no published model" in summary["report"][0]
+    assert any("No published numbers exist" in sentence for sentence in summary["report"])
 
 
 def test_the_command_refuses_what_cannot_be_compared(run, checkpoint, datasets):
@@ -415,7 +416,7 @@ def test_the_commands_for_pathways_and_depth_say_that_nothing_was_published(run,
         "reproduce", "memorization", "embedded", "--data", tmp_path / "graph.json", "--quiet", "--json"
     )
     assert code == 0
-    assert "No published numbers exist for embedded" in json.loads(printed)["notes"][0]
+    assert "No published numbers exist for embedded" in " ".join(json.loads(printed)["report"])
     asked = ["--sample", 60, "--method", "probe", "--seeds", 1, "--no-controls", "--quiet", "--out", tmp_path / "out"]
     code, printed, error = run("reproduce", "pathways", "embedded", "--questions", "natural", *asked)
     assert code == 0, error

@@ -147,13 +147,12 @@ class RunOptions:
         return [str(self.out / "report.md")]
 
     def finish(self, result: Result, files: Sequence[str], *more: str, **tables: DataFrame) -> None:
-        """Print a result's report, more sentences, and tables by title; or its findings as JSON."""
+        """Print a result's report, more sentences, and tables by title; or as JSON its findings and these tables."""
         from headwater.runs.result import records_of
 
-        findings = result.findings()
+        findings, shown = result.findings(), {name: records_of(one) for name, one in tables.items()}
         findings["report"] += more
-        sections = {result.run.model: findings["report"]} | {name: records_of(one) for name, one in tables.items()}
-        report(findings | {"files": list(files)}, sections, self.as_json)
+        report(shown | findings | {"files": list(files)}, {result.run.model: findings["report"]} | shown, self.as_json)
 
 
 def _markdown(text: str) -> str:

@@ -216,8 +216,6 @@ def _report(
     reproduction: hw.reference.Reproduction, run: RunOptions, parts: Mapping[str, type[Result]] | None = None
 ) -> None:
     """Write the figures and reports of a reproduction and its parts; print published beside measured numbers."""
-    from headwater.runs.result import records_of
-
     files: list[str] = []
     if run.out is not None and is_main():
         results = {name: of.load(run.out / name) for name, of in (parts or {}).items()}
@@ -225,12 +223,8 @@ def _report(
         files += run.write_report(results)
     if reproduction.table["difference"].notna().any():
         files += run.write(reproduction, "reproduction")
-    summary = reproduction.findings() | {"published_model": reproduction.published_model, "files": files}
-    summary |= {"rows": records_of(reproduction.table), "notes": reproduction.notes, "source": reproduction.source}
     by_quantity = reproduction.table.groupby("quantity", sort=False)
-    quantities = {str(name): records_of(some.drop(columns="quantity")) for name, some in by_quantity}
-    title = f"{reproduction.run.model} compared with {reproduction.published_model or 'no published model'}"
-    report(summary, {title: reproduction.report()} | quantities, run.as_json)
+    run.finish(reproduction, files, **{str(name): rows.drop(columns="quantity") for name, rows in by_quantity})
 
 
 # `headwater figure`: the runs of several models side by side. `headwater demo`: the tour.
