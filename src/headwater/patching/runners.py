@@ -174,8 +174,7 @@ class WalkRunner(Runner):
     def run(self, variants: Variants, deliver: Deliver) -> None:
         """Deliver the readings of variants of the group's runs, all in one walk."""
         tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
-        answers = None if self._answers is None else self._answers.repeat(len(self._sides), 1)
-        walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, answers)
+        walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, self._answers)
         try:
             walk.run()
         except NotFiniteError as error:
@@ -300,50 +299,44 @@ class WholeRuns(Runner):
     def run(self, variants: Variants, deliver: Deliver) -> None:
         """Deliver the readings of variants of the group's runs, `at_once` of them per forward.
 
-        Rows of a forward read the same positions of equally deep layers, so that no unread logits are computed.
+        Rows of a forward read the same, so that no unread logits are computed.
         """
-        groups: dict[tuple[tuple[int, ...], int, int | None], list[int]] = {}
+        groups: dict[tuple[tuple[int, ...], tuple[Reading, ...], int | None], list[int]] = {}
         for index in np.flatnonzero(variants.can_change_output).tolist():
             variant = variants[index]
-            # Layers after the deepest reading are not run.
-            stop = max(layer + (site != LOGITS) for site, layer in variant.readings)
-            groups.setdefault((variant.kept, stop, variant.whole), []).append(index)
-        for (kept, stop, _), indices in groups.items():
+            groups.setdefault((variant.kept, variant.readings, variant.whole), []).append(index)
+        for (kept, readings, _), indices in groups.items():
             # Neighbouring rows of one length need no padding.
             indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
-            forward = partial(self.forward, variants, deliver, list(kept), stop)
+            forward = partial(self.forward, variants, deliver, list(kept), readings)
             self.at_once = in_tiles(np.array(indices), self.at_once, forward)
 
-    def forward(self, variants: Variants, deliver: Deliver, kept: list[int], stop: int, rows: Indices) -> None:
+    def forward(
+        self, variants: Variants, deliver: Deliver, kept: list[int], readings: Sequence[Reading], rows: Indices
+    ) -> None:
         """Run the prompts of some variants, each with its own edits, and deliver what is read at the positions `kept`.
 
-        Layers from `stop` on are not run.
+        Layers after the deepest reading are not run.
         """
         model, examples, own = self.plan.model, variants.example[rows].tolist(), [variants[i] for i in rows.tolist()]
-        asking: dict[Reading, list[int]] = {}
-        for row, variant in enumerate(own):
-            for reading in variant.readings:
-                asking.setdefault(reading, []).append(row)
+        logits, stop = (LOGITS, model.shape.n_layers), max(layer + (site != LOGITS) for site, layer in readings)
         read: dict[Reading, Tensor] = {}
 
         def take(activation: Tensor, hook: object, reading: Reading) -> None:
             # Indices make a copy: a view would keep the whole activation alive, and a later hook might write into it.
-            read[reading] = activation[asking[reading]][:, kept]
+            read[reading] = activation[:, kept]
 
         # Noise that makes the corrupted run comes first: edits act on that run.
         hooks = [*self.group.corrupting("base", rows=examples), *_edits(own, examples, self.values, stop)]
-        for site, layer in asking:
+        for site, layer in readings:
             if site != LOGITS:
                 hooks.append((SITES[site].hook_name(layer), read_hook(partial(take, reading=(site, layer)))))
-        logits = LOGITS, model.shape.n_layers
-        stop_at = None if logits in asking or stop == model.shape.n_layers else stop
+        stop_at = None if logits in readings or stop == model.shape.n_layers else stop
         # Only these positions go through W_U: with a large vocabulary it is the costliest product of a short prompt.
         keep = torch.tensor(kept) if stop_at is None else None
         out = model.run(self._prompts.take(examples), hooks, keep=keep, stop_at=stop_at)
-        if logits in asking:
-            read[logits] = out[asking[logits]]
-        for reading, values in read.items():
-            deliver(reading, rows[asking[reading]], values)
+        for reading in readings:
+            deliver(reading, rows, out if reading == logits else read[reading])
 
 
 def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementValues:
