@@ -190,23 +190,21 @@ class WalkRunner(Runner):
         self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
 
     def _why_whole_runs(self, batch: Batch) -> str | None:
-        """Run the longest prompt, then step it through the blocks; return why that cannot be trusted, if it cannot."""
-        n_layers, lengths = self.plan.model.shape.n_layers, batch.lengths.tolist()
+        """Step the longest prompt through the blocks; return why that cannot be trusted, if it cannot."""
+        recording, n_layers, lengths = self.recording, self.plan.model.shape.n_layers, batch.lengths.tolist()
         # The longest prompt has no padding: its last column is its last token, whose logits the run has.
         longest = lengths.index(max(lengths))
         last = lengths[longest] - 1
-        names, before = self._joined_names(), self.group.corrupting(*self._sides, rows=[longest])
-        recording = self.blocks.record(batch.rows(longest, longest + 1), names, before)
         # Some attention keeps a state of its own (recurrent layers), or shares keys between layers.
         if set(recording.keys) != set(range(n_layers)):
             return "its attention does not pass its keys and values to a cache"
         logits = recording.last_logits
         assert logits is not None
-        expected, answers = logits[0].float(), None
+        expected, answers = logits[longest].float(), None
         tolerance = rounding(logits.dtype) * float(expected.abs().max())
         if self._answers is not None:
-            answers = self._answers[longest % len(self.group.examples)][None]
-            expected = expected[answers[0]]
+            answers = self._answers.repeat(len(self._sides), 1)
+            expected = expected[answers[longest]]
         read_logits: list[Tensor] = []
         # From the middle on, to test recorded keys before a row too; with non-causal attention there are none.
         middle, whole = (0, last + 1) if self.plan.model.is_bidirectional else ((last + 1) // 2, None)
@@ -214,7 +212,7 @@ class WalkRunner(Runner):
         site = main_site(Stage.BLOCK_INPUT)
         same = ReplacementValues({(site.name, 0): recording.activations[site.hook_name(0)]})
         rewritten = Variant((Edit(site, range(1), since=middle),), (last,), ((LOGITS, n_layers),), whole=whole)
-        variants = Variants((rewritten,), np.array([0]), np.array([0]), np.array([-1]))
+        variants = Variants((rewritten,), np.array([0]), np.array([longest]), np.array([-1]))
         tile = self._tile or tile_tokens(self.plan.model, last + 1)
         keep = lambda *read: read_logits.append(read[-1][0, 0])  # noqa: E731
         try:
