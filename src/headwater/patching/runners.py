@@ -318,23 +318,18 @@ class WholeRuns(Runner):
         """
         model, examples, own = self.plan.model, variants.example[rows].tolist(), [variants[i] for i in rows.tolist()]
         logits, stop = (LOGITS, model.shape.n_layers), max(layer + (site != LOGITS) for site, layer in readings)
-        read: dict[Reading, Tensor] = {}
-
-        def take(activation: Tensor, hook: object, reading: Reading) -> None:
-            # Indices make a copy: a view would keep the whole activation alive, and a later hook might write into it.
-            read[reading] = activation[:, kept]
-
+        read: dict[str, Tensor] = {}
+        names = {(site, layer): SITES[site].hook_name(layer) for site, layer in readings if site != LOGITS}
         # Noise that makes the corrupted run comes first: edits act on that run.
         hooks = [*self.group.corrupting("base", rows=examples), *_edits(own, examples, self.values, stop)]
-        for site, layer in readings:
-            if site != LOGITS:
-                hooks.append((SITES[site].hook_name(layer), read_hook(partial(take, reading=(site, layer)))))
+        # Indices make a copy: a view would keep the whole activation alive, and a later hook might write into it.
+        hooks += keeping(names.values(), read, lambda activation: activation[:, kept])
         stop_at = None if logits in readings or stop == model.shape.n_layers else stop
         # Only these positions go through W_U: with a large vocabulary it is the costliest product of a short prompt.
         keep = torch.tensor(kept) if stop_at is None else None
         out = model.run(self._prompts.take(examples), hooks, keep=keep, stop_at=stop_at)
         for reading in readings:
-            deliver(reading, rows, out if reading == logits else read[reading])
+            deliver(reading, rows, out if reading == logits else read[names[reading]])
 
 
 def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementValues:
