@@ -82,6 +82,7 @@ AXES = {
     "alive": "rows of a block that are not decided yet",
     "part": "parts of the vocabulary whose results are combined, or terms of a sum",
     "vocabulary_tile": "columns of the unembedding that are processed at once",
+    "task": "the labels that a probe is fitted to, then those of its control tasks",
     "out": "whatever a module writes",
     "d": "the width of what is joined",
     # of planted models

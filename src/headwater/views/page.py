@@ -219,7 +219,7 @@ def asset(name: str) -> str:
 
 def array_of(values: pd.Series, *axes: Sequence[Any]) -> np.ndarray:
     """Return values with an index level per axis as an array over these axes; NaN where there is no value."""
-    whole = values.reindex(axes[0] if len(axes) == 1 else pd.MultiIndex.from_product(axes))
+    whole = values.reindex(pd.Index(axes[0]) if len(axes) == 1 else pd.MultiIndex.from_product(axes))
     return whole.to_numpy(dtype=float).reshape([len(axis) for axis in axes])
 
 
