@@ -1,7 +1,8 @@
 """The exceptions of headwater. Every message says what was requested, what was found, and what to do.
 
-Every function may raise `InputError` for an argument, a file or a row that it cannot use, and `RunFolderError` for a
-folder of another run. Docstrings name only what else they may raise.
+Every function may raise `InputError` for an argument, a file or a row that it cannot use, `ModelError` for a model that
+it cannot read or that is not the model of a result, `RunFolderError` for a folder of another run, and `NumericsError`
+where a model computes NaN or infinity. Docstrings name only what else they may raise.
 """
 
 import difflib

@@ -97,9 +97,6 @@ def evidence(
         pairs: largest number of prompt pairs in the second half of a relation; the first half has at most eight.
         draws: number of times targets are shuffled, and number of random sets of heads that are ablated.
         seed: seed of the halves, pairs, examples, draws and intervals.
-
-    Raises:
-        ModelError: the model's weights cannot be read.
     """
     if template != "auto":
         checked_templates(template)

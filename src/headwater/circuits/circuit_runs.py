@@ -195,10 +195,6 @@ def run_circuits(
         seed: seed of the random circuits and of `resample`.
         batch_size: number of circuits per batch; default: chosen for the device. Halved when memory runs out.
 
-    Raises:
-        ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
-        NumericsError: a run gives NaN or infinity.
-
     Warns:
         UserWarning: the clean and corrupted runs of some pairs differ by no more than rounding: no faithfulness there.
     """

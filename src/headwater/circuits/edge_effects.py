@@ -115,7 +115,6 @@ def edges(
 
     Raises:
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
-        NumericsError: a run gives NaN or infinity.
     """
     if method is None:
         method = "screened" if sum(one.numel() for one in model.raw.parameters()) >= LARGE else "exact"

@@ -242,10 +242,6 @@ def path_patch(
 
     Returns:
         The effects: a row for each example, metric, and sender and receiver that a path connects.
-
-    Raises:
-        ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
-        NumericsError: a run gives NaN or infinity.
     """
     graph = Graph.of(model.shape)
     received = path_ends(graph, graph.receivers, "receivers", receivers)

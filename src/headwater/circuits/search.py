@@ -294,10 +294,6 @@ def find_circuit(
         placebos: number of random circuits of the same shape to run beside the result.
         seed: seed of the random circuits and of `resample`.
         batch_size: number of circuits per batch.
-
-    Raises:
-        ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
-        NumericsError: a run gives NaN or infinity.
     """
     graph = graph_of(model)
     threshold = checked_number("threshold", threshold, above=0.0)

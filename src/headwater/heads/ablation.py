@@ -125,9 +125,6 @@ def ablate_heads(
         seed: seed of examples, foils and random heads.
         batch_size: number of prompts in a forward pass.
 
-    Raises:
-        ModelError: the map is of another model.
-
     Warns:
         UserWarning: the model without ablation answers no item correctly.
     """

@@ -89,9 +89,6 @@ def classify_heads(
             pass the rule, so that heads can be ranked; several times slower. `margin` is always computed.
         device: the device for scoring a checkpoint, such as "cpu" or "cuda"; default: a CUDA device if there is one,
             else the CPU. Scores do not depend on it. A loaded model is scored on its own device.
-
-    Raises:
-        ModelError: the model cannot be read, or its weights are NaN or infinite.
     """
     k, threshold = scoring.checked_scoring(k, threshold)
     loaded = load_relations(relations)
@@ -143,9 +140,6 @@ def head_margins(
 
     Returns:
         A row per layer, head and relation: `layer, head, relation, category, margin`, in logits.
-
-    Raises:
-        ModelError: the model cannot be read.
     """
     weights = weights_of(model, device)
     *_, usable = scoring.scored_relations(load_relations(relations), weights, 1)

@@ -163,9 +163,6 @@ def compare_heads(
         multi_token: how to treat words of several tokens, as in `classify_heads`; by default they are dropped.
         norm_gain: fold the norms' gains into the heads' input and into W_U, as in `classify_heads`.
         device: the device for scoring checkpoints, such as "cpu" or "cuda"; default: CUDA if available, else the CPU.
-
-    Raises:
-        ModelError: a model cannot be read.
     """
     k, threshold = scoring.checked_scoring(k, threshold)
     compared = {name: weights_of(model, device) for name, model in _named(models).items()}

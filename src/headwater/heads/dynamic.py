@@ -113,9 +113,6 @@ def dynamic_scores(
         bos: BOS of each sentence, as in `hw.load`; default: the model's own. The publication followed the tokenizer
             (`bos="tokenizer"`): GPT-2 then gets no BOS, and heads that rest on the first position get other scores.
         batch_size: sentences in a forward pass.
-
-    Raises:
-        ModelError: the map is of another model.
     """
     templates = checked_templates(templates)
     known = relations_of(model, head_map, relations)

@@ -97,9 +97,6 @@ class HeadMap(Result):
             model: the model that was classified; None varies only threshold and rule.
             relations: the relations that were passed to `classify_heads`, if any.
             vary: which of "embedding", "k" and "norm_gain" to vary, one at a time.
-
-        Raises:
-            ModelError: the map is of another model.
         """
         tables = {scoring.AS_MAPPED: self.table}
         if model is None:
@@ -220,9 +217,6 @@ class HeadMap(Result):
             This head map with more columns in its `table`, among them `used`, which `plot` draws as rings. They are NaN
             (`used` is NA) if a head is not called, its relation is not tested, or the whole model answers no item of
             it; `report` names the relations that it does not answer.
-
-        Raises:
-            ModelError: the map is of another model, or the model cannot be run.
         """
         multi_token = self.run.options["multi_token"]
         tokens_and_k = relations_of(model, self, relations, multi_token, some=True)
@@ -264,9 +258,6 @@ class HeadMap(Result):
 
         Returns:
             A card that prints as text and displays as HTML in a notebook.
-
-        Raises:
-            ModelError: the model cannot be opened by its name, or it or the behaviour is of another model.
         """
         layer, head = head_named(layer, head, self._sizes)
         sources, targets = checked_count("sources", sources, least=0), checked_count("targets", targets)
@@ -303,9 +294,6 @@ class HeadMap(Result):
                 "mlp0" in all layers.
             sources: number of salient tokens.
             targets: number of written and of suppressed tokens to list for each.
-
-        Raises:
-            ModelError: the model cannot be opened by its name, or is another model.
         """
         several = head is None and isinstance(layer, list | pd.DataFrame)
         heads: Any = parts_of_kind("heads", layer, self._sizes) if several else [head_named(layer, head, self._sizes)]

@@ -132,10 +132,6 @@ def generate(
     Returns:
         The new text of each prompt, a list also for one prompt. Its `tokens` are the ids of the new tokens, with the
         end token or stop string that ended the text (if any); its `run` is the record of the run, hooks included.
-
-    Raises:
-        InterventionError: see `HookedModel.run`.
-        NumericsError: see `HookedModel.run`.
     """
     sampling = checked_sampling(do_sample, temperature, top_p, top_k, model.shape.d_vocab)
     if model.tokenizer is None:

@@ -164,7 +164,6 @@ class HookedModel(TransformerLensNames):
         Raises:
             InterventionError: a hook names no activation, or never fired.
             ModelError: the model takes no keys and values of earlier tokens, or one of its attentions ran without them.
-            NumericsError: the model computed NaN or infinity.
         """
         batch, past = self.tokenize(inputs), past_key_values
         beside = {"attention_mask": attention_mask, "position_ids": position_ids}
