@@ -389,7 +389,7 @@ def test_what_cannot_be_used_is_refused_in_one_line_that_names_it(model, answere
     all_right = dataclasses.replace(answered, table=answered.table.assign(z=0))
     for options, message in [
         ({"methods": ["prob"]}, "methods='prob' is not one of .*'probe'"),
-        ({"methods": []}, "No detection method"),
+        ({"methods": []}, "methods= is empty"),
         ({"token": "last"}, "token='last' is not one of"),
         ({"layer": 6}, "layer=6 is not a layer"),
         ({"seeds": 0}, "seeds=0"),

@@ -31,6 +31,14 @@ def checked_name(option: str, value: object, valid: Sequence[str]) -> str:
     return value
 
 
+def checked_names(option: str, values: object, valid: Sequence[str]) -> list[str]:
+    """Return one name or several, each once, if all of them are valid."""
+    names = list(dict.fromkeys(checked_name(option, value, valid) for value in one_or_several(values)))
+    if not names:
+        raise InputError(f"{option}= is empty: give some of {', '.join(valid)}.")
+    return names
+
+
 def checked_flag(option: str, value: object) -> bool:
     """Return True or False, from Python or numpy."""
     if not isinstance(value, bool | np.bool_):

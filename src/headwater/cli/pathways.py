@@ -219,10 +219,11 @@ def detect(
         method: Detectors to fit: question, p_true, logit_mean, logit_min, probe, random_gate, vanilla_experts, mop, pr
             (`headwater.detection.methods`). Default: all.
     """
-    from headwater.detection.methods import METHODS, check_methods
+    from headwater.detection.methods import METHODS
+    from headwater.options import checked_names
 
     methods = METHODS if method is None else method
-    check_methods(methods)
+    checked_names("methods", methods, METHODS)
     loaded, answered = answering.answered(model, load, run)
     measured = hw.detect(
         loaded, answered, methods=methods, variant=variant, seeds=seeds, batch_size=answering.batch_size,

@@ -37,12 +37,11 @@ from headwater.detection.methods import (
     AnswerSet,
     Detector,
     DetectorSetup,
-    check_methods,
     relations_of,
 )
 from headwater.detection.reweighting import Reweighting
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_layer, checked_name
+from headwater.options import checked_layer, checked_name, checked_names
 from headwater.patching.edge_knockout import VariantName
 from headwater.pathways.effects import usable_sets
 from headwater.pathways.tables import span_logits
@@ -169,7 +168,7 @@ def detect(
         >>> detection.detector("natural").score(model, answered, progress=False).columns.tolist()
         ['dataset', 'example', 'logit_min', 'probe']
     """
-    methods = check_methods(methods)
+    methods = tuple(checked_names("methods", methods, METHODS))
     check_answered(model, answered)
     layer = None if layer is None else checked_layer("layer", layer, model.shape.n_layers)
     reweighting = Reweighting() if reweighting is None else reweighting

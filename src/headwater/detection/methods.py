@@ -37,7 +37,7 @@ from headwater.errors import InputError
 from headwater.models.generation import next_logits
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length, chat_text, encode
-from headwater.options import checked_name, one_or_several
+from headwater.options import checked_name, checked_names
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens, untouched
 from headwater.probes.linear import C, Probe, States, fit_linear, fit_probes, grouped_folds, linear_logits, read_linear
 from headwater.questions.answers import AnsweredQuestions, check_answered
@@ -116,7 +116,8 @@ class Detector:
                 f"here {model.fingerprint[:12]}). Fit one with hw.detect."
             )
         check_answered(model, answered)
-        names = check_methods([m for m in self.methods if m != "p_true"] if methods is None else methods, self.methods)
+        wanted = [name for name in self.methods if name != "p_true"] if methods is None else methods
+        names = checked_names("methods", wanted, self.methods)
         read = {"site": self.site, "token": self.token, "batch_size": batch_size, "progress": progress}
         states = probe_states(model, answered, **read)[self.layer]  # type: ignore[arg-type]
         scores = self.scores(model, answered, states, names, batch_size)
@@ -203,14 +204,6 @@ def truth_tokens(model: HookedModel) -> tuple[int, int]:
             return ids[0][0], ids[1][0]
     listed = ", ".join(f"{true}/{false}" for true, false in WORDS)
     raise InputError(f"P(True) needs a pair of single tokens, and {model.name} has none of {listed}. Leave p_true out.")
-
-
-def check_methods(methods: Sequence[str], allowed: Sequence[str] = METHODS) -> tuple[str, ...]:
-    """Raise on unknown methods."""
-    listed = tuple(dict.fromkeys(checked_name("methods", method, allowed) for method in one_or_several(methods)))
-    if not listed:
-        raise InputError("No detection method was requested.")
-    return listed
 
 
 # Fit detectors on half of a question set: probe, gate, experts and reweighted edges (`detection` explains how and why).

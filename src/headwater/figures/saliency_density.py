@@ -29,7 +29,7 @@ from headwater.colors import looks_of_sets
 from headwater.errors import InputError
 from headwater.figure_options import Size, apply_title_and_size
 from headwater.figures.published import StyleName, in_order, model_name, set_names
-from headwater.options import checked_name
+from headwater.options import checked_names
 from headwater.pathways.attention_saliency import LossName, Saliency
 from headwater.runs.result import DRAWINGS, with_interval
 from headwater.stats.discrimination import auc
@@ -141,8 +141,7 @@ def _tables(
     tables = {model: pd.concat(parts) for model, parts in models.items()}
     names = list(dict.fromkeys(name for table in tables.values() for name in table["dataset"]))
     if datasets is not None:
-        asked = datasets if isinstance(datasets, list | tuple) else [datasets]
-        names = [checked_name("datasets", name, names) for name in asked]
+        names = checked_names("datasets", datasets, names)
         tables = {model: table[table["dataset"].isin(names)] for model, table in tables.items()}
     if len(names) > MAX_SETS:
         raise InputError(f"A figure shows at most {MAX_SETS} question sets; {len(names)} were passed: draw fewer.")

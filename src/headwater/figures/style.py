@@ -35,7 +35,7 @@ from headwater.calls import checked_call
 from headwater.colors import DIVERGING, INK, UNSEEN
 from headwater.errors import InputError
 from headwater.figure_options import Size, checked_size, requested_size
-from headwater.options import checked_name, checked_path, one_or_several
+from headwater.options import checked_names, checked_path
 from headwater.runs.storage import make_folder
 
 if TYPE_CHECKING:
@@ -478,9 +478,9 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[s
     supported = tuple(figure.canvas.get_supported_filetypes())
     if path.suffix[1:] in supported:
         path, formats = path.with_suffix(""), path.suffix[1:] if formats is None else formats
-    listed = ("png", "pdf") if formats is None else one_or_several(formats)
+    names = checked_names("formats", ("png", "pdf") if formats is None else formats, supported)
     make_folder(path.parent)
-    files = [Path(f"{path}.{checked_name('formats', name, supported)}") for name in listed]
+    files = [Path(f"{path}.{name}") for name in names]
     # Without dates, since the time of writing would make equal figures different files.
     dates: dict[str, dict[str, str | None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with style():

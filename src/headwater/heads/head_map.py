@@ -29,7 +29,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.part_names import Counts, HeadName, head_named, parts_of_kind
 from headwater.models.weights import WeightSource
-from headwater.options import checked_count, checked_name, checked_repeats, one_or_several, shown
+from headwater.options import checked_count, checked_name, checked_names, checked_repeats, shown
 from headwater.runs.analysis import Run
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
@@ -101,7 +101,7 @@ class HeadMap(Result):
         tables = {scoring.AS_MAPPED: self.table}
         if model is None:
             return scoring.Sensitivity(scoring.heads_by_threshold(tables), self.run)
-        names = [checked_name("vary", name, VARIED) for name in one_or_several(vary)]
+        names = checked_names("vary", vary, VARIED)
         weights, base, loaded = self._weights(model), self.run.options, load_relations(relations)
         if scoring.relations_digest(loaded) != base["relations"]:
             raise InputError("relations= are not those of the map: give those that classify_heads was given.")

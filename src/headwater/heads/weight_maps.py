@@ -21,7 +21,7 @@ from headwater.models.loading import weights_of
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
 from headwater.models.weights import WeightSource
-from headwater.options import checked_count, checked_name, one_or_several
+from headwater.options import checked_count, checked_names
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -137,10 +137,7 @@ def composition_scores(
     Raises:
         ModelError: the model cannot be read, or has no factors of single heads.
     """
-    wanted = [checked_name("kinds", kind, READERS) for kind in one_or_several(kinds)]
-    chosen = [kind for kind in READERS if kind in wanted]
-    if not chosen:
-        raise InputError(f"kinds={kinds!r} is empty: give some of {', '.join(READERS)}.")
+    chosen = sorted(checked_names("kinds", kinds, READERS), key=READERS.index)
     weights = weights_of(model, device)
 
     def work(run: Run) -> Composition:

@@ -48,7 +48,7 @@ from headwater.models.gradients import Descent, graphs_in_memory, refuse_cut_tex
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, by_length
-from headwater.options import checked_name, one_or_several, resolve_indices, shown
+from headwater.options import checked_name, checked_names, resolve_indices, shown
 from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.sources import HasDatasets
@@ -189,13 +189,11 @@ def saliency(
     """
     check_answered(model, answered)
     spec: dict[str, Any] = {
-        "edges": tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in one_or_several(edges))),
+        "edges": tuple(checked_names("edges", edges, EDGES)),
         "heads": heads,
         "pairs": pairs,
         "layers": _layers(model, probe, layers),
     }
-    if not spec["edges"]:
-        raise InputError(f"edges is empty; choose from {', '.join(EDGES)}.")
     if not hasattr(model.raw, "original_model"):
         raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
     refuse_without_gradients(model)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_name, checked_several
+from headwater.options import checked_names
 from headwater.pathways.effects import Halves, each_half, halves
 from headwater.pathways.tables import half_aucs, span_logits
 from headwater.probes.linear import States, fit_linear, read_linear
@@ -112,8 +112,7 @@ def probe_map(
         batch_size: rows in one run of the model.
     """
     check_answered(model, answered)
-    listed = checked_several("tokens", tokens, "a list of token names")
-    names = [checked_name("tokens", name, MAP_TOKENS) for name in dict.fromkeys(listed)]
+    names = checked_names("tokens", tokens, MAP_TOKENS)
     options = {"answered": answered, "tokens": names, "site": site, "seeds": seeds, "controls": controls}
 
     def work(run: Run) -> ProbeMap:

@@ -32,7 +32,7 @@ from headwater.errors import HeadwaterError, InputError
 from headwater.figures.style import plain_title
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SiteName, sites_named
-from headwater.options import checked_name, one_or_several
+from headwater.options import checked_name, checked_names, one_or_several
 from headwater.patching.activation_patching import patch
 from headwater.patching.components import ActivationNode, read_nodes, set_name
 from headwater.patching.metrics import Measures, Metric, as_metrics
@@ -247,11 +247,7 @@ class Board:
         Args:
             hows: one or several of `denoise`, `noise`, `zero`, `mean`; default: the current kind of change.
         """
-        wanted = one_or_several(self.how if hows is None else hows)
-        chosen = [checked_name("hows", one, tuple(HOWS)) for one in wanted]
-        if not chosen:
-            raise InputError(f"hows= is empty; it may hold {', '.join(HOWS)}.")
-        return board_page(self, chosen)
+        return board_page(self, checked_names("hows", self.how if hows is None else hows, tuple(HOWS)))
 
     def save_html(self, path: str | Path, hows: HowName | Sequence[HowName] | None = None) -> Path:
         """Write `view` into one self-contained HTML file."""
