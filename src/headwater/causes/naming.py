@@ -176,8 +176,7 @@ def judged(
         if row["heads"] == 1:
             row["layer"], row["head"] = divmod(int(chosen[0]), n_heads)
         row["rank"] = float(np.median(rank[chosen]))
-        row |= {"share": share.value, "low": share.low, "high": share.high, "difference": ahead.value}
-        rows.append(row | {"difference_low": ahead.low, "difference_high": ahead.high})
+        rows.append(row | {"share": share.value, "low": share.low, "high": share.high} | ahead.named("difference"))
     table = pd.DataFrame(rows)
     # Row 0 of the margins has the true targets; `named` has the same order.
     products = (choice.margins * choice.attention).reshape(len(choice.margins), -1).max(1)

@@ -42,7 +42,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.tokens import ChatText, chat_text
 from headwater.options import checked_count, shown
 from headwater.patching.metrics import Metric, logit_difference
-from headwater.stats.resample import Bootstrap, Interval, interval
+from headwater.stats.resample import mean_interval
 
 INSTRUCTION = "Complete the sentence with the right word."
 SHOTS = 4
@@ -185,7 +185,7 @@ def measured_candidates(model: HookedModel, tried: Sequence[RelationPrompts]) ->
     rows = []
     for one in tried:
         difference, correct = differences(model, one.first)
-        mean = mean_of(difference, one.first.item.tolist())
+        mean = mean_interval(difference, one.first.item.tolist())
         rows.append((len(one.first), mean.value, mean.low, mean.high, correct.mean()))
     return torch.tensor(rows, dtype=torch.float64)
 
@@ -197,11 +197,6 @@ def chosen_prompts(tried: Sequence[RelationPrompts], measured: Float[Tensor, "ro
     templates.insert(0, "kind", [candidate.kind for candidate in tried])
     templates.insert(1, "template", [candidate.template for candidate in tried])
     return replace(tried[best], templates=templates.assign(chosen=templates.index == best))
-
-
-def mean_of(values: Float[ndarray, " pair"], sources: Sequence[int]) -> Interval:
-    """Return the mean over pairs with its bootstrap interval over sources."""
-    return interval(Bootstrap.of(sources).mean(values))
 
 
 def differences(

@@ -46,7 +46,6 @@ from headwater.causes.prompts import (
     chosen_prompts,
     differences,
     halves_of,
-    mean_of,
     measured_candidates,
 )
 from headwater.causes.results import FEW, Evidence, EvidenceSuite
@@ -64,7 +63,7 @@ from headwater.options import checked_count
 from headwater.patching.activation_patching import patch
 from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.stats.resample import Bootstrap, interval
+from headwater.stats.resample import Bootstrap, interval, mean_interval
 
 LEADERS = 30
 """In a suite, number of strongest heads of the first half that are measured on the second, besides all named heads."""
@@ -224,7 +223,7 @@ def _of_relation(model: HookedModel, tried: Sequence[RelationPrompts]) -> dict[s
     gap = clean - differences(model, second, corrupted=True)[0]
     result = {"candidates": measured, "correct": torch.from_numpy(correct), "gap": torch.from_numpy(gap)}
     # `not ... > 0`, so that an interval of NaN does not count as an effect.
-    if not mean_of(gap, second.item.tolist()).low > 0:
+    if not mean_interval(gap, second.item.tolist()).low > 0:
         return result
     effect, first_gap = head_effects(model, prompts.first)
     result["share"] = torch.from_numpy(effect.mean(0) / first_gap.mean())
@@ -281,7 +280,7 @@ def _row(
     row: dict[str, Any] = {"relation": relation.name, "category": relation.category, "items": len(tokens.targets)}
     if prompts is None or result is None:
         return row | {"can": False, "reason": reason}
-    gap = mean_of(result["gap"].numpy(), prompts.second.item.tolist())
+    gap = mean_interval(result["gap"].numpy(), prompts.second.item.tolist())
     row |= {"prompt": prompts.kind, "pairs": len(prompts.second)}
     row |= gap.named("gap")
     row |= {"accuracy": result["correct"].double().mean().item()}
@@ -324,7 +323,7 @@ def _one_relation(
         sweep, when = patch(model, *pairs.sides, metric=pairs.metric, **there), []
         for (role, layer), cell in sweep.table.groupby(["role", "layer"], sort=False):
             share = -cell["effect"].to_numpy(dtype=float) / gap[:FEW].mean()
-            when.append((role, layer, *mean_of(share, pairs.item.tolist())))
+            when.append((role, layer, *mean_interval(share, pairs.item.tolist())))
         bar.update(1)
         cost = _cost(model, pairs, named, choice.family, options["draws"], run.record.seed or 0)
         bar.update(1)
@@ -397,7 +396,7 @@ def _cost(
 def _ablation_row(
     what: str, heads: list[Head], lost: Float[ndarray, " pair"], pairs: PairedPrompts, difference: float
 ) -> dict[str, Any]:
-    cost = mean_of(lost, pairs.item.tolist())
+    cost = mean_interval(lost, pairs.item.tolist())
     names = ", ".join(f"{layer}.{head}" for layer, head in heads)
     row = {"what": what, "heads": names, "cost": cost.value, "low": cost.low, "high": cost.high}
     return row | {"share": cost.value / difference}

@@ -49,7 +49,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, interval_text, whole_summary
-from headwater.stats.resample import Bootstrap, interval
+from headwater.stats.resample import mean_interval
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,8 +81,7 @@ class LayerPredictions(Result):
         for layer, part in best.groupby("layer", sort=True):
             same = part["top_token"].to_numpy() == last.loc[list(zip(part["example"], part["position"], strict=True))]
             ranks = part["rank"].dropna().to_numpy(dtype=float)
-            draws = Bootstrap.of(part["example"])
-            kl = interval(draws.mean(part["kl"].to_numpy(dtype=float)))
+            kl = mean_interval(part["kl"].to_numpy(dtype=float), part["example"])
             first, median = (float((ranks == 0).mean()), float(np.median(ranks))) if len(ranks) else (np.nan, np.nan)
             rows.append([layer, len(part), float(np.mean(same)), first, median, *kl])
         return pd.DataFrame(rows, columns=["layer", "places", "agrees", "first", "rank", "kl", "low", "high"])

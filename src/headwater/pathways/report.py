@@ -20,7 +20,7 @@ from headwater.pathways.tables import ANY_MODE, PROBE, WRONG_ANSWER
 from headwater.questions.states import BEFORE
 from headwater.runs.result import with_interval
 from headwater.stats.discrimination import against_chance
-from headwater.stats.resample import NOTHING, Bootstrap, Interval, interval
+from headwater.stats.resample import NOTHING, Interval, mean_interval
 
 Traced: TypeAlias = Any
 """A `Pathways`; its module imports this one."""
@@ -212,7 +212,7 @@ def _controls(view: SetAtBest) -> Iterator[str]:
 
 def share_of(rows: pd.DataFrame, column: str) -> Interval:
     """Return the share of rows where the column is true, with its interval over questions."""
-    return interval(Bootstrap.of(rows["question"]).mean(rows[column].to_numpy(dtype=float)))
+    return mean_interval(rows[column].to_numpy(dtype=float), rows["question"])
 
 
 def _against_zero(difference: Interval, above: str, below: str, neither: str) -> str:

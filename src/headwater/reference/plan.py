@@ -8,7 +8,7 @@ differences.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -51,10 +51,7 @@ def reproduction_plan(runs: str | Path = RUNS) -> tuple[PlanLine, ...]:
     Args:
         runs: the folder into which the commands write.
     """
-    return tuple(_lines(checked_path("runs", runs)))
-
-
-def _lines(runs: Path) -> Iterator[PlanLine]:
+    folder_of_runs, lines = checked_path("runs", runs), list[PlanLine]()
     for kind, plan in PLAN.items():
         for model, numbers in published_numbers(kind).models.items():
             relations = numbers.get("relations", {}).values()
@@ -63,12 +60,13 @@ def _lines(runs: Path) -> Iterator[PlanLine]:
                 measured = numbers.get(benchmark) if benchmark else numbers
                 if measured is None:
                     continue
-                folder = runs / "-".join(filter(None, (kind, model.rpartition("/")[2], benchmark)))
+                folder = folder_of_runs / "-".join(filter(None, (kind, model.rpartition("/")[2], benchmark)))
                 weights = numbers["billions"] * 1e9 * (2 if "bfloat16" in options else 4) / 2**30
                 spread = " --device auto" if weights > ONE_GPU else ""
                 command = f"headwater reproduce {kind} {model} {options}{flags}{spread} --out {folder}"
                 data = tuple(word for word in options.split() if word in plan["data"])
-                yield PlanLine(kind, model, command, data, weights, str(folder), _count(measured))
+                lines.append(PlanLine(kind, model, command, data, weights, str(folder), _count(measured)))
+    return tuple(lines)
 
 
 def figure_commands(kind: str, runs: str | Path = RUNS) -> list[str]:

@@ -1,6 +1,17 @@
 """How well numbers separate two kinds of examples, and how two numbers of the same examples correlate.
 
 An example counts as often as `counts` says, so that a row of counts per resample gives the statistic in every resample.
+
+    AUC             the fraction of pairs of a positive and another example in which the positive has the higher value
+    within strata   only over pairs within one stratum, over all strata together
+    true positives  the largest fraction of positives above a threshold that at most a given fraction of others exceed
+
+Ties count half in an AUC; a threshold takes all examples of one value or none.
+
+    Pearson   cov(x, y) / (sd(x) sd(y)), over the pairs that have both numbers
+    Spearman  the same for their ranks; equal numbers share their mean rank
+
+Ranks are computed on the data: a draw repeats examples, it does not rank them again.
 """
 
 from __future__ import annotations
@@ -10,15 +21,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtri
-
-# How well numbers separate two kinds of examples: the area under the ROC curve, and true positives at a rate.
-#
-# AUC             the fraction of pairs of a positive and another example in which the positive has the higher value
-# within strata   only over pairs within one stratum, over all strata together
-# true positives  the largest fraction of positives above a threshold that at most a given fraction of others exceed
-#
-# Ties count half in an AUC; a threshold takes all examples of one value or none.
-
 
 Values = Shaped[ndarray, " example"]
 Counts = Shaped[ndarray, "*draw example"]
@@ -107,14 +109,6 @@ def _begins(sorted_values: Shaped[ndarray, " example"]) -> Bool[ndarray, " examp
 def _or_nan(total: ArrayLike) -> NDArray[np.float64]:
     """Return a divisor with NaN instead of 0."""
     return np.where(np.greater(total, 0), total, np.nan)
-
-
-# How two numbers of the same examples correlate: Pearson's and Spearman's correlation, and an interval of it.
-#
-# Pearson   cov(x, y) / (sd(x) sd(y)), over the pairs that have both numbers
-# Spearman  the same for their ranks; equal numbers share their mean rank
-#
-# Ranks are computed on the data: a draw repeats examples, it does not rank them again.
 
 
 FEWEST = 3

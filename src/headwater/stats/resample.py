@@ -171,6 +171,11 @@ def interval(estimates: Float[ndarray, " draw"]) -> Interval:
     return Interval(float(estimates[0]), float(low), float(high))
 
 
+def mean_interval(values: Shaped[ndarray, " example"], units: Iterable[Hashable]) -> Interval:
+    """Return the mean over the examples that have a value, with its interval over units."""
+    return interval(Bootstrap.of(units).mean(values))
+
+
 def _numbered(names: Iterable[Hashable]) -> tuple[Int[ndarray, " example"], ndarray]:
     """Number names in the order of their first appearance."""
     codes, found = pd.factorize(pd.Series(list(names), dtype=object), use_na_sentinel=False)
