@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import re
 
 import numpy as np
 import pandas as pd
@@ -25,6 +26,8 @@ from headwater.reference import memorization as depth
 from headwater.reference import published as reproduction_steps
 from headwater.reference.maps import compare_correlations, compare_scores, ranked_heads, reproduce_maps
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
+from headwater.runs.analysis import Run
+from headwater.runs.folder import RunFolder
 from headwater.runs.identity import describe
 from tests import chance
 from tests.made_up import record
@@ -280,14 +283,36 @@ def embedded():
     return load()
 
 
+def test_answers_for_practice_can_be_probed_and_cost_what_those_of_the_run_cost(embedded):
+    answered = hw.answer(embedded, hw.load_questions("properties", sample=30), progress=False)
+    rows = answered.table.assign(z=1)
+    rows.loc[rows.index[:3], "z"] = 0
+    practice = pathways._for_practice(dataclasses.replace(answered, table=rows)).table
+    assert len(practice) == len(rows)
+    assert practice["z"].value_counts().to_dict() == {1: len(rows) - 10, 0: 10}
+    assert practice["question"].is_unique
+    # Those that are right in truth alone are run with other subjects.
+    has_subject = practice["subject_tokens"].map(len) > 0
+    right = practice["z"] == 0
+    assert has_subject[right].sum() == (rows["subject_tokens"][:3].map(len) > 0).sum()
+    for before, after in zip(rows.to_dict("records"), practice.to_dict("records"), strict=True):
+        exact = {*before["subject_tokens"], *before["property_tokens"]}
+        assert exact == {*after["subject_tokens"], *after["property_tokens"]}
+    few = pathways._for_practice(dataclasses.replace(answered, table=rows[:5])).table
+    assert few["z"].value_counts().to_dict() == {0: 10, 1: 10}
+
+
 def test_reproduced_pathways_have_a_folder_for_every_part_and_published_names(embedded, monkeypatch, tmp_path, caplog):
     methods = ("logit_min", "probe")
     asked = {"sample": 60, "methods": methods, "seeds": 1, "controls": False, "max_new_tokens": 30}
     numbers = {"detection": {"probing": {"natural": 0.25}}, "mode": {"natural": 0.125}}
     shape = {"layers": 6, "heads": 16}
     monkeypatch.setattr(pathways, "published_numbers", lambda kind: Published("here", {"me": shape | numbers}))
+    monkeypatch.setattr(pathways, "PRACTICE", (22, 24))
     found = pathways.reproduce_pathways(embedded, "natural", published="me", out=tmp_path / "out", **asked)
+    assert re.search(r"60 questions take about .* on this machine; parts that", caplog.text)
     lines = [line.split(":")[0] for line in caplog.messages if ": done in" in line]
+    caplog.clear()
     assert lines == list(pathways.PARTS)
     parts = {name: kind.load(tmp_path / "out" / name) for name, kind in pathways.PARTS.items()}
     answered = parts["answers"]
@@ -303,8 +328,43 @@ def test_reproduced_pathways_have_a_folder_for_every_part_and_published_names(em
     assert np.isnan(table.loc["logits min", "published"])
     again = pathways.reproduce_pathways(embedded, "natural", published="me", out=tmp_path / "out", **asked)
     pd.testing.assert_frame_equal(again.table, found.table)
+    assert "take about" not in caplog.text
     with pytest.raises(InputError, match="'question' was not published"):
         pathways.reproduce_pathways(embedded, "natural", methods=("question",))
+
+
+def test_what_a_run_takes_is_what_an_item_and_a_set_take_without_what_a_first_call_does(monkeypatch, caplog, tmp_path):
+    clock, run = [0.0], Run(None)
+    monkeypatch.setattr(reproduction_steps.time, "perf_counter", lambda: clock[0])
+
+    def make(run, places):
+        def piece(progress, out):
+            clock[0] += 5 + 2 * len(places) + 100 * (not clock[0])
+
+        reproduction_steps.step(run, "piece", piece)
+
+    reproduction_steps.announce_time(run, make, 1000, "things")
+    make(run, range(1000))
+    assert caplog.messages == [
+        "timing 12 of 1,000 things ...",
+        "1,000 things take about 33 minutes on this machine.",  # the first call alone took 100 seconds more
+        "piece: done in 33 minutes.",
+    ]
+    caplog.clear()
+    reproduction_steps.announce_time(run, make, 13, "things", sets=40)
+    assert "13 things take about 3.8 minutes" in caplog.text  # 40 * 5 + 13 * 2 seconds
+    caplog.clear()
+    for _ in range(2):  # a call that continues knows what was timed
+        run = Run(None, RunFolder(tmp_path, record()))
+        reproduction_steps.announce_time(run, make, 1000, "things")
+        del run
+    assert [message.split()[0] for message in caplog.messages] == ["timing", "1,000", "1,000"]
+
+    def refuse(run, places):
+        raise InputError("Nothing can be timed.")
+
+    reproduction_steps.announce_time(Run(None), refuse, 1000, "things")
+    assert "is unknown: Nothing can be timed." in caplog.text
 
 
 def hand_graph(folder):

@@ -28,7 +28,8 @@ Eleven relations were published, for the models in which they have enough single
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.weights import open_weights
-from headwater.reference.published import Reproduction, published_numbers, step
+from headwater.reference.published import Reproduction, announce_time, published_numbers, step
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.stats.significance import wilson_interval
 
@@ -102,6 +103,8 @@ OWN_TEMPLATES = (
     "`templates`."
 )
 OWN_TASK = "The ablations ask for a relation's targets in headwater's own words, not in the published ones."
+PRACTICE = 60
+"""Number of pairs of a relation that are timed."""
 IN_SENTENCES = ("correlations", "correlation")
 LONGER = ("multi_token", "correlation after sources of several tokens")
 """Names of the correlations: in the published numbers, and in the table."""
@@ -157,26 +160,40 @@ def reproduce_maps(
         "relations": relations_digest(relations),
     }
 
-    def work(run: Run) -> Reproduction:
+    def parts(run: Run, of: Sequence[Relation]) -> Iterator[pd.DataFrame]:
         numbers = reference.models[name]["relations"] if name else {}
-        head_map = step(run, "heads", classify_heads, weights, relations=relations, rule="published")
-        tables = [compare_scores(head_map, numbers)]
+        head_map = step(run, "heads", classify_heads, weights, relations=of, rule="published")
+        yield compare_scores(head_map, numbers)
+        if not isinstance(model, HookedModel):
+            return
         if correlations:
-            options: dict[str, Any] = {"relations": relations, "templates": templates, "bos": "tokenizer"}
+            options: dict[str, Any] = {"relations": of, "templates": templates, "bos": "tokenizer"}
             measured = step(run, "correlations", dynamic_scores, model, head_map, **options)
-            tables.append(compare_correlations(measured.correlations, numbers))
-        if multi_token:
-            longer = step(run, "longer_sources", multi_token_scores, model, head_map, relations)
-            tables += [compare_correlations(longer.correlations, numbers, LONGER)] if longer is not None else []
+            yield compare_correlations(measured.correlations, numbers)
+        if multi_token and (longer := step(run, "longer_sources", multi_token_scores, model, head_map, of)) is not None:
+            yield compare_correlations(longer.correlations, numbers, LONGER)
         with_ablation = [one for one in head_map.table["relation"].unique() if "ablation" in numbers.get(one, {})]
         for relation in with_ablation if ablations else ():
             heads = numbers[relation]["ablation"]["heads"]
-            arguments: dict[str, Any] = {"relations": relations, "top": heads, "controls": []}
+            arguments: dict[str, Any] = {"relations": of, "top": heads, "controls": []}
             removed = step(run, f"ablation_{relation}", ablate_heads, model, head_map, relation, **arguments)
-            tables.append(compare_ablation(removed, numbers[relation]["ablation"]))
+            yield compare_ablation(removed, numbers[relation]["ablation"])
+
+    def work(run: Run) -> Reproduction:
+        largest = sorted(relations, key=lambda relation: -len(relation.pairs))
+        some = [replace(relation, pairs=relation.pairs[:PRACTICE]) for relation in largest]
+        items = sum(len(relation.pairs) for relation in relations)
+        sizes = PRACTICE, 2 * PRACTICE
+
+        def practise(trial: Run, places: Sequence[int]) -> None:
+            for _ in parts(trial, some[: len(places) // PRACTICE]):
+                pass
+
+        announce_time(run, practise, items, "pairs", sizes)
+        rows = pd.concat(list(parts(run, relations)), ignore_index=True)
         notes = [OWN_TEMPLATES] if correlations and tuple(templates) == TEMPLATES else []
         notes += [OWN_TASK] if ablations else []
-        return reference.reproduction(run, name, pd.concat(tables, ignore_index=True), notes)
+        return reference.reproduction(run, name, rows, notes)
 
     return run_or_resume(Reproduction, "reproduce_maps", weights, options, work, out=out, progress=progress)
 

@@ -15,7 +15,8 @@ too (`predecessors`); their published numbers are not in this package.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import hooked_of
 from headwater.questions.labels import Judge
-from headwater.reference.published import Reproduction, published_numbers, step
+from headwater.reference.published import Reproduction, announce_time, published_numbers, step, usual_first
 from headwater.runs.analysis import Run, run_or_resume
 
 QUANTITIES = {"accuracy": "accuracy", "forward": "forward discrepancy", "backward_first": "backward discrepancy"}
@@ -75,8 +76,20 @@ def reproduce_memorization(
     asking: dict[str, Any] = {"judge": judge, "predecessors": predecessors, **_asking(model, predecessors)}
     options = {"published": name, "graph": graph.name, "nodes": graph.table, "graph_notes": list(graph.notes)}
 
+    def profiled(run: Run, of: DepthGraph) -> DepthProfile:
+        return step(run, "profile", memorization, model, of, controls=False, batch_size=batch_size, **asking)
+
     def work(run: Run) -> Reproduction:
-        profile = step(run, "profile", memorization, model, graph, controls=False, batch_size=batch_size, **asking)
+        usual = usual_first(graph.table["question"].str.len() + graph.table["answers"].str[0].str.len())
+
+        def practise(trial: Run, places: Sequence[int]) -> None:
+            """Time some questions, without their edges."""
+            table = graph.table.iloc[usual[: len(places)]].reset_index(drop=True)
+            none = pd.Series([()] * len(table), dtype=object)
+            profiled(trial, replace(graph, table=table.assign(predecessors=none, successors=none)))
+
+        announce_time(run, practise, len(graph), "questions")
+        profile = profiled(run, graph)
         numbers = reference.models[name] if name else {}
         notes = [OWN_SCORES] if graph.table["score"].isna().all() else []
         notes += [NOT_HELD] if name and predecessors != NONE else []

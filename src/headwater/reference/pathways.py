@@ -16,9 +16,11 @@ published, from the folders `pathways` and `saliency` of the run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from headwater.calls import checked_call
@@ -29,13 +31,14 @@ from headwater.models.loading import hooked_of
 from headwater.pathways.attention_saliency import Saliency, saliency
 from headwater.pathways.refusal_rates import Refusals, refusals
 from headwater.pathways.trace import Pathways, trace_pathways
+from headwater.probes.linear import FOLDS
 from headwater.questions.answers import AnsweredQuestions, answer
 from headwater.questions.asking import Example
 from headwater.questions.extract import Extractor
 from headwater.questions.labels import CONTAINS, Label
-from headwater.questions.sources import Source, load_questions
+from headwater.questions.sources import Questions, Source, load_questions
 from headwater.questions.states import TokenName
-from headwater.reference.published import Reproduction, published_numbers, step
+from headwater.reference.published import Reproduction, announce_time, published_numbers, step, usual_first
 from headwater.runs.analysis import Run, run_or_resume
 
 METHODS = {
@@ -58,6 +61,10 @@ PARTS = {
 }
 """The subfolders of a run, and the class of the result in each."""
 QUESTIONS = 4000
+PRACTICE = 24, 48
+"""Numbers of questions that are timed."""
+EACH = 2 * FOLDS
+"""Right and wrong answers that a set needs so that probes can be fitted, as in `trace_pathways`."""
 NOT_STATED = (
     "The publication does not state its label rule, prompt and exact token in full; its questions are a random draw, "
     "and its exact tokens come from GPT-4o."
@@ -118,18 +125,50 @@ def reproduce_pathways(
     options = {"published": name, "questions": drawn.table, "methods": list(methods), "controls": controls}
     numbers = reference.models[name] if name else {}
 
-    def work(run: Run) -> Reproduction:
-        answered = step(run, "answers", answer, model, drawn, **asking, batch_size=batch_size)
+    def detected(run: Run, subset: Questions, *, practice: bool = False) -> Detection:
+        """Compute all parts (with `practice` on a few questions, for timing); return the last."""
+        answered = step(run, "answers", answer, model, subset, **asking, batch_size=batch_size)
+        if practice:
+            answered = _for_practice(answered)
         traced = step(run, "pathways", trace_pathways, model, answered, **probing, controls=controls)
-        step(run, "saliency", saliency, model, answered, traced.probe)
+        deep = 3 * model.shape.n_layers // 4  # from few answers l* is arbitrary, and no layer above it is run
+        step(run, "saliency", saliency, model, answered, traced.probes[deep] if practice else traced.probe)
         step(run, "refusals", refusals, model, answered, traced, batch_size=batch_size)
-        detection = step(run, "detection", detect, model, answered, methods=methods, **probing)
+        return step(run, "detection", detect, model, answered, methods=methods, **probing)
+
+    usual = usual_first(drawn.table["question"].str.len())
+
+    def practise(trial: Run, places: Sequence[int]) -> None:
+        detected(trial, Questions(drawn.table.iloc[usual[: len(places)]].reset_index(drop=True)), practice=True)
+
+    def work(run: Run) -> Reproduction:
+        announce_time(run, practise, len(drawn), "questions", PRACTICE, len(drawn.datasets))
+        detection = detected(run, drawn)
         rows = compare_detection(detection, numbers)
         not_kept = "" if numbers.keys() & {"detection", "mode"} else str(name)
         return reference.reproduction(run, name, rows, [NOT_STATED], not_kept)
 
     whole = options | asking | probing
     return run_or_resume(Reproduction, "reproduce_pathways", model, whole, work, out=out, progress=progress)
+
+
+def _for_practice(answered: AnsweredQuestions) -> AnsweredQuestions:
+    """Return answers of one set, relabelled so that enough are right and enough wrong for probes to be fitted."""
+    rows = answered.table
+    rows = rows.iloc[np.resize(np.arange(len(rows)), max(len(rows), 2 * EACH))].reset_index(drop=True)
+    names = [f"{text} {place}" for place, text in enumerate(rows["question"])]
+    z = rows["z"].to_numpy(copy=True)
+    for kind in (0, 1):
+        others = np.flatnonzero(z != kind)
+        z[others[: max(0, EACH - int((z == kind).sum()))]] = kind
+    # Only right answers are run with swapped subjects, so answers relabelled as right must have no subject to swap.
+    called = (z == 0) & (rows["z"] != 0)
+    nothing, columns = pd.Series([()] * len(rows)), dict[str, Any]()
+    for part in ("", "_tokens"):
+        subject, other = (rows[f"{name}{part}"].map(tuple) for name in ("subject", "property"))
+        columns[f"subject{part}"] = subject.mask(called, nothing)
+        columns[f"property{part}"] = other.mask(called, subject + other)
+    return replace(answered, table=rows.assign(question=names, z=z, dataset="practice", **columns))
 
 
 def compare_detection(detection: Detection, numbers: Mapping[str, Any]) -> pd.DataFrame:

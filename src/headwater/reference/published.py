@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.options import checked_name
@@ -141,6 +145,11 @@ def _short(name: str) -> str:
     return Path(name).name.lower().removeprefix("meta-")
 
 
+# A reproduction announces how long it takes, and reports each of its steps when it is done.
+#
+# All steps are computed on a few items of one set, without a folder: once as a warm-up, then timed at two sizes. The
+# additional time of the larger size gives the time per item, and the rest is the time per set.
+
 R = TypeVar("R")
 
 
@@ -150,3 +159,52 @@ def step(run: Run, name: str, function: Callable[..., R], *args: Any, **options:
     result = function(*args, progress=run.progress, out=run.below(name), **options)
     say(run.progress, f"{name}: done in {spelled_time(time.perf_counter() - begun)}.")
     return result
+
+
+def usual_first(lengths: pd.Series) -> list[int]:
+    """Return the indices of texts, ordered by how close to the mean their length is, for timing.
+
+    A batch of both long and short texts would be padded more than the batches of a run, which are sorted by length.
+    """
+    return np.argsort((lengths - lengths.mean()).abs().to_numpy(), kind="stable").tolist()
+
+
+def announce_time(
+    run: Run,
+    make: Callable[[Run, Sequence[int]], object],
+    items: int,
+    called: str,
+    sizes: tuple[int, int] = (4, 12),
+    sets: int = 1,
+) -> None:
+    """Announce how long a run takes, if it shows progress.
+
+    `make` computes all steps for the items at the given indices, in another run; the run has `items` items in `sets`
+    sets, and the steps are timed at the two `sizes`.
+    """
+    few, dozen = sizes
+    if not run.progress or items <= dozen:
+        return
+
+    def timed(_: int) -> dict[str, Tensor]:
+        """Return the seconds for the smaller and the larger size, after an untimed run to warm up."""
+        say(True, f"timing {dozen} of {items:,} {called} ...")
+        seconds = []
+        for size in (few, *sizes):
+            begun = time.perf_counter()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                make(replace(run, folder=None, progress=False), np.linspace(0, items - 1, size).astype(int).tolist())
+            seconds.append(time.perf_counter() - begun)
+        return {"seconds": torch.tensor(seconds[1:])}
+
+    try:
+        # Stored as a piece, so that a resumed call does not time again.
+        little, much = next(run.pieces("timing", [0], timed))["seconds"].tolist()
+    except InputError as error:
+        say(True, f"the time for {items:,} {called} is unknown: {error}")
+        return
+    each = max(much - little, 0.0) / (dozen - few)
+    total = spelled_time(sets * max(much - dozen * each, 0.0) + items * each)
+    kept = "; parts that are already in the folder are reused" if run.folder is not None else ""
+    say(True, f"{items:,} {called} take about {total} on this machine{kept}.")
