@@ -7,6 +7,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, InterventionError
 from tests import chance
+from tests.random_models import random_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -238,6 +239,15 @@ def test_masking_every_key_of_a_query_is_refused_and_zeroing_them_is_not(twins):
     with pytest.raises(InterventionError, match="leaves token 4 of example 0 no key"):
         hw.knockout(model, [prompt], **options)
     assert hw.knockout(model, [prompt], variant="zero", **options).table["effect"].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("family", ["phi3", "gpt-oss"])
+@pytest.mark.parametrize(("engine", "named"), [("auto", "token 4 of example 0"), ("whole runs", "token 4")])
+def test_a_query_without_a_key_is_refused_also_where_a_sink_takes_its_attention(family, engine, named):
+    model, prompt = hw.load(random_model(family), tokenizer=TOKENIZER), random_prompt()
+    options = {"block": (4, range(5)), "metric": hw.logit_difference(5, 9), "over": (), "progress": False}
+    with pytest.raises(InterventionError, match=f"leaves {named} no key"):
+        hw.knockout(model, [prompt], engine=engine, **options)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])

@@ -294,10 +294,7 @@ def edges_are_cut(
     """Check that a pattern recorded during a knockout is zero on every cut edge."""
     left = (pattern * cut.to(pattern)).amax()
     if float(left) != 0:
-        raise InterventionError(
-            f"A knockout did not take effect: {name} still has {float(left):.3g} on a cut edge. Leave each query at "
-            "least one key, or use variant='zero'."
-        )
+        raise InterventionError(f"A knockout did not take effect: {name} still has {float(left):.3g} on a cut edge.")
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headwater.errors import InputError, NumericsError, first_line
+from headwater.errors import InputError, InterventionError, NumericsError, first_line
 from headwater.kernels.devices import in_tiles, is_out_of_memory, to_device, to_device_many
 from headwater.models.blocks import Blocks, Recording, cannot_step
 from headwater.models.bridge_check import edges_are_cut, rounding
@@ -399,8 +399,18 @@ def severing_hooks(layer: int, zero: bool, severed: Callable[[Tensor], Tensor]) 
         return [(pattern, replace_hook(lambda weights, hook: weights.masked_fill(severed(weights), 0.0)))]
 
     def mask(scores: Tensor, hook: object) -> Tensor:
-        # Not -inf: a query without any key would be NaN. Now it attends to its severed keys, and the check raises.
-        return scores.masked_fill(severed(scores), torch.finfo(scores.dtype).min)
+        least, cut = torch.finfo(scores.dtype).min, severed(scores)
+        visible = scores > least / 2
+        # A query with only finfo.min attends to all keys equally, future ones too, and with a sink to none: the check
+        # of the pattern may not see either. One that saw no key is ignored.
+        blind = visible.any(-1) & ~(visible & ~cut).any(-1)
+        if bool(blind.any()):
+            token = int(blind.nonzero()[0][-1])
+            raise InterventionError(
+                f"Knocking out these edges leaves token {token} no key to attend to in layer {layer}. Leave it at "
+                "least one key, or use variant='zero'."
+            )
+        return scores.masked_fill(cut, least)
 
     # Attention in transformers' own code may ignore edited scores: check in the pattern that edges were cut.
     check = read_hook(lambda weights, hook: edges_are_cut(weights, severed(weights), pattern))
