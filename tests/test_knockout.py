@@ -215,6 +215,13 @@ def test_cumulative_knockouts_of_residual_metrics_take_one_row_per_prompt(twins,
     assert [sum(n for at, n in rows if at == layer) for layer in range(3)] == [4, 4, 4]
 
 
+@pytest.mark.parametrize("at", [[{2, 3}, {2, 3}], [{3}, {2, 3}], "all"])
+def test_states_at_several_positions_are_refused(twins, at):
+    model, _ = twins("gpt2")
+    with pytest.raises(InputError, match=r"positions of prompt [01]: states are returned for one"):
+        hw.knocked_out_states(model, [random_prompt(), random_prompt()], block=("last", 1), at=at, progress=False)
+
+
 def test_states_after_several_sets_of_edges_at_once_are_refused(twins):
     model, _ = twins("gpt2")
     several = {"first": ("last", 1), "second": ("last", 2)}

@@ -269,7 +269,7 @@ def knocked_out_states(
     before, after = ({name: torch.empty(shape.n_layers, n, shape.d_model) for name in names} for _ in range(2))
     for examples, measured in collect_states(plan, progress):
         for name, (kept, states) in product(names, ((before, measured.before), (after, measured.after))):
-            by_layer = [states[name, layer][:, -1].float() for layer in range(shape.n_layers)]
+            by_layer = [states[name, layer][:, 0].float() for layer in range(shape.n_layers)]
             kept[name][:, examples.start : examples.stop] = torch.stack([one.to(by_layer[0]) for one in by_layer]).cpu()
     return before, after
 
@@ -299,9 +299,9 @@ def windowed_states(
         part = cells.part(done)
         centers, examples = [template.labels["layer"] for _, template in part], part.example.tolist()
         for place, read_layer in enumerate(read):
-            states[centers, place, examples] = measured.after[site, read_layer][:, -1].float().cpu()
+            states[centers, place, examples] = measured.after[site, read_layer][:, 0].float().cpu()
             for layer in above:
-                states[layer, place, examples] = measured.before[site, read_layer][:, -1].float().cpu()
+                states[layer, place, examples] = measured.before[site, read_layer][:, 0].float().cpu()
     return states
 
 
@@ -332,4 +332,10 @@ def _states_plan(
     # A knockout that begins after every layer that is read changes nothing there.
     rows = [(i, [one for one in some if min(edit.layers.start for edit in one.edits) <= max(read)]) for i, some in rows]
     readings = tuple(product(sites, read))
-    return Plan(model, PromptPair(base), CellTable.of(rows), (), batch_size=batch_size, states=readings, states_at=at)
+    plan = Plan(model, PromptPair(base), CellTable.of(rows), (), batch_size=batch_size, states=readings, states_at=at)
+    if several := [i for i, positions in enumerate(plan.positions) if len(positions) > 1]:
+        raise InputError(
+            f"at={shown(at)} names {len(plan.positions[several[0]])} positions of prompt {several[0]}: states are "
+            "returned for one, such as at=-1 or hw.last_token_of(' Rome')."
+        )
+    return plan
