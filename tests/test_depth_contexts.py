@@ -1,6 +1,7 @@
 """Questions behind those they build on: texts as the publication writes them, answers and scores as a naive loop's."""
 
 import re
+from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.likelihood.framed import NO_CONTEXT, PREDECESSORS
+from headwater.likelihood.framed import NO_CONTEXT, PredecessorsName
 from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.generation import Generated
 from headwater.questions import asking
@@ -159,7 +160,7 @@ def greedy(model, network, text, new):
     return model.tokenizer.decode(ids[start:], skip_special_tokens=True).split("\n")[0].strip()
 
 
-@pytest.mark.parametrize("way", PREDECESSORS)
+@pytest.mark.parametrize("way", get_args(PredecessorsName))
 def test_answers_and_min_k_of_a_raw_context_are_those_of_a_naive_loop(way, model, network, tmp_path):
     graph = small_graph(tmp_path)
     table = profile_of(model, graph, predecessors=way, answers="model", max_new_tokens=4).table.set_index("id")
@@ -228,7 +229,8 @@ def test_answers_in_the_data_count_behind_other_questions_only_where_they_are_as
 
 
 def test_the_report_says_what_questions_are_asked_with(model, tmp_path):
-    sentences = {way: profile_of(model, small_graph(tmp_path), predecessors=way).report()[0] for way in PREDECESSORS}
+    ways = get_args(PredecessorsName)
+    sentences = {way: profile_of(model, small_graph(tmp_path), predecessors=way).report()[0] for way in ways}
     assert "above depth" not in sentences["none"]
     assert re.search("follow .* accepted answers", sentences["gold"])
     assert re.search("follow .* own answers", sentences["predicted"])
