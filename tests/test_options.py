@@ -1,5 +1,6 @@
 """Options: what is no choice, no count or no number in range is one line; what numpy calls a number is one."""
 
+import enum
 import json
 from functools import reduce
 from pathlib import Path
@@ -169,6 +170,13 @@ def test_a_share_may_reach_its_upper_end_where_that_is_allowed():
     for given in (0, 1.1, True, float("nan"), "0.5"):
         with pytest.raises(InputError, match=r"threshold=.* must be a number above 0 and at most 1"):
             checked_number("threshold", given, above=0.0, below=1.0, up_to=True)
+
+
+def test_a_name_of_an_enumeration_is_recorded_as_plain_text():
+    class Named(enum.StrEnum):
+        ONE = "one"
+
+    assert [type(checked_name("name", name, ["one"])) for name in (Named.ONE, np.str_("one"))] == [str, str]
 
 
 def test_numbers_of_numpy_are_recorded_as_pythons_own():

@@ -24,11 +24,11 @@ MOST_REPEATS = 1000
 
 
 def checked_name(option: str, value: object, valid: Sequence[str]) -> str:
-    """Return a name if it is one of the valid ones."""
+    """Return a name, as plain text, if it is one of the valid ones."""
     if not isinstance(value, str) or value not in valid:
         hint = did_you_mean(value, valid, or_all=False)
         raise InputError(f"{option}={shown(value)} is not one of {', '.join(valid)}.{hint}")
-    return value
+    return next(name for name in valid if name == value)  # the value may be of numpy, or of an enumeration
 
 
 def checked_names(option: str, values: object, valid: Sequence[str]) -> list[str]:
