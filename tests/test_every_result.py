@@ -8,6 +8,7 @@ import pkgutil
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Literal
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -363,6 +364,16 @@ def test_a_class_below_another_is_drawn_and_viewed_as_that_until_it_has_rows_of_
         with DRAWINGS.with_row(Recounted, lambda result, ax: "its own"):
             assert DRAWINGS.of_class(Recounted)(again, None) == "its own"
             assert counted.plot().lines
+
+
+def test_a_method_of_ones_own_may_mean_something_else_by_the_names_of_common_options(counted):
+    class Nearby(Counted):
+        """With a method whose annotations are not checked."""
+
+        def near(self, margin=0, batch_size="all", how: Literal["a", 1] = 1, like: "pd.Nothing | None" = None):
+            return margin, batch_size, how, like
+
+    assert Nearby(counted.table, counted.run).near(0, how=1, batch_size="few", like=3) == (0, "few", 1, 3)
 
 
 def test_a_result_that_says_nothing_of_itself_says_which_part_is_missing(counted):

@@ -3,7 +3,8 @@
 `@checked_call` decorates each function that a room exports; results, models and circuits check their public methods.
 What an annotation says is checked before the function begins, and converted to plain Python: an option that is `bool`
 or a `Literal` of names, and an argument of one of headwater's classes (those with `returned_by`). So are the numbers of
-`COMMON_OPTIONS`, which mean the same in every function. Everything else the functions check themselves.
+`COMMON_OPTIONS`, which mean the same in every function of headwater; in the methods of a user's own class a name may
+mean something else. Everything else the functions check themselves.
 """
 
 from __future__ import annotations
@@ -96,21 +97,24 @@ def checked_call(function: F) -> F:
 def _checks_of(function: Callable[..., Any]) -> dict[str, Check]:
     """Return by parameter the check that follows from its annotation or, in `COMMON_OPTIONS`, from its name."""
     checks: dict[str, Check] = {}
+    by_name = COMMON_OPTIONS if function.__module__.startswith("headwater.") else {}
     for name, parameter in inspect.signature(function).parameters.items():
         annotation = parameter.annotation
         if isinstance(annotation, str):
             try:
                 annotation = eval(annotation, inspect.unwrap(function).__globals__)
-            except NameError:  # a class that is imported only for type checkers
+            except Exception:  # a class that is imported only for type checkers, or in a user's class any text
                 continue
         kinds = list(get_args(annotation)) if get_origin(annotation) in (Union, UnionType) else [annotation]
         classes = [kind for kind in kinds if kind is not NoneType]
-        if all(get_origin(kind) is Literal for kind in classes):
-            check: Check = partial(checked_name, valid=[value for kind in classes for value in get_args(kind)])
+        literals = [value for kind in classes if get_origin(kind) is Literal for value in get_args(kind)]
+        are_names = all(get_origin(kind) is Literal for kind in classes) and all(isinstance(n, str) for n in literals)
+        if are_names:
+            check: Check = partial(checked_name, valid=literals)
         elif classes == [bool]:
             check = checked_flag
-        elif name in COMMON_OPTIONS:
-            check = COMMON_OPTIONS[name]
+        elif name in by_name:
+            check = by_name[name]
         elif len(classes) == 1 and hasattr(classes[0], "returned_by"):
             check = partial(checked_kind, kind=classes[0])
         else:
