@@ -150,7 +150,9 @@ class RunOptions:
         """Print a result's report, more sentences, and tables by title; or as JSON its findings and these tables."""
         from headwater.runs.result import records_of
 
-        findings, shown = result.findings(), {name: records_of(one) for name, one in tables.items()}
+        # Without --json, a summary would be computed for nothing.
+        findings = result.findings() if self.as_json else {"report": result.report()}
+        shown = {name: records_of(one) for name, one in tables.items()}
         findings["report"] += more
         report(shown | findings | {"files": list(files)}, {result.run.model: findings["report"]} | shown, self.as_json)
 

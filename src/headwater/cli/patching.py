@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from cyclopts import Parameter
 
@@ -25,9 +25,6 @@ from headwater.cli.options import (
     position,
 )
 from headwater.errors import InputError
-
-if TYPE_CHECKING:
-    pass
 
 Axis = Literal["layer", "position", "head", "key", "feature"]
 SHOWN, SIZE = 10, 20
