@@ -103,8 +103,8 @@ def edges(
         through: `direct`: a sender's output reaches the receiver unchanged; `mlps`: also through the MLPs between them,
             which are recomputed; all other heads keep their outputs (as in `hw.path_patch`).
         method: `exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates
-            all (as `sublayer` does), and recomputes exactly the `verify` strongest edges, by that estimate or by `eap`,
-            and 50 random ones of the rest; `sublayer`, `eap` and `eap-ig` only estimate (see
+            all (as `sublayer` does), and recomputes exactly the strongest edges (`verify=`), by that estimate or by
+            `eap`, and 50 random ones of the rest; `sublayer`, `eap` and `eap-ig` only estimate (see
             `headwater.circuits.estimates`).
         verify: number of edges that `screened` recomputes because of their estimates.
         steps: number of runs of `eap-ig` between the two embeddings.

@@ -41,8 +41,8 @@ def documented_by(*sources: str) -> Callable[[C], C]:
     """Complete the help of a command, or of a dataclass of options, with the docstrings of Python functions.
 
     An option without a text gets that of the parameter of its name, from the first function that has one, with
-    `rule="published"` as `--rule published`. A source is written as "likelihood/files:score_file": docstrings are read
-    from the files, since importing them loads torch.
+    `rule="published"` as `--rule published` and `rule=` as `--rule`. A source is written as
+    "likelihood/files:score_file": docstrings are read from the files, since importing them loads torch.
     """
 
     def complete(command: C) -> C:
@@ -57,7 +57,8 @@ def documented_by(*sources: str) -> Callable[[C], C]:
         # The annotations of a class are those of its own fields, without the fields that it inherits.
         for name in filter(texts.get, inspect.get_annotations(command)):
             if f"\n    {name}: " not in f"\n{own}":
-                text = re.sub(r'`(\w+)="([\w-]+)"`', r"`--\1 \2`", texts[name][0].upper() + texts[name][1:])
+                text = texts[name][0].upper() + texts[name][1:]
+                text = re.sub(r"`(\w+)=`", r"`--\1`", re.sub(r'`(\w+)="([\w-]+)"`', r"`--\1 \2`", text))
                 is_none = inspect.signature(command).parameters[name].default is None
                 lines.append(f"    {name}: {text}{' Default: none.' * (is_none and 'efault' not in text)}\n")
         command.__doc__ = f"{about.rstrip()}\n\nArgs:\n{''.join(lines)}{own}"
