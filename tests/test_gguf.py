@@ -220,6 +220,7 @@ def assert_same_logits(found, model):
         ({"llama.block_count": 3}, "has no tensor 'blk.2.attn_norm.weight'"),
         ({"llama.attention.head_count": 0}, "describe no model"),
         ({"llama.embedding_length": 128}, "has shape .* but its metadata imply"),
+        ({"split.count": 3}, "is one of 3 parts; join them"),
         ({"tokenizer.ggml.pre": "viking"}, "does not read, .* with tokenizer.ggml.pre='viking'"),
         ({"tokenizer.ggml.model": "rwkv"}, "does not read, tokenizer.ggml.model='rwkv'"),
         ({"tokenizer.ggml.model": None}, "does not read, tokenizer.ggml.model=None"),

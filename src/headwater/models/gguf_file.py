@@ -118,6 +118,10 @@ def _complete(file: GGUFFile, config: dict[str, Any]) -> None:
 
 def config_of(file: GGUFFile) -> Any:
     """Return the transformers config of a GGUF file."""
+    if (parts := file.metadata.get("split.count", 0)) > 1:
+        raise ModelError(
+            f"{file.path} is one of {parts} parts; join them: llama-gguf-split --merge {file.path} WHOLE.gguf."
+        )
     if file.architecture not in KINDS:
         raise ModelError(
             f"{file.path} holds a model of architecture {file.architecture!r}; headwater reads GGUF files of "
