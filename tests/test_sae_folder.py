@@ -192,10 +192,12 @@ def test_the_place_is_read_by_the_key_names_of_every_version(config, place, tmp_
         ({"activation_fn_str": "gelu"}, {}, "activation_fn_str is 'gelu'; supported are"),
         ({"architecture": "topk"}, {}, "how many of 30 features are kept, is None"),
         ({"architecture": "topk", "k": 31}, {}, "of 30 features are kept, is 31"),
+        ({"d_in": 13}, {}, "says d_in=13, but W_enc is 12 by 30"),
+        ({"d_sae": 29}, {}, "says d_sae=29, but W_enc is 12 by 30"),
         ({"architecture": "jumprelu"}, {}, "threshold is missing; a jumprelu autoencoder"),
         ({}, {"b_enc": torch.zeros(29)}, r"b_enc is \(29,\) .* needs finite numbers, \(30,\)"),
         ({}, {"W_dec": torch.full((N, D), torch.nan)}, r"W_dec is \(30, 12\) or holds NaN or infinity"),
-        ({}, {"W_enc": torch.zeros(3)}, "values to unpack"),
+        ({}, {"W_enc": torch.zeros(3)}, "no matrix W_enc among W_dec, W_enc"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_refused_in_one_line(config, weights, message, tmp_path):

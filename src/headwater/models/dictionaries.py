@@ -541,12 +541,14 @@ def _origin(config: Mapping[str, Any], hook: str, site: Site) -> Origin:
         raise ValueError(f"seqpos_slice {shown(list(span))} counts from the end, and there is no context_size")
     if not isinstance(without, bool | list | None):
         raise ValueError(f"exclude_special_tokens is {shown(without)}; supported are true, false or token ids")
+    if isinstance(without, list):
+        without = tuple(whole_numbers(without))
     return Origin(
         model=config["model_name"] if isinstance(config.get("model_name"), str) else None,
         hook=hook,
         begins=_option(config, "prepend_bos", None, FLAGS),
         centred=site.axes[-1] == "d_model" and isinstance(options, dict) and options.get(CENTRED) is True,
-        without=without if without is True else tuple(whole_numbers(without or ())) or False,
+        without=without or False,
         span=span,
         context=context if isinstance(context, int) else 0,
     )
@@ -564,7 +566,12 @@ def _autoencoder(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Au
     weights = {name: weight if weight.dtype == torch.float64 else weight.float() for name, weight in tensors.items()}
     if "log_threshold" in weights:
         weights.setdefault("threshold", weights["log_threshold"].exp())
+    if "W_enc" not in weights or weights["W_enc"].ndim != 2:
+        raise ValueError(f"there is no matrix W_enc among {', '.join(sorted(weights)) or 'no weights'}")
     d, n = weights["W_enc"].shape
+    for key, size in (("d_in", d), ("d_sae", n)):  # otherwise the config, and so the place, is of other weights
+        if config.get(key) not in (None, size):
+            raise ValueError(f"{CONFIG} says {key}={shown(config[key])}, but W_enc is {d} by {n}")
     sizes: dict[str, tuple[int, ...]] = {"W_enc": (d, n), "W_dec": (n, d), "b_dec": (d,)}
     sizes |= dict.fromkeys(ARCHITECTURES[architecture], (n,))
     scales = weights.get("scaling_factor")
