@@ -260,7 +260,7 @@ def weight_files(folder: Path) -> list[Path]:
                 "save it again with model.save_pretrained."
             )
         raise ModelError(f"{folder} has no weights ({SINGLE} or {INDEX}); give the folder that save_pretrained wrote.")
-    with unreadable(f"{folder / INDEX} is damaged"):
+    with unreadable(f"{folder / INDEX} is damaged; fetch it again"):
         shards = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         # Names that lead out of the folder are refused.
         outside = [name for name in shards if Path(name).name != name or name in ("", "..") or "\\" in name]
@@ -293,8 +293,8 @@ def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[s
 @contextlib.contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
     """Open a safetensors file; the error for a file that cannot be read names it."""
-    problem = "is missing, damaged or cut short (in a clone of git: `git lfs pull`)"
-    with unreadable(f"{file} {problem}"), safe_open(file, framework="pt") as opened:
+    fix = "fetch it again (in a clone of git: `git lfs pull`), or save it again"
+    with unreadable(f"{file} is missing, damaged or cut short; {fix}"), safe_open(file, framework="pt") as opened:
         yield opened
 
 

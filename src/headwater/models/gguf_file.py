@@ -134,7 +134,7 @@ def config_of(file: GGUFFile) -> Any:
         if key.startswith(prefix) and key.removeprefix(prefix) not in beyond and value not in (0, "none", "", []):
             raise ModelError(f"{file.path} says {key}={value!r}, which headwater does not read; {ORIGINAL}")
     # The file may say anything, and each config class checks it in its own way.
-    with unreadable(f"The metadata of {file.path} describe no model"):
+    with unreadable(f"The metadata of {file.path} describe no model; fetch it again"):
         config = AutoConfig.for_model(kind.model_type, **_config_entries(file, kind))
     refuse_impossible_sizes(config)
     return config
@@ -351,7 +351,8 @@ def read_gguf(path: Path) -> GGUFFile:
         raise ModelError(f"There is no file {path}; check the path.")
     metadata: dict[str, Any] = {}
     listed: dict[str, tuple[tuple[int, ...], Any, int]] = {}
-    with unreadable(f"{path} is not a GGUF file of version 2 or 3, is damaged, or needs pip install -U gguf"):
+    fix = "is damaged (fetch it again), or needs pip install -U gguf"
+    with unreadable(f"{path} is not a GGUF file of version 2 or 3, {fix}"):
         with path.open("rb") as file:
             if (start := (file.read(4), _number(file, "I"))) not in ((b"GGUF", 2), (b"GGUF", 3)):
                 raise ValueError(f"it begins with {start}")

@@ -433,15 +433,16 @@ class StreamedWeights(_Weights):
         attention, fused = f"{block}{family.attention}.", family.fused
         factors: dict[str, Any] = dict.fromkeys(names)
         for kind, part in (("W", "weight"), ("b", "bias")):
-            for parts in ("Q", "K", "V") if fused is None else ("QKV",):
-                stored = f"{attention}{f'{parts.lower()}_proj' if fused is None else fused.name}.{part}"
-                wanted = [f"{kind}_{letter}" for letter in parts]
+            for letters in ("Q", "K", "V") if fused is None else ("QKV",):
+                module = f"{letters.lower()}_proj" if fused is None else fused.name
+                stored, wanted = f"{attention}{module}.{part}", [f"{kind}_{letter}" for letter in letters]
                 # A missing bias is None; a missing weight is an error.
                 if factors.keys().isdisjoint(wanted) or (kind == "b" and stored not in self.checkpoint.names):
                     continue
                 tensor = self._read(stored)
                 if fused is None:
-                    by_head = tensor.unflatten(0, (self.shape.n_heads if parts == "Q" else self.shape.n_kv_heads, -1))
+                    heads = self.shape.n_heads if letters == "Q" else self.shape.n_kv_heads
+                    by_head = tensor.unflatten(0, (heads, -1))
                     found = [by_head if kind == "b" else by_head.transpose(1, 2)]
                 else:
                     found = split_heads(tensor, fused, self.shape)
