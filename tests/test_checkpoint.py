@@ -9,7 +9,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from headwater.errors import InputError, ModelError
-from headwater.models.checkpoint import checkpoint_folder, hub_name, open_checkpoint
+from headwater.models.checkpoint import checkpoint_folder, hub_name, open_checkpoint, open_safetensors
 from headwater.models.weights import open_weights
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
@@ -140,6 +140,11 @@ def test_a_missing_shard_is_named(tmp_path):
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
     refused(tmp_path, f"{shard.name} is missing, damaged or cut short")
+
+
+def test_memory_that_runs_out_is_not_called_damage(folder):
+    with pytest.raises(torch.OutOfMemoryError), open_safetensors(folder / "model.safetensors"):
+        raise torch.OutOfMemoryError
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])

@@ -294,7 +294,9 @@ def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[s
 def open_safetensors(file: Path) -> Iterator[Any]:
     """Open a safetensors file; the error for a file that cannot be read names it."""
     fix = "fetch it again (in a clone of git: `git lfs pull`), or save it again"
-    with unreadable(f"{file} is missing, damaged or cut short; {fix}"), safe_open(file, framework="pt") as opened:
+    problem = f"{file} is missing, damaged or cut short; {fix}"
+    # Running out of memory is not the file's failure.
+    with unreadable(problem, in_a_run=True), safe_open(file, framework="pt") as opened:
         yield opened
 
 
