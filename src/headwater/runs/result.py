@@ -90,10 +90,11 @@ class Shown:
             ax: axes to draw on; default: a new figure.
             title: replaces the figure's own title.
             figsize: width and height of a new figure, in inches; default: chosen by the drawing function.
-            what: options of this class's figure, described where it is drawn, in `headwater.figures`: for a sweep
-                `site`, `metric`, `value`, `normalize`, and an index of an axis, such as `head=3`; `metric` for edges,
-                paths and circuits; `heads` and `example` for a cache; `example` for a lens; `on` for attention
-                behaviour; `kind` for composition; `split_by` and `value` for pathways.
+            what: options of this class's figure: for a sweep `site`, `metric`, `value`, `normalize`, and an index of an
+                axis, such as `head=3` (see `headwater.figures.sweep.plot_sweep`); for a cache `heads` and `example`
+                (see `headwater.figures.activation_sizes.plot_cache`); for pathways `split_by` and `value` (see
+                `headwater.figures.delta_p`); `metric` for edges, paths and circuits; `example` for a lens; `on` for
+                attention behaviour ("random", "text", "copying" or "position"); `kind` for composition ("q", "k", "v").
         """
         size, draw = checked_size(figsize, ax), DRAWINGS.of_class(type(self))
         self._check_options("plot", draw, what, ("ax", "title", "figsize"))
