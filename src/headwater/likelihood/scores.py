@@ -206,6 +206,7 @@ def memorization_scores(
     return MemorizationScores(table, texts, run)
 
 
+@checked_call
 def prefixed_statistics(
     model: HookedModel,
     texts: Iterable[str],
