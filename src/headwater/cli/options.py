@@ -152,7 +152,7 @@ class RunOptions:
         from headwater.runs.result import records_of
 
         # Without --json, a summary would be computed for nothing.
-        findings = result.findings() if self.as_json else {"report": result.report()}
+        findings: dict[str, Any] = result.findings() if self.as_json else {"report": result.report()}
         shown = {name: records_of(one) for name, one in tables.items()}
         findings["report"] += more
         report(shown | findings | {"files": list(files)}, {result.run.model: findings["report"]} | shown, self.as_json)
