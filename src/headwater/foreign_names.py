@@ -76,6 +76,7 @@ OPTIONS = {
     "prepend_bos default_prepend_bos": f"{BEGINS}; or give token ids, model.to_tokens(text, prepend_bos=False)",
     "checkpoint_index checkpoint_value": "hw.load(name, revision=...) reads a revision of the hub, such as 'step1000'",
     "first_n_layers": "model.run(texts, stop_at=layer) runs the layers below one",
+    "level confidence_level ci": "every interval is of 95 %",
     "cache_dir": "HF_HOME sets the folder of the hub's cache",
     "load_in_8bit load_in_4bit quantization_config": "quantized weights are refused; hw.load takes dtype='bfloat16'",
     "input_ids": "the first argument is texts, or token ids",
