@@ -376,9 +376,8 @@ def write_tokens(
         _, offset, place, head, example, sample, position = to_device(index, activation.device)
         tokens, heads = offset + place, [] if all_heads else [head]
         units = None if whole else _units(group, activation.device)
-        if (
-            values.change is None and whole and "feature" not in site.axes
-        ):  # fixed values: no need to read the current ones
+        # Fixed values: no need to read the current ones.
+        if values.change is None and whole and "feature" not in site.axes:
             taken = values.taken(site, source, example, sample, position, *heads)
             assert taken is not None
             activation[tokens, *heads] = taken
