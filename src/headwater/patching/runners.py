@@ -297,27 +297,27 @@ class WholeRuns(Runner):
     def run(self, variants: Variants, deliver: Deliver) -> None:
         """Deliver the readings of variants of the group's runs, `at_once` of them per forward.
 
-        Rows of a forward read the same, so that no unread logits are computed.
+        Rows of a forward read the same positions of equally deep layers, so that no unread logits are computed.
         """
-        groups: dict[tuple[tuple[int, ...], tuple[Reading, ...], int | None], list[int]] = {}
+        groups: dict[tuple[tuple[int, ...], int, int | None], list[int]] = {}
         for index in np.flatnonzero(variants.can_change_output).tolist():
             variant = variants[index]
-            groups.setdefault((variant.kept, variant.readings, variant.whole), []).append(index)
-        for (kept, readings, _), indices in groups.items():
+            # Layers after the deepest reading are not run.
+            stop = max(layer + (site != LOGITS) for site, layer in variant.readings)
+            groups.setdefault((variant.kept, stop, variant.whole), []).append(index)
+        for (kept, stop, _), indices in groups.items():
             # Neighbouring rows of one length need no padding.
             indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
-            forward = partial(self.forward, variants, deliver, list(kept), readings)
+            forward = partial(self.forward, variants, deliver, list(kept), stop)
             self.at_once = in_tiles(np.array(indices), self.at_once, forward)
 
-    def forward(
-        self, variants: Variants, deliver: Deliver, kept: list[int], readings: Sequence[Reading], rows: Indices
-    ) -> None:
+    def forward(self, variants: Variants, deliver: Deliver, kept: list[int], stop: int, rows: Indices) -> None:
         """Run the prompts of some variants, each with its own edits, and deliver what is read at the positions `kept`.
 
-        Layers after the deepest reading are not run.
+        Layers from `stop` on are not run. What one row reads is read of all rows.
         """
         model, examples, own = self.plan.model, variants.example[rows].tolist(), [variants[i] for i in rows.tolist()]
-        logits, stop = (LOGITS, model.shape.n_layers), max(layer + (site != LOGITS) for site, layer in readings)
+        logits, readings = (LOGITS, model.shape.n_layers), {reading for variant in own for reading in variant.readings}
         read: dict[str, Tensor] = {}
         names = {(site, layer): SITES[site].hook_name(layer) for site, layer in readings if site != LOGITS}
         # Noise that makes the corrupted run comes first: edits act on that run.
