@@ -36,7 +36,8 @@ def checked_names(option: str, values: object, valid: Sequence[str]) -> list[str
     names = list(dict.fromkeys(checked_name(option, value, valid) for value in one_or_several(values)))
     if not names:
         raise InputError(f"{option}= is empty: give some of {', '.join(valid)}.")
-    return names
+    # The names are part of a run's record, and a set has another order in every process.
+    return sorted(names, key=list(valid).index) if has_no_order(values) else names
 
 
 def checked_flag(option: str, value: object) -> bool:
