@@ -19,6 +19,7 @@ from headwater.options import (
     LONGEST_SHOWN,
     checked_count,
     checked_name,
+    checked_names,
     checked_number,
     checked_path,
     checked_repeats,
@@ -177,6 +178,12 @@ def test_a_name_of_an_enumeration_is_recorded_as_plain_text():
         ONE = "one"
 
     assert [type(checked_name("name", name, ["one"])) for name in (Named.ONE, np.str_("one"))] == [str, str]
+
+
+def test_names_in_a_set_have_the_same_order_in_every_process():
+    letters = list("hgfedcba")
+    assert checked_names("names", set(letters), letters) == letters
+    assert checked_names("names", ("a", "h", "a"), letters) == ["a", "h"]
 
 
 def test_numbers_of_numpy_are_recorded_as_pythons_own():
