@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.models.bridge_check import rounding
 from headwater.models.edits import Hook, at_tokens, keeping
 from headwater.models.forward import FixedPrefix, KeysValues, can_continue, common_start, keys_values, unpadded
@@ -59,6 +60,7 @@ def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
     return [int(position) for position in readers[checked_name("token", token, PROBE_TOKENS)]()]
 
 
+@checked_call
 def probe_states(
     model: HookedModel,
     answered: AnsweredQuestions,
