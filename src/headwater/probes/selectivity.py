@@ -265,13 +265,12 @@ def fit_probe(
             features = states.of_layer(layer)
             fits = [cross_fitted(features, one, of_groups, splits, listed, seed) for one, splits in tasks]
             weight, bias = fit_linear(features, target, chosen_strength(features, target, of_groups, listed, seed))
-            arrays = dict(zip(CrossFit._fields, map(np.stack, zip(*fits, strict=True)), strict=True))
+            arrays = {name: np.stack([getattr(fit, name) for fit in fits]) for name in CrossFit._fields}
             arrays |= {"weight": weight, "bias": np.array(bias)}
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
         with run.bar("Probing", "layer", len(states.layers)) as bar:
-            # Not "layer": earlier versions left pieces of another shape under that name in unfinished folders.
-            pieces = list(run.pieces("fits", states.layers, compute, bar))
+            pieces = list(run.pieces("layer", states.layers, compute, bar))
         sizes, draws = {"rows": states.rows, "groups": len(set(of_groups))}, Bootstrap.of(of_groups, seed=seed)
         groups = [one if isinstance(one, str | int) else str(one) for one in of_groups]
         labels, measured, predictions = np.stack([one for one, _ in tasks]), [], []
