@@ -348,7 +348,7 @@ def test_bad_input_is_one_clear_line(models):
         ({"heads": "mean"}, "heads='mean' is not one of"),
         ({"pairs": "median"}, "pairs='median'"),
         ({"edges": "answer"}, "edges='answer'"),
-        ({"edges": ()}, "edges is empty"),
+        ({"edges": ()}, "edges= is empty"),
         ({"layers": [9]}, "There is no layer 9"),
         ({"layers": [2], "probe": random_probe(model, layer=1)}, r"layers=\[2\] cannot reach the probe"),
         ({"batch_size": 0}, "batch_size=0"),
