@@ -266,7 +266,7 @@ def test_no_usable_relation_is_an_error_that_names_the_best(checkpoint, suite):
         ({"threshold": 15.0}, "threshold=15.0 must be a number above 0 and at most 1"),
         ({"threshold": float("nan")}, "threshold=nan must be a number above 0 and at most 1"),
         ({"embedding": "mlp"}, "embedding='mlp' is not one of .* Did you mean 'mlp0'"),
-        ({"multi_token": "last"}, "multi_token='last' is not known"),
+        ({"multi_token": "last"}, "multi_token='last' is not one of first, distinguishing"),
     ],
 )
 def test_options_that_do_not_exist_are_refused(checkpoint, suite, options, message):

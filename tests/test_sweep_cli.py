@@ -68,7 +68,7 @@ def test_edges_of_patterns_are_swept_by_key(capsys, monkeypatch):
         "--quiet",
     )  # fmt: skip
     assert code == 0, err
-    rows = [line.split() for line in out.split("strongest by mean effect\n")[1].strip().splitlines()]
+    rows = [line.split() for line in out.split("strongest\n")[1].strip().splitlines()]
     assert {"layer", "key", "mean"} < set(rows[0])
     assert {len(row) for row in rows} == {len(rows[0])}
 

@@ -294,4 +294,4 @@ def _report(sweep: hw.Sweep, run: RunOptions) -> None:
         summary = whole_summary(sweep)
     sizes = summary["mean"].abs().sort_values(ascending=False)
     strongest = summary.loc[sizes[sizes > 0].index].head(SHOWN)
-    run.finish(sweep, run.write(sweep, "sweep"), **{"strongest by mean effect": strongest})
+    run.finish(sweep, run.write(sweep, "sweep"), strongest=strongest)
