@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from headwater.errors import InputError, InterventionError
+from headwater.errors import InputError, InterventionError, callers_level
 from headwater.kernels.devices import in_tiles
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count
@@ -232,7 +232,7 @@ class _Measuring:
                 warnings.warn(
                     f"{self.plan.model.name} is swept with whole runs, many cells in each, because {error}. Results "
                     "are the same; it takes longer.",
-                    stacklevel=7,
+                    stacklevel=callers_level(),
                 )
             # Made outside the handler, whose error keeps the recorded runs of the walk alive.
             self._current = examples, runner or self.runner(self.plan, examples)
