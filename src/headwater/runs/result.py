@@ -33,7 +33,7 @@ from headwater.errors import InputError, RunFolderError, UnknownNameError, did_y
 from headwater.figure_options import Size as Size
 from headwater.figure_options import apply_title_and_size, checked_size, size_requested
 from headwater.foreign_names import TABLES, hint_for, missing
-from headwater.options import checked_path, shown
+from headwater.options import a_or_an, checked_path, shown
 from headwater.registry import Registry
 from headwater.runs.identity import describe, digest
 from headwater.runs.record import FORMAT, RUN_FILE, RunRecord, read_record, refuse_other_run
@@ -127,7 +127,8 @@ class Shown:
                 offered = f"it takes {', '.join(known)}" if known else "it takes none"
                 way = hint_for("plot", option) if name == "plot" else None
                 hint = f" {way}." if way else did_you_mean(option, known)
-                raise InputError(f"The {name} of a {type(self).__name__} has no option {option}=: {offered}.{hint}")
+                kind = a_or_an(type(self).__name__)
+                raise InputError(f"The {name} of {kind} has no option {option}=: {offered}.{hint}")
 
     def save_html(self, path: str | Path, **what: Any) -> Path:
         """Write the view into one file that can be sent and opened anywhere; see `view` for `what`."""
