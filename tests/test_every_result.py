@@ -119,7 +119,7 @@ def test_what_draws_a_result_takes_axes_and_options_that_its_plot_names(kind, re
     assert (ax.name, ax.default) == ("ax", None)
     assert all(f"`{one.name}`" in Result.plot.__doc__ for one in options if one.kind is one.KEYWORD_ONLY)
     if not any(one.kind is one.VAR_KEYWORD for one in options):
-        with pytest.raises(InputError, match=rf"plot of a {kind.__name__} has no option figsizes=.*mean 'figsize'"):
+        with pytest.raises(InputError, match=rf"plot of an? {kind.__name__} has no option figsizes=.*mean 'figsize'"):
             results[kind].plot(figsizes=(3, 3))
         with pytest.raises(InputError, match=r"has no option dpi=: .* plot\(\)\.savefig\(path, dpi=300\) writes it"):
             results[kind].plot(dpi=300)

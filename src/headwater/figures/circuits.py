@@ -11,7 +11,7 @@ effects.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -86,7 +86,7 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
         wide, tall = np.divide(st.inches(ax), (far + 1.2, high - low + 0.7))
         is_crowded = 72 * wide < 3.2 * NAME
         points = min(NAME, 72 * wide / (2.4 if is_crowded else 3.2), 72 * tall / 1.8)
-        sizes, is_unknown = np.abs(np.nan_to_num(circuit.effects)), np.isnan(circuit.effects)
+        sizes = np.abs(np.nan_to_num(circuit.effects))
         top = float(sizes.max(initial=0.0)) or 1.0
         order = sorted(lines, key=lambda line: sizes[line.edge])
         for rank, line in enumerate(order):
@@ -110,17 +110,23 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
         inner = [node for node in places if 0 < node < len(senders)]
         at = pd.Series([places[node][0] for node in inner], dtype=float).groupby([int(senders.layer[i]) for i in inner])
         st.cell_ticks(ax.xaxis, at.mean().tolist(), [str(layer) for layer, _ in at])
-        kinds, effects = {line.kind for line in lines}, circuit.effects
-        signs = {"above 0": (effects > 0, ABOVE), "below 0": (effects < 0, BELOW), "unknown": (is_unknown, FAINT)}
-        for name, (is_so, color) in signs.items():
-            if is_so.any():
-                ax.plot([], [], label=f"effect {name}", color=color, linewidth=2)
-        if not is_unknown.all():
-            ax.plot([], [], label=f"thickest: {top:.2g}", color=INK, linewidth=WIDTHS[1])
-        for kind in (kind for kind in FED if kind in kinds):
-            ax.plot([], [], label=f"into {kind} ({FED[kind]})", color=INK, linestyle=LINES[kind])
+        _name_lines(ax, circuit.effects, {line.kind for line in lines})
         st.legend_above(ax, 7, st.label(title_of(circuit)))
     return ax
+
+
+def _name_lines(ax: Axes, effects: np.ndarray, kinds: Collection[str]) -> None:
+    """Add what colours, widths and patterns of lines mean to the legend, as far as they are drawn."""
+    is_unknown = np.isnan(effects)
+    signs = {"above 0": (effects > 0, ABOVE), "below 0": (effects < 0, BELOW), "unknown": (is_unknown, FAINT)}
+    for name, (is_so, color) in signs.items():
+        if is_so.any():
+            ax.plot([], [], label=f"effect {name}", color=color, linewidth=2)
+    if not is_unknown.all():
+        top = float(np.nanmax(np.abs(effects))) or 1.0
+        ax.plot([], [], label=f"thickest: {top:.2g}", color=INK, linewidth=WIDTHS[1])
+    for kind in (kind for kind in FED if kind in kinds):
+        ax.plot([], [], label=f"into {kind} ({FED[kind]})", color=INK, linestyle=LINES[kind])
 
 
 def lines_of(circuit: Circuit) -> list[Drawn]:
